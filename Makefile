@@ -1,0 +1,56 @@
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+SOURCES := dtensor_ring parallel_plans
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest lint format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo '  ARGS="..." is passed on to demo, test, test-oldest and bench.'
+	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
+
+demo: $(VENV)/.installed ## train a small Hugging Face model over a ring of CPU processes
+	$(VENV)/bin/python examples/train_hf.py $(ARGS)
+
+test: $(VENV)/.installed ## run the tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we test
+	$(OLDEST)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed ## check style, format and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
+
+format: $(VENV)/.installed ## fix style and format in place
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+bench: $(VENV)/.installed ## measure the ring
+	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
+
+clean: ## remove caches, builds and outputs, but no environment
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed: EXTRAS := hf,plot,dev
+$(VENV)/.installed: constraints.txt
+$(OLDEST)/.installed: EXTRAS := hf,test
+$(OLDEST)/.installed: constraints-oldest.txt
+
+# The stamp goes first and comes back last: an install that fails half-way is done again.
+# Constraints go through the environment because -c does not reach the build backend;
+# older pips read the first variable for it, newer ones the second.
+$(VENV)/.installed $(OLDEST)/.installed: pyproject.toml
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+		"Python 3.11 or newer is needed: make PYTHON=python3.x ...")'
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
+	PIP_CONSTRAINT=$(filter constraints%,$^) PIP_BUILD_CONSTRAINT=$(filter constraints%,$^) \
+		$(@D)/bin/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,26 @@
+"""Context parallelism for PyTorch by annotation: ring attention over DTensors."""
+
+from dtensor_ring.annotation import sequence_layout
+from dtensor_ring.attention import ring_attention
+from dtensor_ring.kernels import available_kernels
+from dtensor_ring.layout import Contiguous, Striped, ZigZag
+from dtensor_ring.mask import Mask
+from dtensor_ring.schedule import describe_schedule
+from dtensor_ring.sdpa import set_sequence_layout
+from dtensor_ring.sequence import shard_sequence, unshard_sequence
+from dtensor_ring.style import ContextParallel
+
+__all__ = [
+    "ContextParallel",
+    "Contiguous",
+    "Mask",
+    "Striped",
+    "ZigZag",
+    "available_kernels",
+    "describe_schedule",
+    "ring_attention",
+    "sequence_layout",
+    "set_sequence_layout",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,53 @@
+"""Which layout the tokens sharded over a mesh axis are in."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.layout import Layout, as_layout
+
+_LAYOUTS: WeakKeyDictionary[ProcessGroup, Layout] = WeakKeyDictionary()
+"""By the axis's group, which `mesh["cp"]` shares with `mesh`; forgotten when the group is."""
+
+
+def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
+    """Remember the layout of a 1-D mesh.
+
+    Raises:
+        ValueError: if the mesh is not 1-D, the layout unknown or another than before.
+    """
+    chosen, group = as_layout(layout), axis_group(mesh)
+    known = _LAYOUTS.setdefault(group, chosen)
+    if known != chosen:
+        raise ValueError(
+            f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
+            "already be sharded in that order; use the same layout, or another mesh"
+        )
+
+
+def sequence_layout(mesh: DeviceMesh) -> Layout | None:
+    """The layout a 1-D mesh was annotated with, `None` if it was not."""
+    return _LAYOUTS.get(axis_group(mesh))
+
+
+def group_layout(group: ProcessGroup) -> Layout | None:
+    """The layout of the axis that this group spans, `None` if it was not annotated."""
+    return _LAYOUTS.get(group)
+
+
+def axis_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of a 1-D mesh.
+
+    Raises:
+        ValueError: if the mesh has more axes: `mesh["cp"]` picks one.
+    """
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        pick = (
+            f'mesh["{names[-1]}"]' if names else 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
+        )
+        raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
+    return mesh.get_group()

@@ -1,0 +1,118 @@
+"""Messages around the ring: one per hop, posted before a step's kernels, waited for after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring.plan import Plan
+
+
+class Packet:
+    """A flat buffer and the two tensors `(B, N, C, H)` that it carries in one message."""
+
+    def __init__(self, flat: Tensor, like: tuple[Tensor, Tensor], num_cols: int) -> None:
+        tensors, offset = [], 0
+        for x in like:
+            batch, heads, _, head_dim = x.shape
+            numel = batch * num_cols * heads * head_dim
+            view = flat[offset : offset + numel].view(batch, num_cols, heads, head_dim)
+            tensors.append(view.transpose(1, 2))
+            offset += numel
+        self.flat = flat[:offset]
+        self.pair = (tensors[0], tensors[1])
+
+
+class Rotation:
+    """Moves packets to the next rank and receives from the previous, as far as the plan says.
+
+    Two buffers take turns, so that one is computed on and sent while the other is received into.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        plan: Plan,
+        like: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self._group, self._plan = group, plan
+        self._like, self._dtype = like, dtype
+        self._buffers: list[Tensor | None] = [None, None]
+        self._turn = 0
+        self._works: list[dist.Work] = []
+        self._arriving: Packet | None = None
+
+    def packet(self, source: int) -> Packet:
+        """The buffer whose turn it is, shaped for the part of the source's shard that travels."""
+        cols = self._plan.reaches[source].cols
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None:
+            widest = max(reach.cols[1] - reach.cols[0] for reach in self._plan.reaches)
+            buffer = self._buffers[self._turn] = self._empty(widest)
+        return Packet(buffer, self._like, cols[1] - cols[0])
+
+    def post(self, hop: int, packet: Packet | None) -> None:
+        """Start hop number `hop`: `packet` goes on if others need it, the next one comes in."""
+        operations = self._operations(hop, packet)
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Packet | None:
+        """The packet that came in, once the sends of this hop are done too; `None` if none did."""
+        for work in self._works:
+            work.wait()
+        arrived, self._arriving, self._works = self._arriving, None, []
+        return arrived
+
+    def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
+        plan, operations = self._plan, []
+        if packet is not None and plan.arrives(self._source(hop - 1), hop):
+            operations += self._message(dist.isend, packet, plan.rank + 1)
+        if plan.arrives(self._source(hop), hop):
+            self._arriving = self.packet(self._source(hop))
+            operations += self._message(dist.irecv, self._arriving, plan.rank - 1)
+        return operations
+
+    def _source(self, hop: int) -> int:
+        """Whose shard this rank holds after that many hops."""
+        return (self._plan.rank - hop) % self._plan.world_size
+
+    def _message(
+        self, operation: Callable[..., dist.Work | None], packet: Packet, peer: int
+    ) -> list[dist.P2POp]:
+        if not packet.flat.numel():
+            return []
+        peer %= self._plan.world_size
+        return [dist.P2POp(operation, packet.flat, group=self._group, group_peer=peer)]
+
+    def _empty(self, num_cols: int) -> Tensor:
+        per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
+        return self._like[0].new_empty(num_cols * per_col, dtype=self._dtype)
+
+
+class SumRotation(Rotation):
+    """Moves the sums of gradients, one hop behind the shards they belong to.
+
+    A sum starts empty on the first rank after its source, and goes home in one send from the last
+    rank that adds to it. So it makes no more hops than its shard; the owner's own share, which
+    never travels, is added at `home`.
+    """
+
+    home: Packet | None = None
+
+    def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
+        operations = super()._operations(hop, packet)
+        plan = self._plan
+        source, last = self._source(hop - 1), hop - 1
+        if packet is not None and plan.reaches[source].num_hops == last:
+            operations += self._message(dist.isend, packet, source)
+        if plan.arrives(plan.rank, last) and plan.reaches[plan.rank].num_hops == last:
+            cols = plan.reaches[plan.rank].cols
+            num_cols = cols[1] - cols[0]
+            self.home = Packet(self._empty(num_cols), self._like, num_cols)
+            operations += self._message(dist.irecv, self.home, plan.rank + last)
+        return operations

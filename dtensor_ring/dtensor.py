@@ -1,0 +1,209 @@
+"""What happens when attention meets DTensors that are sharded along the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dtensor_ring import op as ops
+from dtensor_ring.annotation import group_layout
+from dtensor_ring.layout import Contiguous
+
+BATCH, HEADS, SEQUENCE = 0, 1, 2
+
+ring_op, ring_backward_op = ops.ring_op, ops.ring_backward_op
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The mesh axis that the sequence is sharded over, and how."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    group: ProcessGroup
+    layout: str
+
+
+def ring_of(query: Any, key: Any, value: Any) -> Ring:
+    """Read the ring off the placements of query, key and value.
+
+    Raises:
+        TypeError: if some are DTensors and others are not.
+        ValueError: if they are not sharded alike, as a ring needs it.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    kinds = ", ".join(f"{name} {type(x).__name__}" for name, x in tensors.items())
+    if not all(isinstance(x, DTensor) for x in tensors.values()):
+        raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
+    found = ", ".join(f"{name} {_describe(x)}" for name, x in tensors.items())
+    if any(
+        x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)
+    ):
+        raise ValueError(
+            f"query, key and value must be sharded alike on one mesh, got {found}; "
+            "redistribute them to the same placements"
+        )
+    axes = [axis for axis, where in enumerate(query.placements) if where == Shard(SEQUENCE)]
+    if len(axes) != 1:
+        over = "no axis" if not axes else f"{len(axes)} axes"
+        raise ValueError(
+            f"a ring needs the sequence, Shard({SEQUENCE}), on exactly one mesh axis, it is on "
+            f"{over}: {found}; see shard_sequence"
+        )
+    for axis, where in enumerate(query.placements):
+        _check_axis(axis, where, tensors, found)
+    group = query.device_mesh.get_group(axes[0])
+    layout = group_layout(group) or Contiguous()
+    return Ring(query.device_mesh, tuple(query.placements), group, layout.name)
+
+
+def _check_axis(axis: int, where: Placement, tensors: dict[str, DTensor], found: str) -> None:
+    if where not in (Shard(BATCH), Shard(HEADS), Shard(SEQUENCE), Replicate()):
+        raise ValueError(
+            "beside the sequence, a ring takes Shard(0) (batch), Shard(1) (heads) and Replicate, "
+            f"got {where} on mesh axis {axis}: {found}"
+        )
+    if where == Shard(HEADS):
+        size = tensors["query"].device_mesh.size(axis)
+        heads = {name: x.shape[HEADS] for name, x in tensors.items()}
+        if any(count % size for count in heads.values()):
+            raise ValueError(
+                f"heads can be sharded over {size} ranks only if these divide the query and the "
+                f"key/value heads, got {heads}; shard fewer ways or replicate"
+            )
+
+
+def _describe(x: DTensor) -> str:
+    return f"{tuple(x.placements)} on {x.device_mesh}"
+
+
+def wrap(
+    local: Tensor,
+    shape: tuple[int, ...],
+    ring: Ring,
+    placements: tuple[Placement, ...] | None = None,
+) -> DTensor:
+    """A DTensor of that global shape around a token-major, or contiguous, local tensor."""
+    if len(shape) == 4:
+        _, heads, length, head_dim = shape
+        stride = (length * heads * head_dim, head_dim, heads * head_dim, 1)
+    else:
+        stride = make_contiguous_strides_for(shape)
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(ring.mesh, placements or ring.placements, tensor_meta=meta)
+    return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
+
+
+def local_of(x: Any, ring: Ring) -> Any:
+    """The local tensor of a DTensor, sharded as the ring is; other values as they are."""
+    if not isinstance(x, DTensor):
+        return x
+    if tuple(x.placements) != ring.placements:
+        x = x.redistribute(ring.mesh, ring.placements)
+    return x._local_tensor
+
+
+def forward(
+    query: DTensor, key: DTensor, value: DTensor, cu_seqlens: Any, sinks: Any, *scoring: Any
+) -> tuple[DTensor, DTensor]:
+    """The ring op on DTensors. `scoring` is left, right, scale, softcap and kernel."""
+    ring = ring_of(query, key, value)
+    out, lse = ring_op(
+        *(local_of(x, ring) for x in (query, key, value)),
+        *_side_inputs(cu_seqlens, sinks, query, ring),
+        *(query.shape[SEQUENCE], ring.layout, *scoring, ring.group.group_name),
+    )
+    shape = tuple(query.shape[:3])
+    return wrap(out, (*shape, value.shape[3]), ring), wrap(lse, shape, ring)
+
+
+def backward(
+    grad_out: Any,
+    grad_lse: Any,
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    out: DTensor,
+    lse: DTensor,
+    cu_seqlens: Any,
+    sinks: Any,
+    *scoring: Any,
+) -> tuple[DTensor, DTensor, DTensor, Any]:
+    """The ring's backward op on DTensors. `scoring` is as in `forward`."""
+    ring = ring_of(query, key, value)
+    *grads, grad_sinks = ring_backward_op(
+        *(local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)),
+        *_side_inputs(cu_seqlens, sinks, query, ring),
+        *(query.shape[SEQUENCE], ring.layout, *scoring, ring.group.group_name),
+    )
+    grad_query, grad_key, grad_value = (
+        wrap(grad, tuple(x.shape), ring) for grad, x in zip(grads, (query, key, value), strict=True)
+    )
+    if isinstance(sinks, DTensor):
+        # Each rank has summed over its own tokens only.
+        places = tuple(
+            Partial() if where in (Shard(BATCH), Shard(SEQUENCE)) else of_sinks
+            for where, of_sinks in zip(ring.placements, sinks.placements, strict=True)
+        )
+        grad_sinks = wrap(grad_sinks, tuple(sinks.shape), ring, places)
+    return grad_query, grad_key, grad_value, grad_sinks
+
+
+def _side_inputs(cu_seqlens: Any, sinks: Any, query: DTensor, ring: Ring) -> tuple[Any, Any]:
+    """This rank's rows of the boundaries, and its heads' sinks."""
+    if cu_seqlens is not None and cu_seqlens.ndim == 2 and len(cu_seqlens) == query.shape[BATCH]:
+        shape, offset = compute_local_shape_and_global_offset(
+            query.shape, ring.mesh, ring.placements
+        )
+        cu_seqlens = cu_seqlens[offset[BATCH] : offset[BATCH] + shape[BATCH]]
+    if isinstance(sinks, DTensor):
+        expected = tuple(
+            Shard(0) if where == Shard(HEADS) else Replicate() for where in ring.placements
+        )
+        if sinks.device_mesh != ring.mesh or tuple(sinks.placements) != expected:
+            raise ValueError(
+                f"sinks must be {expected} on {ring.mesh}, as the query's heads are, "
+                f"got {_describe(sinks)}"
+            )
+        sinks = sinks._local_tensor
+    return cu_seqlens, sinks
+
+
+def bind(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    names = [argument.name for argument in op._schema.arguments]
+    bound = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return bound | dict(zip(names, args, strict=False)) | kwargs
+
+
+def _scoring_of(bound: dict[str, Any]) -> list[Any]:
+    return [bound[name] for name in ("left", "right", "scale", "softcap", "kernel")]
+
+
+def _handle_forward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    bound = bind(op, args, kwargs)
+    return forward(*args[:5], *_scoring_of(bound))
+
+
+def _handle_backward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    bound = bind(op, args, kwargs)
+    return backward(*args[:9], *_scoring_of(bound))
+
+
+handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+handlers.update({ring_op: _handle_forward, ring_backward_op: _handle_backward})

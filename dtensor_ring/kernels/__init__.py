@@ -1,0 +1,44 @@
+"""Block kernels, and which of them serves a problem."""
+
+from __future__ import annotations
+
+from dtensor_ring.kernels.cpu_flash import CpuFlash
+from dtensor_ring.kernels.cuda_flash import CudaFlash
+from dtensor_ring.kernels.flash_attn2 import FlashAttn2
+from dtensor_ring.kernels.kernel import Kernel, Problem
+from dtensor_ring.kernels.reference import Reference
+
+__all__ = ["KERNELS", "Kernel", "Problem", "available_kernels", "select_kernel"]
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (FlashAttn2(), CudaFlash(), CpuFlash(), Reference())
+}
+"""By name, in order of preference."""
+
+
+def available_kernels() -> dict[str, str | None]:
+    """Every kernel by name, best first: `None` if it runs on this machine, else why it cannot.
+
+    >>> available_kernels()["reference"] is None
+    True
+    """
+    return {name: kernel.missing() for name, kernel in KERNELS.items()}
+
+
+def select_kernel(name: str | None, problem: Problem) -> Kernel:
+    """The named kernel, or the first that runs here and serves the problem.
+
+    Raises:
+        ValueError: if there is no kernel of that name, or it cannot serve the problem.
+    """
+    if name is not None and name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
+    reasons = {}
+    for kernel in KERNELS.values() if name is None else (KERNELS[name],):
+        reason = kernel.missing() or kernel.supports(problem)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    what = f"kernel {name!r} cannot" if name else "no kernel can"
+    why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+    raise ValueError(f"{what} serve this attention ({why})")

@@ -1,0 +1,126 @@
+"""The kernel that defines the semantics: any device, any floating dtype, every option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.kernels.kernel import Kernel, Problem
+from dtensor_ring.mask import Mask
+
+BLOCK_ROWS = 128
+"""Queries per block: bounds the scores held at a time to `B * N * BLOCK_ROWS * C`."""
+
+
+class Reference(Kernel):
+    """Softmax attention, written out; float32 inside, float64 for float64 inputs."""
+
+    name = "reference"
+
+    def missing(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
+            return f"it needs a floating dtype of 16 bits or more, got {problem.dtype}"
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        batch, heads, rows, _ = query.shape
+        lse = query.new_empty(batch, heads, rows, dtype=_wide(query.dtype))
+        out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+        for block, seen in _blocks(rows, key.shape[2], mask):
+            keys, values = (x[:, :, seen].to(lse.dtype) for x in (key, value))
+            scores, _ = _scores(_grouped(query[:, :, block], keys), keys, scale, softcap)
+            scores = _hide(scores, block, seen, mask)
+            block_lse = scores.logsumexp(-1)
+            lse[:, :, block] = block_lse.view(batch, heads, -1)
+            weights = (scores - block_lse.unsqueeze(-1)).exp_()
+            out[:, :, block] = _ungrouped(weights.flatten(2, 3) @ values, heads)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_lse: Tensor | None,
+        mask: Mask,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, rows = query.shape[1:3]
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+        delta = (grad_out.to(lse.dtype) * out).sum(-1)
+        if grad_lse is not None:
+            delta -= grad_lse
+        for block, seen in _blocks(rows, key.shape[2], mask):
+            keys, values = (x[:, :, seen].to(lse.dtype) for x in (key, value))
+            queries, grads = (_grouped(x[:, :, block], keys) for x in (query, grad_out))
+            scores, slope = _scores(queries, keys, scale, softcap)
+            scores = _hide(scores, block, seen, mask)
+            per_row = (*scores.shape[:-1], 1)
+            weights = (scores - lse[:, :, block].reshape(per_row)).exp_()
+            grad_weights = (grads.flatten(2, 3) @ values.mT).view_as(scores)
+            grad_scores = weights * (grad_weights - delta[:, :, block].reshape(per_row)) * slope
+            flat_weights, flat_scores = weights.flatten(2, 3), grad_scores.flatten(2, 3)
+            grad_value[:, :, seen] += flat_weights.mT @ grads.flatten(2, 3)
+            grad_key[:, :, seen] += flat_scores.mT @ queries.flatten(2, 3)
+            grad_query[:, :, block] = _ungrouped(flat_scores @ keys, heads)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _blocks(rows: int, cols: int, mask: Mask) -> Iterator[tuple[slice, slice]]:
+    """Blocks of rows, each with the columns that any of its rows sees."""
+    for start in range(0, rows, BLOCK_ROWS):
+        end = min(rows, start + BLOCK_ROWS)
+        first = 0 if mask.left is None else max(0, start - mask.left)
+        last = cols if mask.right is None else min(cols, end + mask.right)
+        yield slice(start, end), slice(first, last)
+
+
+def _grouped(x: Tensor, keys: Tensor) -> Tensor:
+    """`(B, N, R, H)` to `(B, Nkv, N / Nkv, R, H)`: the query heads by key head."""
+    return x.to(keys.dtype).unflatten(1, (keys.shape[1], -1))
+
+
+def _ungrouped(x: Tensor, heads: int) -> Tensor:
+    """`(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
+    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
+
+
+def _scores(
+    queries: Tensor, keys: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | float]:
+    """Scores `(B, Nkv, N / Nkv, R, C)` and their derivative by the raw product."""
+    scores = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4]) * scale
+    if not softcap:
+        return scores, scale
+    saturation = (scores / softcap).tanh_()
+    return saturation * softcap, (1 - saturation.square()) * scale
+
+
+def _hide(scores: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
+    """Scores outside the band become -inf."""
+    if mask == Mask.full():
+        return scores
+    rows = torch.arange(block.start, block.stop, device=scores.device).unsqueeze(1)
+    lags = rows - torch.arange(seen.start, seen.stop, device=scores.device)
+    hidden = torch.zeros_like(lags, dtype=torch.bool)
+    if mask.left is not None:
+        hidden |= lags > mask.left
+    if mask.right is not None:
+        hidden |= -lags > mask.right
+    return scores.masked_fill(hidden, float("-inf"))

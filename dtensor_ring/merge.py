@@ -1,0 +1,140 @@
+"""Partial results of the local queries, and of gradients, summed up tile by tile.
+
+A partial attention result is (out, lse). Two of them over disjoint keys merge exactly (Milakov
+and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.plan import Span, Tile
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge a block into `out` `(..., L, H)` and `lse` `(..., L)`, in place.
+
+    A row that neither side has seen stays (0, -inf).
+    """
+    weight = (block_lse - lse).sigmoid_().masked_fill_(block_lse == -torch.inf, 0.0)
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def token_major(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` `(B, N, L, H)` in that dtype with the strides of a transposed `(B, L, N, H)`.
+
+    That is what the projections around an attention want, and what the fake kernels promise.
+    """
+    return x.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
+
+
+class Partial:
+    """The running (out, lse) of the local queries, float32 or wider once two tiles met."""
+
+    def __init__(self, query: Tensor, value_head_dim: int) -> None:
+        self._query = query
+        self._shape = (*query.shape[:3], value_head_dim)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
+        """Merge what a kernel returned for the tile."""
+        if self._out is None and out.shape == self._shape:
+            self._out, self._lse = out, lse.contiguous()
+            return
+        total, total_lse = self._accumulators(lse.dtype)
+        merge_(_region(total, tile), _region(total_lse, tile), out, lse)
+
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`out` `(B, N, L, Hv)`, token-major, in the query's dtype, and `lse` `(B, N, L)`.
+
+        `sinks` `(N,)` are one more block of scores, which has no value.
+        """
+        wide = torch.float64 if self._query.dtype == torch.float64 else torch.float32
+        if self._out is None or sinks is not None:
+            self._accumulators(wide)
+        assert self._out is not None and self._lse is not None
+        out, lse = self._out, self._lse
+        if sinks is not None:
+            sink_lse = sinks.to(lse.dtype).view(1, -1, 1)
+            out.mul_((lse - sink_lse).sigmoid_().unsqueeze(-1))
+            lse = torch.logaddexp(lse, sink_lse)
+        return token_major(out, self._query.dtype), lse
+
+    def _accumulators(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._out is None or self._lse is None:
+            batch, heads, length, head_dim = self._shape
+            zeros = self._query.new_zeros(batch, length, heads, head_dim, dtype=dtype)
+            self._out = zeros.transpose(1, 2)
+            self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=dtype)
+        self._out = self._out.to(dtype)
+        return self._out, self._lse
+
+
+class GradientSum:
+    """The sum of the tiles' gradients of one tensor `(B, N, L, H)`.
+
+    A single tile that covers everything is kept as it is; a sum of more is float32 or wider.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+
+    def add(self, region: tuple[slice, slice, slice], grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, L)`."""
+        if self._total is None and grad.shape == self._like.shape:
+            self._total = grad
+            return
+        self.total()[region].add_(grad)
+
+    def total(self) -> Tensor:
+        """The sum so far, to be written to."""
+        wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
+        if self._total is None:
+            batch, heads, length, head_dim = self._like.shape
+            zeros = self._like.new_zeros(batch, length, heads, head_dim, dtype=wide)
+            self._total = zeros.transpose(1, 2)
+        self._total = self._total.to(wide)
+        return self._total
+
+    def add_to(self, total: Tensor, first: bool) -> None:
+        """Add this sum to another, or write it there if it is the first."""
+        if self._total is None:
+            if first:
+                total.zero_()
+        elif first:
+            total.copy_(self._total)
+        else:
+            total.add_(self._total)
+
+    def add_home(self, home: Tensor, cols: Span) -> None:
+        """Add what the other ranks summed up for these columns; rounds once, at the end."""
+        own = (self.total() if self._total is None else self._total)[:, :, slice(*cols)]
+        torch.add(own, home, out=own)
+
+    def result(self) -> Tensor:
+        """The sum in the tensor's dtype, token-major."""
+        total = self.total() if self._total is None else self._total
+        return token_major(total, self._like.dtype)
+
+
+def _region(x: Tensor, tile: Tile) -> Tensor:
+    """The part of `(B, N, L, ...)` that a tile's rows cover."""
+    return x[rows_of(tile)]
+
+
+def rows_of(tile: Tile) -> tuple[slice, slice, slice]:
+    """Index of a tile's queries in `(B, N, L)`."""
+    return _batch(tile), slice(None), slice(*tile.rows)
+
+
+def cols_of(tile: Tile) -> tuple[slice, slice, slice]:
+    """Index of a tile's keys in `(B, N, C)`."""
+    return _batch(tile), slice(None), slice(*tile.cols)
+
+
+def _batch(tile: Tile) -> slice:
+    return slice(None) if tile.batch is None else slice(tile.batch, tile.batch + 1)

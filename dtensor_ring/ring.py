@@ -1,0 +1,85 @@
+"""The two loops: keys and values travel around the ring while the kernels work."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring.comm import Packet, Rotation, SumRotation
+from dtensor_ring.execute import Pair, Saved, Scoring, backward_tiles, forward_tiles
+from dtensor_ring.merge import GradientSum, Partial
+from dtensor_ring.plan import Plan
+
+
+def ring_forward(
+    query: Tensor,
+    shard: Pair,
+    plan: Plan,
+    scoring: Scoring,
+    group: dist.ProcessGroup,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of the local queries over all keys and values of the ring."""
+    partial = Partial(query, shard[1].shape[3])
+    shards = Rotation(group, plan, shard, shard[0].dtype)
+    held, packet = shard, _pack(shards, shard, plan)
+    for hop, step in enumerate(plan.steps, start=1):
+        shards.post(hop, packet)
+        forward_tiles(step.tiles, query, held, partial, scoring)
+        packet = shards.wait()
+        held = packet.pair if packet else held
+    return partial.result(sinks)
+
+
+def ring_backward(
+    saved: Saved,
+    shard: Pair,
+    plan: Plan,
+    scoring: Scoring,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the local query, key and value."""
+    grad_query = GradientSum(saved.query)
+    grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
+    shards = Rotation(group, plan, shard, shard[0].dtype)
+    sums = SumRotation(group, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
+    held, packet, grad_held = shard, _pack(shards, shard, plan), grad_shard
+    for hop, step in enumerate(plan.steps, start=1):
+        shards.post(hop, packet)
+        backward_tiles(step.tiles, saved, held, grad_query, grad_held, scoring)
+        if hop > 1:
+            arrived = sums.wait()
+            sums.post(hop, _add(sums, arrived, grad_held, step.source) if packet else None)
+        packet = shards.wait()
+        held = packet.pair if packet else held
+        grad_held = GradientSum(held[0]), GradientSum(held[1])
+    sums.wait()
+    if sums.home:
+        for grad, home in zip(grad_shard, sums.home.pair, strict=True):
+            grad.add_home(home, plan.reaches[plan.rank].cols)
+    return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
+
+
+def _pack(shards: Rotation, shard: Pair, plan: Plan) -> Packet | None:
+    """This rank's key and value side by side, as far as other ranks need them."""
+    reach = plan.reaches[plan.rank]
+    if not reach.num_hops:
+        return None
+    packet = shards.packet(plan.rank)
+    for view, x in zip(packet.pair, shard, strict=True):
+        view.copy_(x[:, :, slice(*reach.cols)])
+    return packet
+
+
+def _add(
+    sums: SumRotation,
+    arrived: Packet | None,
+    grads: tuple[GradientSum, GradientSum],
+    source: int,
+) -> Packet:
+    """The sum that arrived, or a new one, with this rank's share added."""
+    packet = arrived or sums.packet(source)
+    for total, grad in zip(packet.pair, grads, strict=True):
+        grad.add_to(total, first=arrived is None)
+    return packet

@@ -1,0 +1,170 @@
+"""Makes `F.scaled_dot_product_attention` on DTensors over an annotated mesh a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.annotation import annotate, group_layout
+from dtensor_ring.dtensor import SEQUENCE, backward, bind, forward
+from dtensor_ring.layout import Layout
+from dtensor_ring.mask import Mask
+from dtensor_ring.op import default_scale
+
+aten = torch.ops.aten
+
+FORWARD_OPS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten.scaled_dot_product_attention.default,  # seen as such in inference mode
+)
+BACKWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+UNFUSED_OP = aten._safe_softmax.default  # only the unfused attention calls it
+
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
+    """Annotate a 1-D mesh: sequences sharded over it are in this layout, and attention rings.
+
+    From then on `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2
+    is sharded over this axis, of this mesh or of the one it was sliced from, is ring attention.
+
+    Args:
+        mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
+        layout: a layout or its name: "contiguous", "striped" or "zigzag".
+
+    Raises:
+        ValueError: if the mesh is not 1-D, the layout unknown, or another was set before.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> set_sequence_layout(mesh, "zigzag")
+        >>> sequence_layout(mesh)
+        ZigZag()
+    """
+    annotate(mesh, layout)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for ops, make in (
+        (FORWARD_OPS, _forward_handler),
+        (BACKWARD_OPS, _backward_handler),
+        ((UNFUSED_OP,), _unfused_handler),
+    ):
+        for op in ops:
+            if getattr(handlers.get(op), "rings", False):
+                continue
+            handlers[op] = make(handlers.get(op))
+
+
+def _forward_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind(op, args, kwargs)
+        query, key, value = bound["query"], bound["key"], bound["value"]
+        if not any(_on_annotated_axis(x, SEQUENCE) for x in (query, key, value)):
+            return _as_before(previous, op, args, kwargs)
+        _refuse(bound)
+        scoring = _scoring(bound)
+        out, lse = forward(query, key, value, None, None, *scoring)
+        return _like_returns(op, out, lse)
+
+    handle.rings = True  # pyrefly: ignore[missing-attribute]
+    return handle
+
+
+def _backward_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind(op, args, kwargs)
+        query, key, value = bound["query"], bound["key"], bound["value"]
+        if not _on_annotated_axis(query, SEQUENCE):
+            return _as_before(previous, op, args, kwargs)
+        grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
+        tensors = (query, key, value, bound["out"], bound["logsumexp"])
+        *grads, _ = backward(grad_out, None, *tensors, None, None, *_scoring(bound))
+        return (*grads, None)[: len(op._schema.returns)]
+
+    handle.rings = True  # pyrefly: ignore[missing-attribute]
+    return handle
+
+
+def _unfused_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scores = args[0]
+        if any(_on_annotated_axis(scores, dim) for dim in (SEQUENCE, SEQUENCE + 1)):
+            raise ValueError(
+                "scaled_dot_product_attention over a sharded sequence needs one of the fused "
+                "kernels, and PyTorch chose its unfused one here, as it does for dropout_p > 0, "
+                "head dims that differ, or a sdpa_kernel context without flash; without "
+                "dropout, dtensor_ring.ring_attention takes what its kernels take"
+            )
+        return _as_before(previous, op, args, kwargs)
+
+    handle.rings = True  # pyrefly: ignore[missing-attribute]
+    return handle
+
+
+def _on_annotated_axis(x: Any, dim: int) -> bool:
+    """Whether `x` is sharded in that dimension over an axis that has a layout."""
+    return isinstance(x, DTensor) and any(
+        where == Shard(dim) and group_layout(x.device_mesh.get_group(axis)) is not None
+        for axis, where in enumerate(x.placements)
+    )
+
+
+def _as_before(
+    previous: Handler | None, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What DTensor does without this module: the steps of its own dispatch."""
+    if previous is not None:
+        return previous(op, args, kwargs)
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    assert info.output_sharding is not None
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    return dispatcher.wrap(results, info.output_sharding.output_spec)
+
+
+def _refuse(bound: dict[str, Any]) -> None:
+    for name in ("attn_mask", "attn_bias"):
+        if bound.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be served over a sharded sequence, got one of shape "
+                f"{tuple(bound[name].shape)}; use is_causal, or dtensor_ring.ring_attention with "
+                "a mask (causal, sliding, local) and cu_seqlens"
+            )
+    if bound["dropout_p"]:
+        raise ValueError(
+            f"dropout cannot be served over a sharded sequence, got dropout_p="
+            f"{bound['dropout_p']}; set it to 0"
+        )
+
+
+def _scoring(bound: dict[str, Any]) -> tuple[Any, ...]:
+    """Left, right, scale, softcap and kernel of a call of an aten attention."""
+    mask = Mask.causal() if bound["is_causal"] else Mask.full()
+    scale = bound["scale"]
+    if scale is None:
+        scale = default_scale(bound["query"].shape[3])
+    return mask.left, mask.right, scale, 0.0, None
+
+
+def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:
+    """What the op returns: beside out and lse, the state of a dropout that there is not."""
+    returns = op._schema.returns
+    if len(returns) == 1:
+        return out
+    length = out.shape[SEQUENCE]
+    rest = [length if str(value.type) != "Tensor" else None for value in returns[2:]]
+    return (out, lse, *rest)

@@ -1,0 +1,96 @@
+"""Tokens into the order of a layout, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.annotation import axis_group, group_layout, sequence_layout
+from dtensor_ring.layout import Contiguous, Layout
+from dtensor_ring.sdpa import set_sequence_layout
+
+
+def shard_sequence(
+    tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout | str | None = None
+) -> DTensor:
+    """Shard a tensor that every rank holds whole, its tokens in layout order.
+
+    Args:
+        tensor: the global tensor, the same on every rank of the mesh, with S tokens in `dim`.
+        mesh: the 1-D mesh of the ring.
+        dim: the dimension of the sequence.
+        layout: annotates the mesh, see `set_sequence_layout`. By default the mesh's own layout,
+            contiguous if it has none.
+
+    Returns:
+        A DTensor with `Shard(dim)` over the mesh.
+
+    Raises:
+        ValueError: if the mesh is not 1-D or has another layout, or the layout cannot deal the
+            length.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> shard_sequence(torch.arange(4), mesh, 0, "zigzag").to_local()
+        tensor([0, 1, 2, 3])
+    """
+    if layout is not None:
+        set_sequence_layout(mesh, layout)
+    local = local_tokens(tensor, mesh, dim, sequence_layout(mesh) or Contiguous())
+    shape = tuple(tensor.shape)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(dim % tensor.ndim)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=make_contiguous_strides_for(shape),
+    )
+
+
+def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
+    """This rank's tokens of a tensor that it holds whole, contiguous."""
+    runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), tensor.shape[dim])
+    parts = [
+        tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
+            (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
+        ]
+        for run in runs
+    ]
+    return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def unshard_sequence(dtensor: DTensor, dim: int) -> Tensor:
+    """Gather a DTensor whole, its tokens in their original order.
+
+    Args:
+        dtensor: sharded in `dim` over one axis of its mesh, and in any way over the others.
+        dim: the dimension of the sequence.
+
+    Returns:
+        The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
+
+    Raises:
+        ValueError: if `dim` is sharded over more than one axis.
+    """
+    dim %= dtensor.ndim
+    axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
+    if len(axes) > 1:
+        raise ValueError(
+            f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}"
+        )
+    full = dtensor.full_tensor(grad_placements=None)
+    if not axes:
+        return full
+    group = dtensor.device_mesh.get_group(axes[0])
+    layout, world_size = group_layout(group) or Contiguous(), group.size()
+    positions = [
+        position
+        for rank in range(world_size)
+        for position in layout.positions(rank, world_size, full.shape[dim])
+    ]
+    order = torch.tensor(positions, dtype=torch.int64).argsort().to(full.device)
+    return full.index_select(dim, order)

@@ -1,0 +1,77 @@
+"""Attention written out in float64: what every path is compared with.
+
+Built from the mask's definition alone (positions and document ids), without planner code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import Mask
+
+
+@dataclass
+class Result:
+    """Outputs, and gradients once `backward` was called, of the whole sequence in float64."""
+
+    out: Tensor
+    lse: Tensor
+    inputs: list[Tensor]
+
+    def backward(self, grad_out: Tensor, grad_lse: Tensor | None = None) -> list[Tensor]:
+        """Gradients of query, key, value and, if given, sinks."""
+        outputs, grads = [self.out], [grad_out.double()]
+        if grad_lse is not None:
+            outputs, grads = [*outputs, self.lse], [*grads, grad_lse.double()]
+        return list(torch.autograd.grad(outputs, self.inputs, grads, retain_graph=True))
+
+
+def visible(mask: Mask, seq_len: int, batch: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """`(B, 1, S, S)`: which query (row) sees which key (column)."""
+    position = torch.arange(seq_len)
+    lag = position.unsqueeze(1) - position
+    seen = torch.ones(batch, 1, seq_len, seq_len, dtype=torch.bool)
+    if mask.left is not None:
+        seen &= lag <= mask.left
+    if mask.right is not None:
+        seen &= -lag <= mask.right
+    if cu_seqlens is not None:
+        rows = cu_seqlens if cu_seqlens.ndim == 2 else cu_seqlens.expand(batch, -1)
+        for row, bounds in enumerate(rows):
+            document = (position.unsqueeze(1) >= bounds).sum(1)
+            inside = position < bounds[-1]
+            seen[row] &= (document.unsqueeze(1) == document) & inside & inside.unsqueeze(1)
+    return seen
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Result:
+    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf)."""
+    inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    if sinks is not None:
+        inputs.append(sinks.detach().double().requires_grad_())
+    q, k, v = inputs[:3]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    seen = visible(mask, q.shape[2], q.shape[0], cu_seqlens)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = inputs[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    return Result(weights[..., : k.shape[2]] @ v, lse, inputs)

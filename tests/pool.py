@@ -1,0 +1,127 @@
+"""Worker processes that outlive a test, so that torch is imported once and not for each case."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GRACE_SECONDS = 15  # for the other ranks, once one has failed
+
+
+class RankError(AssertionError):
+    """What a rank raised, with its traceback; `messages` holds each rank's text or None."""
+
+    def __init__(self, tracebacks: list[str | None]) -> None:
+        self.tracebacks = tracebacks
+        failed = [f"rank {rank}:\n{text}" for rank, text in enumerate(tracebacks) if text]
+        super().__init__("\n".join(failed))
+
+
+class Pool:
+    """Runs a function on each rank of a fresh gloo group."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+    ) -> list[Any]:
+        """What `function(*args)` returns on each rank; it is importable, the rest picklable.
+
+        Raises:
+            RankError: if any rank raised, or did not answer in time.
+        """
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                pipe.send((Path(folder) / "store", rank, world_size, function, args))
+            answers = self._collect(world_size, timeout)
+        tracebacks = [error for _, error in answers]
+        if any(tracebacks):
+            raise RankError(tracebacks)
+        return [value for value, _ in answers]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = mp.get_context("spawn")
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, timeout: float) -> list[tuple[Any, str | None]]:
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
+        answers: list[tuple[Any, str | None]] = [(None, "gave no answer in time")] * world_size
+        while pipes:
+            ready = wait(list(pipes), timeout)
+            if not ready:
+                self.close()  # a rank hangs: the next run starts anew
+                break
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = None, "the process died"
+                if answers[rank][1]:
+                    timeout = min(timeout, GRACE_SECONDS)
+        if any(error == "the process died" for _, error in answers):
+            self.close()
+        return answers
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+    while True:
+        try:
+            store, rank, world_size, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = _run_rank(store, rank, world_size, function, args), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)
+
+
+def _run_rank(
+    store: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        return function(*args)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()

@@ -40,15 +40,7 @@ def shard_sequence(
     if layout is not None:
         set_sequence_layout(mesh, layout)
     local = local_tokens(tensor, mesh, dim, sequence_layout(mesh) or Contiguous())
-    shape = tuple(tensor.shape)
-    return DTensor.from_local(
-        local,
-        mesh,
-        [Shard(dim % tensor.ndim)],
-        run_check=False,
-        shape=tensor.shape,
-        stride=make_contiguous_strides_for(shape),
-    )
+    return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
 def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
@@ -61,6 +53,20 @@ def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> 
         for run in runs
     ]
     return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    """The DTensor of `seq_len` tokens whose part on this rank is `local`."""
+    dim %= local.ndim
+    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=make_contiguous_strides_for(shape),
+    )
 
 
 def unshard_sequence(dtensor: DTensor, dim: int) -> Tensor:

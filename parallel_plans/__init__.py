@@ -1,0 +1,1 @@
+"""Plans that make existing models context-parallel; each needs its own optional package."""

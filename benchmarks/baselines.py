@@ -20,6 +20,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 _TOKEN_DIM = 2
 
+Stages = tuple[Callable[[], Sequence[Tensor]], Callable[[], Sequence[Tensor]]]
+"""A forward, which returns the output, and the backward after it, which returns the gradients."""
+
 
 def zigzag_shard(tensor: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
     """Return the zigzag shard that ``rank`` holds of a whole tensor, as a new tensor."""
@@ -31,75 +34,69 @@ def zigzag_shard(tensor: Tensor, dim: int, rank: int, world_size: int) -> Tensor
     return torch.cat((head, tail), dim)
 
 
-def single_process_attention(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = True
 ) -> tuple[Tensor, ...]:
-    """Run PyTorch's CPU flash kernel on the whole sequence.
-
-    Returns ``(out, lse)``, followed by ``(dq, dk, dv)`` when ``grad_out`` is given.
-    """
-    out, lse = _flash_forward(query, key, value, 0.0, True)
-    if grad_out is None:
-        return out, lse
-    return out, lse, *_flash_backward(grad_out, query, key, value, out, lse, 0.0, True)
-
-
-def _kernel_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
-) -> tuple[Tensor, ...]:
-    """Call the CPU flash kernel in the way that the templated forward calls its kernel."""
+    """Return ``(out, lse)`` from PyTorch's CPU flash kernel."""
     return _flash_forward(query, key, value, 0.0, is_causal)
 
 
-def _kernel_backward(
-    *,
+def flash_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    is_causal: bool,
+    *,
+    is_causal: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Call the CPU flash kernel in the way that the templated backward calls its kernel."""
+    """Return ``(dq, dk, dv)`` from PyTorch's CPU flash kernel."""
     return _flash_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
 
 
 def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros in the shape of ``like``, laid out in memory with tokens before heads."""
-    return torch.zeros_like(
+    """Return ones in the shape of ``like``, laid out in memory with tokens before heads."""
+    return torch.ones_like(
         like.transpose(1, _TOKEN_DIM), dtype=dtype, memory_format=torch.contiguous_format
     ).transpose(1, _TOKEN_DIM)
 
 
-class _StubKernels:
-    """Kernels that compute nothing: they return zeros laid out as the CPU flash kernel's results.
+class StubKernels:
+    """Kernel results made in a first round of calls, and handed out again in every later round.
 
-    The zeros are made on the first call with given shapes and handed out again on every later one,
-    so a first, untimed call is needed before timing.
+    The tensors of one round are distinct, laid out as those of the CPU flash kernel, and written to
+    when made, so that reading them costs what it costs to read a kernel's results. What a ring
+    writes into them stays there.
     """
 
     def __init__(self) -> None:
-        self._ready: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        self._made: list[tuple[Tensor, ...]] = []
+        self._next = 0
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
-    ) -> tuple[Tensor, ...]:
-        """Stand in for ``_kernel_forward``."""
-        name = ("forward", query.shape, query.stride(), query.dtype)
-        if name not in self._ready:
-            lse = _token_major(query[..., 0], torch.float32)
-            self._ready[name] = (torch.zeros_like(query), lse)
-        return self._ready[name]
+    def restart(self) -> "StubKernels":
+        """Begin a round: the next call gets what the first call got."""
+        self._next = 0
+        return self
+
+    def forward(self, query: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        """Return ``(out, lse)`` for a query."""
+        return self._take(
+            lambda: (torch.ones_like(query), _token_major(query[..., 0], torch.float32))
+        )
 
     def backward(
         self, *, query: Tensor, key: Tensor, value: Tensor, **_: object
     ) -> tuple[Tensor, ...]:
-        """Stand in for ``_kernel_backward``."""
-        name = ("backward", query.shape, key.shape, query.dtype)
-        if name not in self._ready:
-            self._ready[name] = tuple(_token_major(t, t.dtype) for t in (query, key, value))
-        return self._ready[name]
+        """Return ``(dq, dk, dv)`` for a query, key and value."""
+        like = (query, key, value)
+        return self._take(lambda: tuple(_token_major(t, t.dtype) for t in like))
+
+    def _take(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if self._next == len(self._made):
+            self._made.append(make())
+        self._next += 1
+        return self._made[self._next - 1]
 
 
 class TemplatedRing:
@@ -115,15 +112,13 @@ class TemplatedRing:
             raise ValueError(f"the mesh must have one dimension, not {mesh.ndim}")
         templated.set_rotate_method("alltoall")
         self._group = mesh.get_group()
-        self._forward_kernel, self._backward_kernel = _kernel_forward, _kernel_backward
-        if stub:
-            kernels = _StubKernels()
-            self._forward_kernel, self._backward_kernel = kernels.forward, kernels.backward
+        self._stubs = (StubKernels(), StubKernels()) if stub else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of this rank's shard; ``lse`` is (batch, heads, tokens)."""
+        kernel = self._stubs[0].restart().forward if self._stubs else flash_forward
         out, lse = templated._templated_ring_attention(
-            self._group, _TOKEN_DIM, self._forward_kernel, query, key, value, is_causal=True
+            self._group, _TOKEN_DIM, kernel, query, key, value, is_causal=True
         )
         return out, lse
 
@@ -131,10 +126,11 @@ class TemplatedRing:
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)`` of this rank's shard, from what ``forward`` took and gave."""
+        kernel = self._stubs[1].restart().backward if self._stubs else flash_backward
         dq, dk, dv = templated._templated_ring_attention_backward(
             self._group,
             _TOKEN_DIM,
-            self._backward_kernel,
+            kernel,
             grad_out,
             "grad_out",
             query,
@@ -185,26 +181,76 @@ def bare_transfers_backward(
     return arrived, bare_transfers(group, num_hops, grad_message, grad_spare)
 
 
-def time_paired(
-    functions: dict[str, Callable[[], object]],
-    repeats: int,
-    barrier: Callable[[], object] | None = None,
-    warmups: int = 1,
-) -> dict[str, list[float]]:
-    """Time functions in turn, A B C A B C ..., and return the seconds of each call by name.
+def torch_ring(mesh: DeviceMesh, shards: Sequence[Tensor], stub: bool) -> Stages:
+    """Return PyTorch's ring, on shards of the output's gradient, the query, key and value."""
+    ring = TemplatedRing(mesh, stub)
+    grad_out, *inputs = shards
+    kept: list[Tensor] = []
 
-    ``barrier`` is called before every call, untimed; ``warmups`` untimed rounds come first.
+    def forward() -> Sequence[Tensor]:
+        kept[:] = ring.forward(*inputs)
+        return kept[:1]
+
+    def backward() -> Sequence[Tensor]:
+        return ring.backward(grad_out, *inputs, *kept)
+
+    return forward, backward
+
+
+def single_process(whole: Sequence[Tensor], num_threads: int) -> Stages:
+    """Return PyTorch's kernel on the whole sequence, on rank 0 alone; other ranks do nothing."""
+    grad_out, *inputs = whole
+    kept: list[Tensor] = []
+
+    def forward() -> Sequence[Tensor]:
+        torch.set_num_threads(num_threads)
+        kept[:] = flash_forward(*inputs)
+        torch.set_num_threads(1)
+        return kept[:1]
+
+    def backward() -> Sequence[Tensor]:
+        torch.set_num_threads(num_threads)
+        grads = flash_backward(grad_out, *inputs, *kept)
+        torch.set_num_threads(1)
+        return grads
+
+    return (forward, backward) if dist.get_rank() == 0 else (tuple, tuple)
+
+
+def transfers(group: dist.ProcessGroup, key: Tensor, value: Tensor) -> Stages:
+    """Return the transfers of a ring: key and value, and then those again and their gradients."""
+    message = torch.cat((key.flatten(), value.flatten()))
+    messages = message, torch.ones_like(message)
+    grads = torch.ones_like(message, dtype=torch.float32), message.float().clone()
+    hops = group.size() - 1
+    return (
+        lambda: [bare_transfers(group, hops, *messages)],
+        lambda: bare_transfers_backward(group, hops, *messages, *grads),
+    )
+
+
+def time_paired(
+    contenders: dict[str, Sequence[Callable[[], object]]],
+    repeats: int,
+    barrier: Callable[[], object],
+    warmups: int = 1,
+) -> dict[str, list[list[float]]]:
+    """Time contenders in turn, A B C A B C ..., each of which runs its stages one after the other.
+
+    ``barrier`` precedes a contender and ends each stage, so that a time is that of the whole group.
+    Returns, by name and stage, the seconds from the contender's start to that stage's end in each
+    repeat; ``warmups`` untimed rounds come first.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for round_index in range(warmups + repeats):
-        for name, function in functions.items():
-            if barrier is not None:
-                barrier()
+    seconds = {name: [[] for _ in stages] for name, stages in contenders.items()}
+    for repeat in range(-warmups, repeats):
+        for name, stages in contenders.items():
+            barrier()
             start = time.perf_counter()
-            function()
-            elapsed = time.perf_counter() - start
-            if round_index >= warmups:
-                seconds[name].append(elapsed)
+            for index, stage in enumerate(stages):
+                stage()
+                barrier()
+                if repeat >= 0:
+                    seconds[name][index].append(time.perf_counter() - start)
     return seconds
 
 

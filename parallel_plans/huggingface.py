@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.annotation import axis_group
-from dtensor_ring.layout import Layout, as_layout
+from dtensor_ring.layout import Layout, as_layout, shard_length
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import default_scale, ring_op
 from dtensor_ring.sdpa import set_sequence_layout
@@ -90,15 +93,31 @@ class ShardedModel(ParallelStyle):
         AttentionInterface.register(IMPLEMENTATION, _attention)
         set_sequence_layout(device_mesh, self.layout)
         model: Any = module
+        if model.config._attn_implementation == IMPLEMENTATION:
+            raise ValueError("this model is context-parallel already; apply the plan once")
         model.set_attn_implementation(IMPLEMENTATION)
-        sharding = _Sharding(model, device_mesh, self.layout)
-        model.register_forward_pre_hook(sharding.inputs, with_kwargs=True)
-        model.register_forward_hook(sharding.outputs, with_kwargs=True)
+        model.forward = MethodType(_sharded_forward(model, device_mesh, self.layout), model)
         return model
 
 
+def _sharded_forward(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Callable[..., Any]:
+    """The model's forward between the two halves of the sharding.
+
+    A method of the instance, not hooks: torch.compile runs the hooks of the module that it
+    compiles outside of the graph.
+    """
+    plain, sharding = type(model).forward, _Sharding(model, mesh, layout)
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        batch = sharding.inputs(args, kwargs)
+        return sharding.outputs(plain(self, **batch), batch["ring"].seq_len)
+
+    return forward
+
+
 class _Sharding:
-    """The hooks around a model's forward.
+    """What happens to a model's inputs and outputs.
 
     Note [Gradients of compiled outputs]: the backward of a compiled graph needs a gradient for each
     of its outputs that is a DTensor, and autograd has none for those that nobody used. Who asks for
@@ -106,13 +125,11 @@ class _Sharding:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-        self._names = list(inspect.signature(model.forward).parameters)
+        self._names = list(signature(model.forward).parameters)
         self._mesh, self._layout = mesh, layout
         self._group_name = axis_group(mesh).group_name
 
-    def inputs(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of the batch, all by keyword."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         _refuse(given)
@@ -121,7 +138,7 @@ class _Sharding:
         if tokens is None:
             raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
         seq_len = tokens.shape[1]
-        _check_lengths(given, seq_len)
+        _check_lengths(given, seq_len, self._mesh.size())
         batch = {name: x for name, x in given.items() if x is not None and name != "attention_mask"}
         batch.setdefault("position_ids", torch.arange(seq_len, device=tokens.device).unsqueeze(0))
         if "labels" in batch:
@@ -130,13 +147,10 @@ class _Sharding:
             if name in batch:
                 batch[name] = local_tokens(batch[name], self._mesh, 1, self._layout)
         dealt = Dealt(self._group_name, self._layout.name, seq_len)
-        return (), batch | {"use_cache": False, "ring": dealt}
+        return batch | {"use_cache": False, "ring": dealt}
 
-    def outputs(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def outputs(self, output: Any, seq_len: int) -> Any:
         """The loss of all ranks, and the rest as sharded DTensors."""
-        seq_len = kwargs["ring"].seq_len
         has_loss = "loss" in output
         whole = {name: self._output(name, x, seq_len, has_loss) for name, x in output.items()}
         return type(output)(**whole)
@@ -177,10 +191,15 @@ def _is_arange(position_ids: Tensor) -> bool:
     return bool((position_ids == torch.arange(position_ids.shape[-1]).to(position_ids)).all())
 
 
-def _check_lengths(given: dict[str, Any], seq_len: int) -> None:
+def _check_lengths(given: dict[str, Any], seq_len: int, world_size: int) -> None:
     lengths = {name: given[name].shape[1] for name in PER_TOKEN if given.get(name) is not None}
     if set(lengths.values()) != {seq_len}:
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
+    if not shard_length(world_size - 1, world_size, seq_len):
+        raise ValueError(
+            f"{seq_len} tokens are too short for {world_size} ranks: the last one would hold none, "
+            "which transformers' layers do not take"
+        )
 
 
 def _next_tokens(batch: dict[str, Any]) -> dict[str, Any]:

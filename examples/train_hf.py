@@ -1,0 +1,213 @@
+"""Trains a small Llama on the Python standard library, its sequence sharded over processes.
+
+    python examples/train_hf.py --world 2 --layout zigzag
+
+Runs the ring under torchrun, then the same training by stock transformers in one process, and
+compares the two. Writes `loss.png` and `schedule.png` to the folder given by `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+import torch.distributed as dist
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dtensor_ring import Mask, describe_schedule
+from parallel_plans.huggingface import context_parallel_plan
+
+
+@dataclass
+class Run:
+    """What one training run measured; memory is the peak beyond the start, of one process."""
+
+    losses: list[float]
+    tokens_per_second: float
+    peak_bytes: int
+
+
+def main() -> None:
+    options = parse_options()
+    if dist.is_torchelastic_launched():
+        train(options)
+    else:
+        compare(options)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, default=2, help="processes on the ring")
+    parser.add_argument("--layout", default="zigzag", help="contiguous, striped or zigzag")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile, no graph break")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
+    parser.add_argument("--stock", action="store_true", help="train without the ring")
+    return parser.parse_args()
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Launch the ring and the single process, then show both."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    ring = launch(options, options.world, "ring.json")
+    stock = launch(options, 1, "stock.json", "--stock")
+    show(options, ring, stock)
+    plot_losses(options.out / "loss.png", ring, stock, f"{options.layout}, {options.world} ranks")
+    plot_schedule(options.out / "schedule.png", options)
+    Console().print(f"pictures: {options.out / 'loss.png'}, {options.out / 'schedule.png'}")
+
+
+def launch(options: argparse.Namespace, world: int, result: str, *more: str) -> Run:
+    """Train under torchrun with these options; every run has `--world` threads in all."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={world}", __file__, *sys.argv[1:], *more]
+    threads = {"OMP_NUM_THREADS": "1"}  # each rank sets its own number; without, torchrun warns
+    status = subprocess.run(command, check=False, env=os.environ | threads).returncode
+    if status:
+        sys.exit(status)
+    return Run(**json.loads((options.out / result).read_text()))
+
+
+def train(options: argparse.Namespace) -> None:
+    """One rank of a training run; rank 0 writes the result."""
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.set_num_threads(max(1, options.world // world))
+    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    if options.device == "cuda":
+        torch.cuda.set_device(device)
+    model: Any = make_model(options).to(device)
+    if not options.stock:
+        mesh = init_device_mesh(options.device, (world,), mesh_dim_names=("cp",))
+        model = parallelize_module(model, mesh["cp"], context_parallel_plan(model, options.layout))
+    forward = torch.compile(model, fullgraph=True) if options.compile else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text, before = read_standard_library(), peak_bytes(device)
+    losses, seconds = [], []
+    title = "stock, 1 process" if options.stock else f"{options.layout} ring, {world} processes"
+    for step in track(range(options.steps), title, disable=rank != 0):
+        tokens = batch_of(text, step, options).to(device)
+        start = time.perf_counter()
+        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        sum_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        warm = sorted(seconds)[len(seconds) // 2]
+        run = Run(losses, tokens.numel() / warm, peak_bytes(device) - before)
+        name = "stock.json" if options.stock else "ring.json"
+        (options.out / name).write_text(json.dumps(asdict(run)))
+    dist.destroy_process_group()
+
+
+def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama of bytes, the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=options.seq_len,
+    )
+    return LlamaForCausalLM(config)
+
+
+def read_standard_library() -> torch.Tensor:
+    """The bytes of the standard library's modules, one after another."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def batch_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> torch.Tensor:
+    """The sequences of a step `(B, S)`, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    last = len(text) - options.seq_len
+    starts = torch.randint(0, last, (options.batch,), generator=generator)
+    return torch.stack([text[start : start + options.seq_len] for start in starts]).long()
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    """Each rank has its tokens' share of the gradients: their sum is the whole."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def show(options: argparse.Namespace, ring: Run, stock: Run) -> None:
+    """The two runs side by side."""
+    largest = max(abs(a - b) for a, b in zip(ring.losses, stock.losses, strict=True))
+    table = Table(title=f"Llama on {options.seq_len} bytes of Python per sequence")
+    for column in ("run", "last loss", "largest diff.", "tokens/s", "peak memory"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, run, difference in (
+        ("stock, 1 process", stock, ""),
+        (f"{options.layout} ring, {options.world} processes", ring, f"{largest:.1e}"),
+    ):
+        speed, memory = f"{run.tokens_per_second:,.0f}", f"{run.peak_bytes / 2**20:,.0f} MiB/process"
+        table.add_row(name, f"{run.losses[-1]:.6f}", difference, speed, memory)
+    Console().print(table)
+
+
+def plot_losses(path: Path, ring: Run, stock: Run, name: str) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(stock.losses, linewidth=5, alpha=0.35, label="stock transformers, 1 process")
+    axes.plot(ring.losses, color="black", linewidth=1, label=f"ring, {name}")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="The same curve")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_schedule(path: Path, options: argparse.Namespace) -> None:
+    schedule = describe_schedule(options.layout, Mask.causal(), options.seq_len, options.world)
+    whole = sum(map(sum, schedule.areas))
+    shares = [[100 * area / whole for area in steps] for steps in schedule.areas]
+    size = max(4.0, 1.3 * len(shares))
+    figure, axes = plt.subplots(figsize=(size + 1, size), layout="constrained")
+    image = axes.imshow(shares, cmap="Blues", vmin=0)
+    for rank, steps in enumerate(shares):
+        for step, share in enumerate(steps):
+            color = "white" if share > image.norm.vmax * 0.6 else "black"
+            axes.text(step, rank, f"{share:.1f} %", ha="center", va="center", color=color)
+    axes.set(xlabel="step of the ring", ylabel="rank", xticks=range(len(shares[0])))
+    axes.set(yticks=range(len(shares)), title=f"{options.layout}: who works how much, and when")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    mpl.use("Agg")
+    main()

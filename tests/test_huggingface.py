@@ -1,0 +1,164 @@
+"""A Hugging Face Llama under its plan equals the stock model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring import unshard_sequence
+from examples.train_hf import batch_of, make_model, read_standard_library, sum_gradients
+from parallel_plans.huggingface import context_parallel_plan
+from tests.pool import Pool, RankError
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+def parallel_model(layout: str, seq_len: int) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model: Any = make_model(argparse.Namespace(seq_len=seq_len))
+    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+
+
+def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tuple[float, float]]:
+    """Per step of the demo: difference of the losses, and the largest of a gradient, relative.
+
+    By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
+    """
+    options = argparse.Namespace(seq_len=seq_len, batch=2)
+    ring, stock = parallel_model(layout, seq_len), make_model(options)
+    forward = torch.compile(ring, fullgraph=True) if compiled else ring
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
+    text, differences = read_standard_library(), []
+    for step in range(steps):
+        tokens = batch_of(text, step, options)
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (forward, stock)]
+        for loss in losses:
+            loss.backward()
+        sum_gradients(ring)
+        pairs = zip(ring.parameters(), stock.parameters(), strict=True)
+        gradient = max(relative(ours.grad, theirs.grad) for ours, theirs in pairs)
+        differences.append((abs(losses[0].item() - losses[1].item()), gradient))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differences
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_one_process(pool: Pool, layout: str, compiled: bool) -> None:
+    for rank, differences in enumerate(pool.run(2, train_both, layout, compiled, 4, 192)):
+        for step, (loss, gradient) in enumerate(differences):
+            assert loss < 1e-5, f"rank {rank}, step {step}: loss differs by {loss}"
+            assert gradient < 1e-5, f"rank {rank}, step {step}: a gradient differs by {gradient}"
+
+
+def forward_cases(layout: str, seq_len: int) -> None:
+    """Outputs, labels that are masked, and gradients through the logits instead of the loss."""
+    ring, stock = parallel_model(layout, seq_len), make_model(argparse.Namespace(seq_len=seq_len))
+    tokens = torch.randint(0, 256, (2, seq_len), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 2:7] = -100
+    ones = torch.ones_like(tokens)
+    positions = torch.arange(seq_len).expand(2, -1)
+    embeds = stock.get_input_embeddings()(tokens).detach()
+    for case in (
+        {"input_ids": tokens, "labels": labels},
+        {"input_ids": tokens, "labels": labels, "num_items_in_batch": torch.tensor(7)},
+        {"input_ids": tokens, "labels": labels, "output_hidden_states": True},
+        {"inputs_embeds": embeds, "attention_mask": ones, "position_ids": positions},
+    ):
+        ours, theirs = ring(**case), stock(**case)
+        assert isinstance(ours.logits, DTensor)
+        assert ours.logits.placements == (Shard(1),)
+        torch.testing.assert_close(unshard_sequence(ours.logits, 1), theirs.logits)
+        if theirs.loss is not None:
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=0, atol=1e-6)
+        for our_state, state in zip(
+            ours.hidden_states or (), theirs.hidden_states or (), strict=True
+        ):
+            torch.testing.assert_close(unshard_sequence(our_state, 1), state)
+    positional = ring(tokens).logits
+    unshard_sequence(positional, 1).square().mean().backward()
+    stock(tokens).logits.square().mean().backward()
+    sum_gradients(ring)
+    for ours, theirs in zip(ring.parameters(), stock.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len"), [("zigzag", 37), ("contiguous", 7), ("striped", 12)]
+)
+def test_outputs_of_all_input_forms(pool: Pool, layout: str, seq_len: int) -> None:
+    pool.run(4, forward_cases, layout, seq_len)
+
+
+def call_with(arguments: dict[str, Any]) -> None:
+    ring = parallel_model("striped", 16)
+    for _ in range(2):  # the second call sees that the first one left nothing behind
+        with pytest.raises(ValueError, match=arguments.pop("match", None)):
+            ring(**arguments)
+
+
+TOKENS = torch.zeros(1, 16, dtype=torch.int64)
+PADDED = torch.cat([torch.zeros(1, 1), torch.ones(1, 15)], 1)
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("attention_mask .* not supported", {"attention_mask": PADDED}),
+        ("position_ids .* not supported", {"position_ids": torch.arange(16).view(1, 16) % 8}),
+        ("use_cache", {"use_cache": True}),
+        ("output_attentions", {"output_attentions": True}),
+        ("logits_to_keep", {"logits_to_keep": 1}),
+        ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
+        ("input_ids or inputs_embeds", {"input_ids": None}),
+        ("too short for 2 ranks", {"input_ids": TOKENS[:, :1]}),
+        ("pad it to 18 tokens", {"input_ids": TOKENS.new_zeros(1, 17)}),
+    ],
+)
+def test_refuses(pool: Pool, match: str, arguments: dict[str, Any]) -> None:
+    pool.run(2, call_with, {"input_ids": TOKENS, "match": match} | arguments)
+
+
+def build_unsupported() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    with pytest.raises(
+        ValueError, match="no context-parallel plan for 'bert' yet; supported: llama"
+    ):
+        context_parallel_plan(BertModel(config))
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        parallel_model("spiral", 8)
+    ring = parallel_model("zigzag", 8)
+    with pytest.raises(ValueError, match="context-parallel already"):
+        parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
+    for layer in ring.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match=r"no attention dropout, got 0\.5"):
+        ring.train()(TOKENS)
+    with pytest.raises(ValueError, match="called as a whole"):
+        ring.model(TOKENS)
+
+
+def test_refuses_other_models(pool: Pool) -> None:
+    pool.run(1, build_unsupported)
+
+
+def test_a_failing_rank_is_reported(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        pool.run(2, call_with, {"match": "nothing is wrong with", "input_ids": TOKENS})

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +77,9 @@ class Measurement:
 
     def milliseconds(self, name: str, stage: int) -> float:
         return 1e3 * median(self.seconds[name][stage])
+
+
+Columns = dict[str, Callable[[Case], str]]
 
 
 def cases(quick: bool) -> list[Case]:
@@ -143,11 +146,10 @@ class StubKernel(Kernel):
     def supports(self, problem: object) -> None:
         return None
 
-    def forward(self, *tensors_and_options: Any) -> Any:
-        return self.forwards.forward(*tensors_and_options)
+    def forward(self, query: Tensor, *_: Any) -> Any:
+        return self.forwards.forward(query)
 
-    def backward(self, grad_out: Tensor, *tensors_and_options: Any) -> Any:
-        query, key, value = tensors_and_options[:3]
+    def backward(self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
         return self.backwards.backward(query=query, key=key, value=value)
 
 
@@ -233,14 +235,12 @@ def run(todo: list[Case]) -> list[Measurement]:
     return measurements
 
 
-def table(
-    measurements: list[Measurement], columns: dict[str, Callable[[Case], str]], names: list[str]
-) -> Table:
+def table(measurements: list[Measurement], columns: Columns, names: list[str]) -> Table:
     """One row for each measurement and stage: medians, then ratios of ours and of the others."""
     ratios = [("ours", names[-1]), ("torch", names[-1]), ("ours", "torch")]
     result = Table(*columns, "what", box=MARKDOWN)
-    for heading in [f"{name}, ms" for name in names] + [f"{a} / {b}" for a, b in ratios]:
-        result.add_column(heading, justify="right")
+    for heading in [f"{name} ms" for name in names] + [f"{a}/{b}" for a, b in ratios]:
+        result.add_column(heading, justify="right", no_wrap=True)
     for m in measurements:
         for stage, what in enumerate(STAGES):
             case = [column(m.case) for column in columns.values()]
@@ -271,18 +271,22 @@ def origin() -> dict[str, str]:
 
 def report(console: Console, about: dict[str, str], measurements: list[Measurement]) -> None:
     """Print the tables, in Markdown."""
-    facts = ", ".join(f"{what} {text}" for what, text in about.items())
-    console.print("# The ring on CPUs\n", soft_wrap=True)
+    console.print("# The ring on CPUs\n")
+    for what, text in about.items():
+        console.print(f"- {what}: {text}", highlight=False)
     console.print(
-        f"{facts}. Causal, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, one thread a"
+        f"\nCausal, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo, one thread a rank. "
+        "Milliseconds are medians;\nratios are medians of the ratios of neighbouring times.\n"
     )
-    console.print("rank, gloo. Milliseconds are medians; ratios are medians of paired ratios.\n")
     console.print("## Two ranks, against one process with two threads on the whole sequence")
-    whole = {"tokens": lambda case: f"{case.seq_len:,}", "dtype": lambda case: case.dtype}
+    whole: Columns = {"tokens": lambda case: f"{case.seq_len:,}", "dtype": lambda case: case.dtype}
     stubless = [m for m in measurements if not m.case.stub]
     console.print(table(stubless, whole, ["ours", "torch", "single"]))
     console.print("## Around kernels that take no time: 16,384 tokens, float32")
-    around = {"ranks": lambda case: str(case.world_size), "memory order": lambda case: case.order}
+    around: Columns = {
+        "ranks": lambda case: str(case.world_size),
+        "memory order": lambda case: case.order,
+    }
     stubs = [m for m in measurements if m.case.stub]
     console.print(table(stubs, around, ["ours", "torch", "bare"]))
 

@@ -8,13 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtensor_ring.buffer import BUFFERS
 from dtensor_ring.plan import Plan
 
 
 class Packet:
-    """A flat buffer and the two tensors `(B, N, C, H)` that it carries in one message."""
+    """Two tensors `(B, N, C, H)` side by side in a buffer, which travel in one message."""
 
-    def __init__(self, flat: Tensor, like: tuple[Tensor, Tensor], num_cols: int) -> None:
+    def __init__(
+        self, buffer: Tensor, like: tuple[Tensor, Tensor], num_cols: int, dtype: torch.dtype
+    ) -> None:
+        flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         tensors, offset = [], 0
         for x in like:
             batch, heads, _, head_dim = x.shape
@@ -41,20 +45,18 @@ class Rotation:
     ) -> None:
         self._group, self._plan = group, plan
         self._like, self._dtype = like, dtype
-        self._buffers: list[Tensor | None] = [None, None]
-        self._turn = 0
+        self._buffers: list[Tensor] = []
         self._works: list[dist.Work] = []
         self._arriving: Packet | None = None
 
     def packet(self, source: int) -> Packet:
         """The buffer whose turn it is, shaped for the part of the source's shard that travels."""
-        cols = self._plan.reaches[source].cols
-        self._turn = 1 - self._turn
-        buffer = self._buffers[self._turn]
-        if buffer is None:
-            widest = max(reach.cols[1] - reach.cols[0] for reach in self._plan.reaches)
-            buffer = self._buffers[self._turn] = self._empty(widest)
-        return Packet(buffer, self._like, cols[1] - cols[0])
+        if len(self._buffers) < 2:
+            buffer = self._take(max(reach.cols[1] - reach.cols[0] for reach in self._plan.reaches))
+        else:
+            buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        return self._packet(buffer, source)
 
     def post(self, hop: int, packet: Packet | None) -> None:
         """Start hop number `hop`: `packet` goes on if others need it, the next one comes in."""
@@ -67,6 +69,11 @@ class Rotation:
             work.wait()
         arrived, self._arriving, self._works = self._arriving, None, []
         return arrived
+
+    def close(self) -> None:
+        """Give the buffers back: no packet may be used any more."""
+        for buffer in self._buffers:
+            BUFFERS.give(buffer)
 
     def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
         plan, operations = self._plan, []
@@ -89,9 +96,13 @@ class Rotation:
         peer %= self._plan.world_size
         return [dist.P2POp(operation, packet.flat, group=self._group, group_peer=peer)]
 
-    def _empty(self, num_cols: int) -> Tensor:
+    def _take(self, num_cols: int) -> Tensor:
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
-        return self._like[0].new_empty(num_cols * per_col, dtype=self._dtype)
+        return BUFFERS.take(num_cols * per_col * self._dtype.itemsize, self._like[0].device)
+
+    def _packet(self, buffer: Tensor, source: int) -> Packet:
+        start, end = self._plan.reaches[source].cols
+        return Packet(buffer, self._like, end - start, self._dtype)
 
 
 class SumRotation(Rotation):
@@ -103,6 +114,12 @@ class SumRotation(Rotation):
     """
 
     home: Packet | None = None
+    _home_buffer: Tensor | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self._home_buffer is not None:
+            BUFFERS.give(self._home_buffer)
 
     def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
         operations = super()._operations(hop, packet)
@@ -111,8 +128,8 @@ class SumRotation(Rotation):
         if packet is not None and plan.reaches[source].num_hops == last:
             operations += self._message(dist.isend, packet, source)
         if plan.arrives(plan.rank, last) and plan.reaches[plan.rank].num_hops == last:
-            cols = plan.reaches[plan.rank].cols
-            num_cols = cols[1] - cols[0]
-            self.home = Packet(self._empty(num_cols), self._like, num_cols)
+            start, end = plan.reaches[plan.rank].cols
+            self._home_buffer = self._take(end - start)
+            self.home = self._packet(self._home_buffer, plan.rank)
             operations += self._message(dist.irecv, self.home, plan.rank + last)
         return operations

@@ -29,6 +29,7 @@ def ring_forward(
         forward_tiles(step.tiles, query, held, partial, scoring)
         packet = shards.wait()
         held = packet.pair if packet else held
+    shards.close()
     return partial.result(sinks)
 
 
@@ -58,6 +59,8 @@ def ring_backward(
     if sums.home:
         for grad, home in zip(grad_shard, sums.home.pair, strict=True):
             grad.add_home(home, plan.reaches[plan.rank].cols)
+    shards.close()
+    sums.close()
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
 
 

@@ -175,7 +175,10 @@ def show(options: argparse.Namespace, ring: Run, stock: Run) -> None:
         ("stock, 1 process", stock, ""),
         (f"{options.layout} ring, {options.world} processes", ring, f"{largest:.1e}"),
     ):
-        speed, memory = f"{run.tokens_per_second:,.0f}", f"{run.peak_bytes / 2**20:,.0f} MiB/process"
+        speed, memory = (
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.peak_bytes / 2**20:,.0f} MiB/process",
+        )
         table.add_row(name, f"{run.losses[-1]:.6f}", difference, speed, memory)
     Console().print(table)
 

@@ -1,0 +1,42 @@
+"""Memory for messages, which on a CPU serves one call after another."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+MAX_SPARES = 5
+"""What a backward pass takes: two for shards, two for sums of gradients, one for the way home."""
+
+
+class BufferPool:
+    """Keeps the last few buffers that were given back.
+
+    Fresh memory costs a page fault every 4 KiB, which on a CPU is more than all else that a ring
+    adds to its kernels. The allocators of other devices do this themselves.
+    """
+
+    def __init__(self) -> None:
+        self._spares: list[Tensor] = []
+        self._lock = Lock()  # backward may run in a thread of its own
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """At least that many bytes, of any content."""
+        with self._lock:
+            fitting = [i for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
+            if device.type == "cpu" and fitting:
+                return self._spares.pop(min(fitting, key=lambda i: self._spares[i].numel()))
+        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Give a buffer back, once nothing reads or writes it."""
+        if buffer.device.type == "cpu":
+            with self._lock:
+                self._spares.append(buffer)
+                del self._spares[:-MAX_SPARES]
+
+
+BUFFERS = BufferPool()

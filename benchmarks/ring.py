@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,22 +98,16 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def random_inputs(case: Case) -> tuple[Tensor, ...]:
+def in_order(x: Tensor, order: str) -> Tensor:
+    """The same tensor with its dimensions in that order in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if order == ORDERS[0] else x.contiguous()
+
+
+def random_inputs(case: Case) -> list[Tensor]:
     """Gradient of the output, query, key and value of the whole sequence, alike on every rank."""
     torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    if case.order == "B, L, N, H":
-        shape = 1, case.seq_len, NUM_HEADS, HEAD_DIM
-        return tuple(torch.randn(shape).to(dtype).transpose(1, 2) for _ in range(4))
-    return tuple(torch.randn(1, NUM_HEADS, case.seq_len, HEAD_DIM).to(dtype) for _ in range(4))
-
-
-def local_inputs(case: Case, whole: tuple[Tensor, ...], rank: int) -> list[Tensor]:
-    """The rank's shards, in the memory order of the case."""
-    shards = [zigzag_shard(x, 2, rank, case.world_size) for x in whole]
-    if case.order == "B, L, N, H":
-        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
-    return [x.contiguous() for x in shards]
+    shape, dtype = (1, NUM_HEADS, case.seq_len, HEAD_DIM), getattr(torch, case.dtype)
+    return [in_order(torch.randn(shape).to(dtype), case.order) for _ in range(4)]
 
 
 def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
@@ -192,7 +187,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     rank = group.rank()
     whole = random_inputs(case)
-    shards = local_inputs(case, whole, rank)
+    shards = [in_order(zigzag_shard(x, 2, rank, case.world_size), case.order) for x in whole]
     contenders = {"torch": torch_ring(mesh, shards, case.stub)}
     if case.stub:
         contenders["ours"] = our_ring_around_stub(case, shards, group)
@@ -254,17 +249,13 @@ def table(measurements: list[Measurement], columns: Columns, names: list[str]) -
 def origin() -> dict[str, str]:
     """Where the numbers come from: versions and hardware, no names of hosts or folders."""
     cpuinfo = Path("/proc/cpuinfo")
-    models = [
-        line.partition(":")[2].strip()
-        for line in (cpuinfo.read_text() if cpuinfo.exists() else "").splitlines()
-        if line.startswith("model name")
-    ]
+    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return {
         "command": " ".join(["python benchmarks/ring.py", *sys.argv[1:]]),
         "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
         "torch": torch.__version__,
-        "processor": f"{os.cpu_count()} x {models[0] if models else platform.machine()}",
+        "processor": f"{os.cpu_count()} x {model[1] if model else platform.machine()}",
         "load before": f"{os.getloadavg()[0]:.2f}",
     }
 

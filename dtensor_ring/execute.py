@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtensor_ring.kernels.kernel import Kernel
 from dtensor_ring.merge import GradientSum, Partial, cols_of, rows_of
-from dtensor_ring.plan import Tile
+from dtensor_ring.tile import Tile
 
 Pair = tuple[Tensor, Tensor]
 """Key and value, or their gradients."""

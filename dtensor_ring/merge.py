@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.plan import Span, Tile
+from dtensor_ring.tile import Span, Tile
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -59,7 +59,8 @@ class Partial:
         out, lse = self._out, self._lse
         if sinks is not None:
             sink_lse = sinks.to(lse.dtype).view(1, -1, 1)
-            out.mul_((lse - sink_lse).sigmoid_().unsqueeze(-1))
+            weight = (lse - sink_lse).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)
+            out.mul_(weight.unsqueeze(-1))
             lse = torch.logaddexp(lse, sink_lse)
         return token_major(out, self._query.dtype), lse
 

@@ -80,7 +80,8 @@ def describe_schedule(
     """
     chosen, documents = as_layout(layout), _documents(cu_seqlens)
     plans = tuple(
-        plan(chosen, mask, rank, world_size, seq_len, documents) for rank in range(world_size)
+        plan(chosen, mask, rank, world_size, seq_len, documents)
+        for rank in range(max(1, world_size))  # that there are no ranks is for plan to refuse
     )
     return Schedule(chosen, mask, seq_len, plans)
 

@@ -58,7 +58,10 @@ def dense_attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Result:
-    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf)."""
+    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf).
+
+    Where query and key differ in length, both count from position 0.
+    """
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     if sinks is not None:
         inputs.append(sinks.detach().double().requires_grad_())
@@ -67,7 +70,9 @@ def dense_attention(
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    seen = visible(mask, q.shape[2], q.shape[0], cu_seqlens)
+    num_rows, num_cols = scores.shape[2:]
+    seen = visible(mask, max(num_rows, num_cols), q.shape[0], cu_seqlens)
+    seen = seen[:, :, :num_rows, :num_cols]
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = inputs[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -200,7 +200,7 @@ REFUSALS = {
     "no sequence": Refusal("on exactly one mesh axis, it is on no axis", (BATCH, REPLICATE)),
     "two sequence axes": Refusal("exactly one mesh axis, it is on 2 axes", (SEQUENCE, SEQUENCE)),
     "sharded head dim": Refusal(r"got Shard\(dim=3\) on mesh axis 1", (SEQUENCE, Shard(3))),
-    "partial": Refusal(r"got Partial\(sum\) on mesh axis 0", (Partial(), SEQUENCE)),
+    "partial": Refusal(r"got Partial\(sum\) on mesh axis 0: query", (Partial(), SEQUENCE)),
     "key replicated": Refusal("sharded alike", (REPLICATE, SEQUENCE), key=(REPLICATE, REPLICATE)),
     "value on the other axis": Refusal(
         "sharded alike", (REPLICATE, SEQUENCE), value=(SEQUENCE, REPLICATE)

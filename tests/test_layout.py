@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_positions_partition_the_sequence_as_torch_chunk_does(
 ) -> None:
     _, world_size, seq_len = dealing
     dealt = positions(*dealing)
-    assert sorted(sum(dealt, [])) == list(range(seq_len))
+    assert sorted(chain.from_iterable(dealt)) == list(range(seq_len))
     sizes = [len(chunk) for chunk in torch.arange(seq_len).chunk(world_size)]
     sizes += [0] * (world_size - len(sizes))
     assert [len(shard) for shard in dealt] == sizes

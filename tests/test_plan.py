@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.layout import Layout
-from dtensor_ring.plan import Documents, Plan, Tile, plan
+from dtensor_ring.plan import Documents, Plan, plan
+from dtensor_ring.tile import Tile
 from tests.dense import visible
 from tests.test_layout import dealings
 
@@ -176,7 +177,7 @@ def test_documents_cost_one_tile_each_and_one_per_pair_of_chunks(
         runs = layout.runs(schedule.rank, world_size, 60)
         inside = sum(
             min(end, run.start + run.length) > max(begin, run.start)
-            for begin, end in zip(bounds, bounds[1:], strict=False)
+            for begin, end in pairwise(bounds)
             for run in runs
         )
         first, *others = (len(step.tiles) for step in schedule.steps)
@@ -229,7 +230,8 @@ def areas(ring: Ring) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_zigzag_is_balanced_under_causal(world_size: int, chunk: int) -> None:
-    for steps in zip(*areas(Ring(ZigZag(), world_size, 2 * world_size * chunk, CAUSAL))):
+    by_rank = areas(Ring(ZigZag(), world_size, 2 * world_size * chunk, CAUSAL))
+    for steps in zip(*by_rank, strict=True):
         assert len(set(steps)) == 1, "all ranks work the same at each step"
 
 
@@ -246,7 +248,7 @@ def test_zigzag_is_near_balance_at_any_length(world_size: int, seq_len: int) -> 
 @pytest.mark.parametrize("shard", [1, 2, 7])
 def test_striped_is_balanced_within_a_diagonal(world_size: int, shard: int) -> None:
     by_rank = areas(Ring(Striped(), world_size, world_size * shard, CAUSAL))
-    for steps in zip(*by_rank):
+    for steps in zip(*by_rank, strict=True):
         assert max(steps) - min(steps) <= shard, "one diagonal of a tile"
     totals = [sum(steps) for steps in by_rank]
     assert max(totals) - min(totals) == (world_size - 1) * shard

@@ -15,47 +15,59 @@ from tests.test_layout import dealings
 
 
 def test_contiguous_grid() -> None:
-    assert_expected_inline(str(describe_schedule("contiguous", Mask.causal(), 16, 4)), """\
+    assert_expected_inline(
+        str(describe_schedule("contiguous", Mask.causal(), 16, 4)),
+        """\
 contiguous, left -, right 0: 16 tokens on 4 ranks, 4 steps
 share of all work, %     step 0   step 1   step 2   step 3    total
 rank 0                     7.35     0.00     0.00     0.00     7.35
 rank 1                     7.35    11.76     0.00     0.00    19.12
 rank 2                     7.35    11.76    11.76     0.00    30.88
 rank 3                     7.35    11.76    11.76    11.76    42.65
-busiest rank over mean: 1.706""")
+busiest rank over mean: 1.706""",
+    )
 
 
 def test_striped_grid() -> None:
-    assert_expected_inline(str(describe_schedule(Striped(), Mask.causal(), 16, 4)), """\
+    assert_expected_inline(
+        str(describe_schedule(Striped(), Mask.causal(), 16, 4)),
+        """\
 striped, left -, right 0: 16 tokens on 4 ranks, 4 steps
 share of all work, %     step 0   step 1   step 2   step 3    total
 rank 0                     7.35     4.41     4.41     4.41    20.59
 rank 1                     7.35     7.35     4.41     4.41    23.53
 rank 2                     7.35     7.35     7.35     4.41    26.47
 rank 3                     7.35     7.35     7.35     7.35    29.41
-busiest rank over mean: 1.176""")
+busiest rank over mean: 1.176""",
+    )
 
 
 def test_zigzag_grid() -> None:
-    assert_expected_inline(str(describe_schedule("zigzag", Mask.causal(), 16, 4)), """\
+    assert_expected_inline(
+        str(describe_schedule("zigzag", Mask.causal(), 16, 4)),
+        """\
 zigzag, left -, right 0: 16 tokens on 4 ranks, 4 steps
 share of all work, %     step 0   step 1   step 2   step 3    total
 rank 0                     7.35     5.88     5.88     5.88    25.00
 rank 1                     7.35     5.88     5.88     5.88    25.00
 rank 2                     7.35     5.88     5.88     5.88    25.00
 rank 3                     7.35     5.88     5.88     5.88    25.00
-busiest rank over mean: 1.000""")
+busiest rank over mean: 1.000""",
+    )
 
 
 def test_grid_of_a_window_and_documents() -> None:
     documents = torch.tensor([[0, 4, 16], [0, 16, 16]], dtype=torch.int32)
     schedule = describe_schedule(ZigZag(), Mask.local(3, 2), 16, 2, documents)
-    assert_expected_inline(str(schedule), """\
+    assert_expected_inline(
+        str(schedule),
+        """\
 zigzag, left 3, right 2: 16 tokens on 2 ranks, 2 steps
 share of all work, %     step 0   step 1    total
 rank 0                    36.36     9.09    45.45
 rank 1                    47.27     7.27    54.55
-busiest rank over mean: 1.091""")
+busiest rank over mean: 1.091""",
+    )
 
 
 @pytest.mark.parametrize(

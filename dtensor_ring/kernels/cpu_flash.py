@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,16 @@ from dtensor_ring.mask import Mask
 
 aten = torch.ops.aten
 
+BAND_ROWS = 128
+"""Queries per launch of a band: few, so that little is scored outside of it."""
+
 
 class CpuFlash(Kernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims."""
+    """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims.
+
+    It has no window: a band is cut into blocks of rows, each with the columns that it sees and a
+    mask that all blocks but those at the ends share.
+    """
 
     name = "cpu_flash"
 
@@ -29,8 +38,6 @@ class CpuFlash(Kernel):
                 "it needs one head dim for query, key and value, "
                 f"got {problem.head_dim} and {problem.value_head_dim}"
             )
-        if problem.mask.left is not None:
-            return f"it has no window, the mask looks back at most {problem.mask.left} tokens"
         if problem.differentiable_lse:
             return "it has no gradient of lse"
         return "it has no softcap" if problem.softcap else None
@@ -38,9 +45,17 @@ class CpuFlash(Kernel):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, is_causal=mask == Mask.causal(), scale=scale
-        )
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        if mask in (Mask.full(), Mask.causal()):
+            return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
+        batch, heads, num_rows, head_dim = query.shape
+        out = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_empty(batch, heads, num_rows, dtype=wide)
+        for rows, cols, bias in _blocks(query, key, mask):
+            tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
+            out[:, :, rows], lse[:, :, rows] = kernel(*tensors, attn_mask=bias, scale=scale)
+        return out, lse
 
     def backward(
         self,
@@ -55,6 +70,44 @@ class CpuFlash(Kernel):
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, mask == Mask.causal(), scale=scale
-        )
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if mask in (Mask.full(), Mask.causal()):
+            causal = mask == Mask.causal()
+            return kernel(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+        for rows, cols, bias in _blocks(query, key, mask):
+            tensors = grad_out[:, :, rows], query[:, :, rows], key[:, :, cols], value[:, :, cols]
+            saved = out[:, :, rows], lse[:, :, rows]
+            grads = kernel(*tensors, *saved, 0.0, False, attn_mask=bias, scale=scale)
+            grad_query[:, :, rows] = grads[0]
+            grad_key[:, :, cols] += grads[1]
+            grad_value[:, :, cols] += grads[2]
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _blocks(query: Tensor, key: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Blocks of rows, the columns that they see, and what to add to their scores."""
+    biases: dict[tuple[int, int, int], Tensor | None] = {}
+    num_rows, num_cols = query.shape[2], key.shape[2]
+    for start in range(0, num_rows, BAND_ROWS):
+        end = min(num_rows, start + BAND_ROWS)
+        first = 0 if mask.left is None else max(0, start - mask.left)
+        last = num_cols if mask.right is None else min(num_cols, end + mask.right)
+        shape = end - start, last - first, start - first
+        if shape not in biases:
+            biases[shape] = _bias(*shape, mask, query)
+        yield slice(start, end), slice(first, last), biases[shape]
+
+
+def _bias(num_rows: int, num_cols: int, offset: int, mask: Mask, query: Tensor) -> Tensor | None:
+    """0 where a row sees a column, -inf elsewhere; `None` if all is seen."""
+    lags = torch.arange(num_rows).unsqueeze(1) + offset - torch.arange(num_cols)
+    hidden = torch.zeros_like(lags, dtype=torch.bool)
+    if mask.left is not None:
+        hidden |= lags > mask.left
+    if mask.right is not None:
+        hidden |= -lags > mask.right
+    if not hidden.any():
+        return None
+    return query.new_zeros(num_rows, num_cols).masked_fill_(hidden, -torch.inf)

@@ -38,7 +38,7 @@ class Reference(Kernel):
             scores, _ = _scores(_grouped(query[:, :, block], keys), keys, scale, softcap)
             scores = _hide(scores, block, seen, mask)
             block_lse = scores.logsumexp(-1)
-            lse[:, :, block] = block_lse.view(batch, heads, -1)
+            lse[:, :, block] = block_lse.flatten(1, 2)
             weights = (scores - block_lse.unsqueeze(-1)).exp_()
             out[:, :, block] = _ungrouped(weights.flatten(2, 3) @ values, heads)
         return out, lse
@@ -98,7 +98,8 @@ def _grouped(x: Tensor, keys: Tensor) -> Tensor:
 
 def _ungrouped(x: Tensor, heads: int) -> Tensor:
     """`(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
-    return x.reshape(x.shape[0], heads, -1, x.shape[-1])
+    batch, kv_heads, rows, head_dim = x.shape
+    return x.reshape(batch, heads, kv_heads * rows // heads, head_dim)
 
 
 def _scores(

@@ -1,0 +1,202 @@
+"""Rectangles of queries and keys: what the queries of one shard see of the keys of another."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dtensor_ring.layout import Run
+from dtensor_ring.mask import Mask
+
+Span = tuple[int, int]
+"""A half-open range of indices."""
+
+FULL = Mask.full()
+CAUSAL = Mask.causal()
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A rectangle of local queries and held keys, with a band: what one kernel launch computes.
+
+    `mask` is in indices of the tile: row i sees column j iff `i - left <= j <= i + right`. Every
+    row and every column of a tile sees or is seen. A tile whose mask is causal is square, so that
+    kernels which align the diagonal top-left and bottom-right agree. `batch` is the batch row,
+    `None` for all of them.
+    """
+
+    rows: Span
+    cols: Span
+    mask: Mask
+    batch: int | None = None
+
+    @property
+    def area(self) -> int:
+        """Visible (query, key) pairs per batch row: the unit of work."""
+        num_rows, num_cols = length(self.rows), length(self.cols)
+        ahead = (
+            0 if self.mask.right is None else _triangle(num_cols - 1 - self.mask.right, num_rows)
+        )
+        behind = 0 if self.mask.left is None else _triangle(num_rows - 1 - self.mask.left, num_cols)
+        return num_rows * num_cols - ahead - behind
+
+
+def shard_tiles(
+    query_runs: tuple[Run, ...],
+    key_runs: tuple[Run, ...],
+    mask: Mask,
+    bounds: tuple[int, ...] | None = None,
+    batch: int | None = None,
+) -> list[Tile]:
+    """The tiles that cover what the queries of one shard see of the keys of another."""
+    tiles: list[Tile] = []
+    row = 0
+    for query in query_runs:
+        col = 0
+        for key in key_runs:
+            for query_span, key_span in _same_document(query, key, bounds):
+                shape = length(query_span), length(key_span)
+                band = _index_band(query, key, query_span[0], key_span[0], mask)
+                for tile in _band_tiles(*shape, *band):
+                    tiles.append(
+                        Tile(
+                            moved(tile.rows, row + query_span[0]),
+                            moved(tile.cols, col + key_span[0]),
+                            tile.mask,
+                            batch,
+                        )
+                    )
+            col += key.length
+        row += query.length
+    return _coalesce(tiles)
+
+
+def _same_document(
+    query: Run, key: Run, bounds: tuple[int, ...] | None
+) -> Iterator[tuple[Span, Span]]:
+    """Pairs of index ranges of the two runs, one for each document that both hold tokens of."""
+    if bounds is None:
+        yield (0, query.length), (0, key.length)
+        return
+    first = bisect_right(bounds, max(query.start, key.start)) - 1
+    last_position = min(query.position(query.length - 1), key.position(key.length - 1))
+    last = min(bisect_right(bounds, last_position) - 1, len(bounds) - 2)
+    for document in range(first, last + 1):
+        begin, end = bounds[document], bounds[document + 1]
+        query_span, key_span = query.indices(begin, end), key.indices(begin, end)
+        if length(query_span) and length(key_span):
+            yield query_span, key_span
+
+
+def _index_band(
+    query: Run, key: Run, query_index: int, key_index: int, mask: Mask
+) -> tuple[int | None, int | None]:
+    """The mask as a band of indices, counted from the given query and key.
+
+    Bounds may be negative: then the first rows, or columns, see nothing.
+    """
+    stride = key.stride if query.length == 1 else query.stride
+    if stride != key.stride and key.length > 1:
+        raise ValueError(f"runs of different strides have no common band: {query} and {key}")
+    offset = query.position(query_index) - key.position(key_index)
+    left = None if mask.left is None else (mask.left - offset) // stride
+    right = None if mask.right is None else (mask.right + offset) // stride
+    return left, right
+
+
+def _band_tiles(
+    num_rows: int, num_cols: int, left: int | None, right: int | None
+) -> Iterator[Tile]:
+    """Cover the band `i - left <= j <= i + right` of a rectangle, trimmed to what is visible."""
+    if left is not None and right is not None and left + right < 0:
+        return
+    first_row = 0 if right is None else max(0, -right)
+    end_row = num_rows if left is None else min(num_rows, num_cols + left)
+    first_col = 0 if left is None else max(0, first_row - left)
+    end_col = num_cols if right is None else min(num_cols, end_row + right)
+    num_rows, num_cols = end_row - first_row, end_col - first_col
+    if num_rows <= 0 or num_cols <= 0:
+        return
+    shift = first_row - first_col
+    left = None if left is None or left - shift >= num_rows - 1 else left - shift
+    right = None if right is None or right + shift >= num_cols - 1 else right + shift
+    parts = (
+        _square_causal(num_rows, num_cols, right)
+        if left is None and right is not None
+        else [Tile((0, num_rows), (0, num_cols), Mask(left, right))]
+    )
+    for part in parts:
+        yield Tile(moved(part.rows, first_row), moved(part.cols, first_col), part.mask)
+
+
+def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:
+    """Cut a trapezoid, which has only a right bound, into full rectangles and a causal square."""
+    square = num_cols - right
+    if right:
+        yield Tile((0, square), (0, right), FULL)
+    yield Tile((0, square), (right, num_cols), CAUSAL)
+    if num_rows > square:
+        yield Tile((square, num_rows), (0, num_cols), FULL)
+
+
+def _coalesce(tiles: list[Tile]) -> list[Tile]:
+    """Join neighbours whose union is again a tile: fewer launches and fewer merges.
+
+    Tiles arrive ordered by rows, then columns, so each one can only join tiles before it.
+    """
+    joined: list[Tile] = []
+    for tile in tiles:
+        candidate: Tile | None = tile
+        while candidate is not None:
+            tile = candidate
+            candidate = _join_last(joined, tile)
+        joined.append(tile)
+    return joined
+
+
+def _join_last(joined: list[Tile], tile: Tile) -> Tile | None:
+    """Join `tile` with the tiles at the end of `joined`, which are taken off, if possible."""
+    if not joined:
+        return None
+    last = joined[-1]
+    if last.mask == tile.mask == FULL:
+        if last.rows == tile.rows and last.cols[1] == tile.cols[0]:
+            joined.pop()
+            return replace(tile, cols=(last.cols[0], tile.cols[1]))
+        if last.cols == tile.cols and last.rows[1] == tile.rows[0]:
+            joined.pop()
+            return replace(tile, rows=(last.rows[0], tile.rows[1]))
+    if len(joined) > 1 and _is_staircase(joined[-2], last, tile):
+        del joined[-2:]
+        return replace(
+            tile,
+            rows=(tile.rows[0] - length(last.cols), tile.rows[1]),
+            cols=(last.cols[0], tile.cols[1]),
+        )
+    return None
+
+
+def _is_staircase(upper: Tile, corner: Tile, lower: Tile) -> bool:
+    """Whether two causal squares and the rectangle below and left of them are one causal square."""
+    return (
+        (upper.mask, corner.mask, lower.mask) == (CAUSAL, FULL, CAUSAL)
+        and (corner.rows, corner.cols) == (lower.rows, upper.cols)
+        and (upper.rows[1], upper.cols[1]) == (lower.rows[0], lower.cols[0])
+    )
+
+
+def length(span: Span) -> int:
+    """Indices in a span."""
+    return span[1] - span[0]
+
+
+def moved(span: Span, by: int) -> Span:
+    """The span, so many indices further on."""
+    return span[0] + by, span[1] + by
+
+
+def _triangle(longest: int, num_terms: int) -> int:
+    """`longest + (longest - 1) + ...`, at most `num_terms` terms, none below 1."""
+    terms = max(0, min(longest, num_terms))
+    return terms * longest - terms * (terms - 1) // 2

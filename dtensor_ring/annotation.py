@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.layout import Layout, as_layout
 
-_LAYOUTS: WeakKeyDictionary[ProcessGroup, Layout] = WeakKeyDictionary()
-"""By the axis's group, which `mesh["cp"]` shares with `mesh`; forgotten when the group is."""
+_LAYOUTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
+"""By the ranks of the axis, in their order; forgotten when the world they count in is.
+
+Not by mesh or group: DTensor takes meshes of the same ranks for one, and puts either in place of
+the other.
+"""
 
 
 def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
@@ -19,8 +24,8 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     Raises:
         ValueError: if the mesh is not 1-D, the layout unknown or another than before.
     """
-    chosen, group = as_layout(layout), axis_group(mesh)
-    known = _LAYOUTS.setdefault(group, chosen)
+    chosen, ranks = as_layout(layout), _ranks(axis_group(mesh))
+    known = _LAYOUTS.setdefault(_world(), {}).setdefault(ranks, chosen)
     if known != chosen:
         raise ValueError(
             f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
@@ -30,12 +35,22 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:
     """The layout a 1-D mesh was annotated with, `None` if it was not."""
-    return _LAYOUTS.get(axis_group(mesh))
+    return group_layout(axis_group(mesh))
 
 
 def group_layout(group: ProcessGroup) -> Layout | None:
     """The layout of the axis that this group spans, `None` if it was not annotated."""
-    return _LAYOUTS.get(group)
+    return _LAYOUTS.get(_world(), {}).get(_ranks(group))
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a world"
+    return world
+
+
+def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def axis_group(mesh: DeviceMesh) -> ProcessGroup:

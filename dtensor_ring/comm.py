@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class Rotation:
         like: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> None:
+        _make_ready(group, like[0].device)
         self._group, self._plan = group, plan
         self._like, self._dtype = like, dtype
         self._buffers: list[Tensor] = []
@@ -103,6 +105,16 @@ class Rotation:
     def _packet(self, buffer: Tensor, source: int) -> Packet:
         start, end = self._plan.reaches[source].cols
         return Packet(buffer, self._like, end - start, self._dtype)
+
+
+_READY: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def _make_ready(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL wants all ranks of a group in its first call, and a hop may concern only a few."""
+    if device.type == "cuda" and group not in _READY:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _READY.add(group)
 
 
 class SumRotation(Rotation):

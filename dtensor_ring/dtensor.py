@@ -12,11 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dtensor_ring import op as ops
 from dtensor_ring.annotation import group_layout
-from dtensor_ring.layout import Contiguous
+from dtensor_ring.layout import Contiguous, shard_length
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -161,10 +160,8 @@ def backward(
 def _side_inputs(cu_seqlens: Any, sinks: Any, query: DTensor, ring: Ring) -> tuple[Any, Any]:
     """This rank's rows of the boundaries, and its heads' sinks."""
     if cu_seqlens is not None and cu_seqlens.ndim == 2 and len(cu_seqlens) == query.shape[BATCH]:
-        shape, offset = compute_local_shape_and_global_offset(
-            query.shape, ring.mesh, ring.placements
-        )
-        cu_seqlens = cu_seqlens[offset[BATCH] : offset[BATCH] + shape[BATCH]]
+        start, length = _batch_rows(query, ring)
+        cu_seqlens = cu_seqlens[start : start + length]
     if isinstance(sinks, DTensor):
         expected = tuple(
             Shard(0) if where == Shard(HEADS) else Replicate() for where in ring.placements
@@ -176,6 +173,17 @@ def _side_inputs(cu_seqlens: Any, sinks: Any, query: DTensor, ring: Ring) -> tup
             )
         sinks = sinks._local_tensor
     return cu_seqlens, sinks
+
+
+def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
+    """First row and number of rows of the batch that this rank holds."""
+    start, length = 0, query.shape[BATCH]
+    for axis, where in enumerate(ring.placements):
+        if where == Shard(BATCH):
+            rank, size = ring.mesh.get_local_rank(axis), ring.mesh.size(axis)
+            start += sum(shard_length(other, size, length) for other in range(rank))
+            length = shard_length(rank, size, length)
+    return start, length
 
 
 def bind(

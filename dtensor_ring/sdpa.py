@@ -72,9 +72,11 @@ def _forward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = bind(op, args, kwargs)
         query, key, value = bound["query"], bound["key"], bound["value"]
-        if not any(_on_annotated_axis(x, SEQUENCE) for x in (query, key, value)):
+        if not any(_on_annotated_axis(x, x.ndim - 2) for x in (query, key, value)):
             return _as_before(previous, op, args, kwargs)
         _refuse(bound)
+        if query.ndim != 4:  # only the composite op takes these: its parts come back here
+            return op.decompose(*args, **kwargs)
         scoring = _scoring(bound)
         out, lse = forward(query, key, value, None, None, *scoring)
         return _like_returns(op, out, lse)
@@ -101,7 +103,7 @@ def _backward_handler(previous: Handler | None) -> Handler:
 def _unfused_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0]
-        if any(_on_annotated_axis(scores, dim) for dim in (SEQUENCE, SEQUENCE + 1)):
+        if any(_on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
             raise ValueError(
                 "scaled_dot_product_attention over a sharded sequence needs one of the fused "
                 "kernels, and PyTorch chose its unfused one here, as it does for dropout_p > 0, "
@@ -130,7 +132,14 @@ def _as_before(
         return previous(op, args, kwargs)
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
+    try:
+        dispatcher.sharding_propagator.propagate(info)
+    except NotImplementedError:
+        # Inference mode shows composite ops, which DTensor takes apart where it has no rule.
+        parts = op.decompose(*args, **kwargs)
+        if parts is NotImplemented:
+            raise
+        return parts
     assert info.output_sharding is not None
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
     return dispatcher.wrap(results, info.output_sharding.output_spec)

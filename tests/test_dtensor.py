@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dtensor_ring import Contiguous, Mask, ring_attention, set_sequence_layout, unshard_sequence
 from dtensor_ring.annotation import group_layout
@@ -126,6 +127,8 @@ def annotated_mesh(
     sizes: tuple[int, ...], placements: Sequence[Placement], layout: str
 ) -> DeviceMesh:
     """A mesh whose axis of the sequence has that layout."""
+    # DTensor remembers equal meshes of earlier tests, whose groups are gone.
+    _clear_sharding_prop_cache()
     names = tuple(f"axis{axis}" for axis in range(len(sizes)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     set_sequence_layout(mesh[names[list(placements).index(SEQUENCE)]], layout)
@@ -147,7 +150,7 @@ def place(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTens
         rank, size, group = mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis)
         if where == SEQUENCE:
             layout = group_layout(group) or Contiguous()
-            local = local[:, :, layout.positions(rank, size, x.shape[2])]
+            local = local[:, :, layout.positions(rank, size, local.shape[2])]
         elif isinstance(where, Shard):
             chunks = local.chunk(size, where.dim)
             local = chunks[rank] if rank < len(chunks) else local.narrow(where.dim, 0, 0)
@@ -199,8 +202,8 @@ class Refusal:
 REFUSALS = {
     "no sequence": Refusal("on exactly one mesh axis, it is on no axis", (BATCH, REPLICATE)),
     "two sequence axes": Refusal("exactly one mesh axis, it is on 2 axes", (SEQUENCE, SEQUENCE)),
-    "sharded head dim": Refusal(r"got Shard\(dim=3\) on mesh axis 1", (SEQUENCE, Shard(3))),
-    "partial": Refusal(r"got Partial\(sum\) on mesh axis 0: query", (Partial(), SEQUENCE)),
+    "sharded head dim": Refusal(r"got (S|Shard)\((dim=)?3\) on mesh axis 1", (SEQUENCE, Shard(3))),
+    "partial": Refusal(r"got P(artial)?\(sum\) on mesh axis 0", (Partial(), SEQUENCE)),
     "key replicated": Refusal("sharded alike", (REPLICATE, SEQUENCE), key=(REPLICATE, REPLICATE)),
     "value on the other axis": Refusal(
         "sharded alike", (REPLICATE, SEQUENCE), value=(SEQUENCE, REPLICATE)

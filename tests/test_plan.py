@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import pytest
@@ -13,46 +12,13 @@ from torch import Tensor
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.layout import Layout
-from dtensor_ring.plan import Documents, Plan, plan
+from dtensor_ring.plan import Plan, plan
 from dtensor_ring.tile import Tile
-from tests.dense import visible
+from tests.rings import Ring
 from tests.test_layout import dealings
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 LAYOUTS = [Contiguous(), Striped(), ZigZag()]
-
-
-@dataclass
-class Ring:
-    """A ring to plan: what its plans cover is compared with the mask written out."""
-
-    layout: Layout
-    world_size: int
-    seq_len: int
-    mask: Mask
-    documents: Documents | None = None
-
-    @property
-    def batch(self) -> int:
-        return max(2, len(self.documents or ()))
-
-    def plans(self) -> list[Plan]:
-        return [
-            plan(self.layout, self.mask, rank, self.world_size, self.seq_len, self.documents)
-            for rank in range(self.world_size)
-        ]
-
-    def positions(self, rank: int) -> Tensor:
-        return torch.tensor(self.layout.positions(rank, self.world_size, self.seq_len)).long()
-
-    def visible(self) -> Tensor:
-        """`(B, S, S)`, from positions and document ids alone."""
-        rows = self.documents
-        cu_seqlens = None if rows is None else torch.tensor(rows if len(rows) > 1 else rows[0])
-        return visible(self.mask, self.seq_len, self.batch, cu_seqlens)[:, 0]
-
-    def num_hops(self) -> list[int]:
-        return [reach.num_hops for reach in self.plans()[0].reaches]
 
 
 def bounds_of(seq_len: int, num_ends: int) -> st.SearchStrategy[tuple[int, ...]]:

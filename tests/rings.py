@@ -1,0 +1,130 @@
+"""Rings, and attentions over them, as the tests describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor_ring import Mask
+from dtensor_ring.layout import Layout
+from dtensor_ring.op import ring_op
+from dtensor_ring.plan import Documents, Plan, plan
+from tests.dense import Result, dense_attention, visible
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Whatever decides how tokens are dealt and what they see."""
+
+    layout: Layout
+    world_size: int
+    seq_len: int
+    mask: Mask
+    documents: Documents | None = None
+
+    @property
+    def batch(self) -> int:
+        return max(2, len(self.documents or ()))
+
+    def plans(self) -> list[Plan]:
+        return [
+            plan(self.layout, self.mask, rank, self.world_size, self.seq_len, self.documents)
+            for rank in range(self.world_size)
+        ]
+
+    def positions(self, rank: int) -> Tensor:
+        return torch.tensor(self.layout.positions(rank, self.world_size, self.seq_len)).long()
+
+    def cu_seqlens(self) -> Tensor | None:
+        """One row is for the whole batch."""
+        rows = self.documents
+        return None if rows is None else torch.tensor(rows if len(rows) > 1 else rows[0]).int()
+
+    def visible(self) -> Tensor:
+        """`(B, S, S)`, from positions and document ids alone."""
+        return visible(self.mask, self.seq_len, self.batch, self.cu_seqlens())[:, 0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention over a ring, with the same global inputs on each rank."""
+
+    ring: Ring
+    dtype: torch.dtype = torch.float64
+    heads: tuple[int, int] = (4, 2)
+    head_dims: tuple[int, int] = (8, 8)
+    batch: int = 2
+    kernel: str | None = None
+    sinks: tuple[float, ...] = ()
+    softcap: float = 0.0
+    scale: float = 0.3
+    grad_lse: bool = False
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def inputs(self) -> list[Tensor]:
+        """Global query, key, value, and sinks if there are any."""
+        (heads, kv_heads), (head_dim, value_dim) = self.heads, self.head_dims
+        shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+        generator = torch.Generator().manual_seed(1)
+        tensors = [
+            torch.randn(self.batch, n, self.ring.seq_len, h, generator=generator).to(self.dtype)
+            for n, h in shapes
+        ]
+        return tensors + ([torch.tensor(self.sinks, dtype=self.wide)] if self.sinks else [])
+
+    def grads(self) -> list[Tensor]:
+        """Global gradients of out and, if it is used, of lse."""
+        shape = self.batch, self.heads[0], self.ring.seq_len
+        generator = torch.Generator().manual_seed(2)
+        grad_out = torch.randn(*shape, self.head_dims[1], generator=generator).to(self.dtype)
+        grad_lse = torch.randn(shape, generator=generator).to(self.wide)
+        return [grad_out, grad_lse] if self.grad_lse else [grad_out]
+
+    def shards(self, rank: int) -> list[Tensor]:
+        """A rank's inputs: token-major, as projections yield them, and not contiguous."""
+        return [local(x, self.ring.positions(rank)).requires_grad_() for x in self.inputs()]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
+        """`(out, lse)` of a rank's shards."""
+        return ring_op(query, key, value, *self.options(sinks))
+
+    def options(self, sinks: Tensor | None = None) -> tuple[Any, ...]:
+        """What the op takes behind query, key and value."""
+        ring, mask = self.ring, self.ring.mask
+        return (
+            *(ring.cu_seqlens(), sinks, ring.seq_len, ring.layout.name, mask.left, mask.right),
+            *(self.scale, self.softcap, self.kernel, dist.group.WORLD.group_name),
+        )
+
+    def dense(self) -> Result:
+        query, key, value, *sinks = self.inputs()
+        return dense_attention(
+            *(query, key, value, self.ring.mask),
+            cu_seqlens=self.ring.cu_seqlens(),
+            sinks=sinks[0] if sinks else None,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+
+
+def local(x: Tensor, positions: Tensor) -> Tensor:
+    """The tokens at these positions, in a token-major tensor; sinks have no tokens."""
+    return x.detach() if x.ndim == 1 else x.transpose(1, 2)[:, positions].transpose(1, 2)
+
+
+@contextmanager
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of a group that sends nothing, in a worker of the pool."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    yield

@@ -1,0 +1,140 @@
+"""Ring attention on local shards and a mesh, and what the public function refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
+from dtensor_ring.layout import as_layout
+from tests.dense import dense_attention
+from tests.pool import Pool
+from tests.test_dtensor import eager_and_compiled, random_inputs
+
+SEQ_LEN = 12
+
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "every option": {
+        "mask": Mask.local(4, 1),
+        "cu_seqlens": torch.tensor([[0, 5, 11], [0, 7, 12]], dtype=torch.int32),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "scale": 0.4,
+        "softcap": 3.0,
+        "kernel": "reference",
+    },
+}
+
+
+@pytest.mark.parametrize("layout", [None, "contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dense_result(pool: Pool, name: str, layout: str | None, world_size: int) -> None:
+    pool.run(world_size, _check_case, layout, CASES[name])
+
+
+def _check_case(layout: str | None, options: dict[str, Any]) -> None:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    if layout:
+        set_sequence_layout(mesh, layout)
+    mine = as_layout(layout or "contiguous").positions(dist.get_rank(), world_size, SEQ_LEN)
+    *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
+    grad_lse = torch.randn(grad_out.shape[:3])
+    scoring = {name: value for name, value in options.items() if name != "kernel"}
+    dense = dense_attention(*inputs, **{"mask": Mask.causal(), **scoring})
+    expected = dense.out, dense.lse, *dense.backward(grad_out, grad_lse)[:3]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return ring_attention(query, key, value, mesh=mesh, return_lse=True, **options)
+
+    for attention in eager_and_compiled(run):
+        local = [x[:, :, mine].clone().requires_grad_() for x in inputs]
+        outputs = attention(*local)
+        grads = grad_out[:, :, mine], grad_lse[:, :, mine]
+        results = *outputs, *torch.autograd.grad(outputs, local, grads)
+        for actual, whole in zip(results, expected, strict=True):
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual.double(), whole[:, :, mine], atol=1e-5, rtol=1e-5)
+    assert torch.equal(ring_attention(*local, mesh=mesh, **options), outputs[0])
+
+
+def _as_dtensors(x: Tensor, mesh: DeviceMesh) -> dict[str, Any]:
+    return dict.fromkeys(("query", "key", "value"), shard_sequence(x, mesh["cp"], 2))
+
+
+# What is passed instead of three local shards and the mesh, and the error.
+REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, str]] = {
+    "no mesh": (lambda x, mesh: {"mesh": None}, ValueError, "needs mesh=.* see shard_sequence"),
+    "mesh of two axes": (lambda x, mesh: {"mesh": mesh}, ValueError, "a ring runs over one axis"),
+    "mesh and DTensors": (_as_dtensors, ValueError, "DTensors carry theirs; leave it out"),
+    "only the query a DTensor": (
+        lambda x, mesh: {"query": shard_sequence(x, mesh["cp"], 2), "mesh": None},
+        TypeError,
+        "all be DTensors or none, got query DTensor, key Tensor, value Tensor",
+    ),
+    "only the key a DTensor": (
+        lambda x, mesh: {"key": shard_sequence(x, mesh["cp"], 2)},
+        TypeError,
+        "all be DTensors or none, got query Tensor, key DTensor, value Tensor",
+    ),
+    "mask a tensor": (lambda x, mesh: {"mask": x}, TypeError, r"must be a dtensor_ring\.Mask"),
+    "mask None": (lambda x, mesh: {"mask": None}, TypeError, r"Mask\.causal\(\), got None"),
+    "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "not be negative, 0 is none, got -"),
+    "three dims": (lambda x, mesh: {"query": x[0]}, ValueError, r"must be \(B, N, L, H\), got qu"),
+    "heads": (
+        lambda x, mesh: {"query": x[:, :3], "key": x[:, :2], "value": x[:, :2]},
+        ValueError,
+        "query heads must be a multiple of the key heads",
+    ),
+    "length of the key": (
+        lambda x, mesh: {"query": x[:, :, :3]},
+        ValueError,
+        "query and key must be shards of one sequence",
+    ),
+    "cu_seqlens of int64": (
+        lambda x, mesh: {"cu_seqlens": torch.tensor([0, 8])},
+        ValueError,
+        r"cu_seqlens must be int32, got torch.int64; use \.int\(\)",
+    ),
+    "cu_seqlens too long": (
+        lambda x, mesh: {"cu_seqlens": torch.tensor([0, 9]).int()},
+        ValueError,
+        r"length 8, got \[0, 9\]",
+    ),
+    "sinks": (
+        lambda x, mesh: {"sinks": torch.zeros(1)},
+        ValueError,
+        r"one logit per query head, shape \(4,\), got \(1,\)",
+    ),
+    "kernel": (
+        lambda x, mesh: {"kernel": "magic"},
+        ValueError,
+        "unknown kernel 'magic'; known kernels: .*reference",
+    ),
+    "kernel without softcap": (
+        lambda x, mesh: {"kernel": "cpu_flash", "softcap": 1.0},
+        ValueError,
+        "kernel 'cpu_flash' cannot serve .*softcap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(pool: Pool, name: str) -> None:
+    pool.run(2, _check_refusal, name)
+
+
+def _check_refusal(name: str) -> None:
+    changes, error, message = REFUSALS[name]
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    x = torch.randn(2, 4, 4, 8)
+    given = {"query": x, "key": x, "value": x, "mesh": mesh["cp"], **changes(x, mesh)}
+    with pytest.raises(error, match=message):
+        ring_attention(**given)

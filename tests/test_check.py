@@ -1,0 +1,163 @@
+"""What the op refuses: on every rank, before anything is sent, and saying why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring import Mask, ZigZag
+from dtensor_ring.check import documents_of
+from dtensor_ring.op import Options, ring_op
+from tests.pool import Pool
+from tests.rings import Case, Ring
+
+WORLD_SIZE = 2
+BASE = Case(Ring(ZigZag(), WORLD_SIZE, 8, Mask.causal()), torch.float32, heads=(4, 2))
+
+
+class Arguments(NamedTuple):
+    """Of the op: the shards of a sequence of 8 tokens, (2, 4, 4, 8) and (2, 2, 4, 8)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: Options
+
+
+Change = Callable[[Arguments], Arguments]
+
+
+def tensors(**changes: Callable[[Tensor], Tensor]) -> Change:
+    """Change the tensors of these names."""
+
+    def change(arguments: Arguments) -> Arguments:
+        return arguments._replace(
+            **{name: f(getattr(arguments, name)) for name, f in changes.items()}
+        )
+
+    return change
+
+
+def options(**changes: Any) -> Change:
+    return lambda arguments: arguments._replace(options=arguments.options._replace(**changes))
+
+
+def bounds(*values: Any, dtype: torch.dtype = torch.int32) -> Change:
+    return options(cu_seqlens=torch.tensor(values, dtype=dtype))
+
+
+def to(*args: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    return dict.fromkeys(("query", "key", "value"), lambda x: x.to(*args))
+
+
+BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the sequence length 8, "
+REFUSALS: dict[str, tuple[Change, str]] = {
+    "ndim": (tensors(key=lambda x: x[0]), "must be (B, N, L, H), got query (2, 4, 4, 8), key (2, "),
+    "dtypes": (
+        tensors(value=Tensor.bfloat16),
+        "query, key and value must have one dtype, got query torch.float32, key torch.float32, "
+        "value torch.bfloat16; use .to()",
+    ),
+    "devices": (
+        tensors(key=lambda x: x.to("meta")),
+        "must have one device, got query cpu, key meta, value cpu; use .to()",
+    ),
+    "integers": (tensors(**to(torch.int32)), "a floating dtype of 16 bits or more, got torch.int3"),
+    "8 bits": (tensors(**to(torch.float8_e4m3fn)), "of 16 bits or more, got torch.float8_e4m3fn"),
+    "batch": (tensors(query=lambda x: x[:1]), "disagree in batch, heads or length: query (1, 4,"),
+    "value heads": (tensors(value=lambda x: x[:, :1]), "in batch, heads or length: query (2, 4, 4"),
+    "value length": (tensors(value=lambda x: x[:, :, :3]), "in batch, heads or length: query (2,"),
+    "key length": (
+        tensors(key=lambda x: x[:, :, :3], value=lambda x: x[:, :, :3]),
+        "query and key must be shards of one sequence, got query (2, 4, 4, 8), key (2, 2, 3, 8)",
+    ),
+    "head dim": (tensors(key=lambda x: x[..., :6]), "query and key must have one head dim, got"),
+    "heads": (
+        tensors(query=lambda x: x[:, :3]),
+        "the query heads must be a multiple of the key heads, got query (2, 3, 4, 8), key (2, 2, 4",
+    ),
+    "no key heads": (
+        tensors(key=lambda x: x[:, :0], value=lambda x: x[:, :0]),
+        "the query heads must be a multiple of the key heads, got query (2, 4, 4, 8), key (2, 0, 4",
+    ),
+    "sinks of key heads": (
+        options(sinks=torch.zeros(2)),
+        "sinks must hold one logit per query head, shape (4,), got (2,)",
+    ),
+    "sinks with dims": (options(sinks=torch.zeros(1, 4)), "shape (4,), got (1, 4)"),
+    "local length": (
+        options(seq_len=12),
+        " of 2 holds 4 tokens, but its shard of a sequence of 12 has 6",
+    ),
+    "layout": (options(layout="ring"), "unknown layout 'ring'; known layouts: contiguous, striped"),
+    "layout of DTensors": (options(layout=""), "unknown layout ''; known layouts: contiguous, st"),
+    "striped": (options(layout="striped", seq_len=7), "got 7; pad it to 8 tokens or use zigzag or"),
+    "mask": (options(left=-1), "Mask left counts tokens and is not negative, got -1; None means"),
+    "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: flash_attn2, cuda_"),
+    "kernel's reason": (
+        options(kernel="cpu_flash", softcap=1.0),
+        "kernel 'cpu_flash' cannot serve this attention (cpu_flash: it has no softcap)",
+    ),
+    "int64 bounds": (bounds(0, 8, dtype=torch.int64), "must be int32, got torch.int64; use .int()"),
+    "bounds from 1": (bounds(1, 8), BOUNDS + "got [1, 8]"),
+    "falling bounds": (bounds(0, 5, 4), BOUNDS + "got [0, 5, 4]"),
+    "bounds beyond": (bounds(0, 5, 9), BOUNDS + "got [0, 5, 9]"),
+    "falling bounds in a row": (bounds([0, 5, 8], [0, 7, 6]), BOUNDS + "got [0, 7, 6]"),
+    "no bounds": (bounds(), BOUNDS + "got []"),
+    "bounds of another batch": (
+        bounds([0, 8], [0, 8], [0, 8]),
+        "cu_seqlens must have shape (D+1,) or (2, D+1), got (3, 2)",
+    ),
+    "0-d bounds": (options(cu_seqlens=torch.tensor(0).int()), "or (2, D+1), got ()"),
+}
+
+
+def test_every_rank_refuses_and_the_ring_still_works(pool: Pool) -> None:
+    for rank, (messages, works) in enumerate(pool.run(WORLD_SIZE, _refusals)):
+        wrong = {
+            name: f"{messages[name]!r}, expected {expected!r}"
+            for name, (_, expected) in REFUSALS.items()
+            if expected not in messages[name]
+        }
+        assert not wrong, f"rank {rank}"
+        assert works, f"rank {rank}"
+
+
+def _refusals() -> tuple[dict[str, str], bool]:
+    """What each wrong call raised; and whether a right one works after all that."""
+    right = Arguments(*BASE.shards(dist.get_rank()), Options(*BASE.options()))
+    messages = {}
+    for name, (change, _) in REFUSALS.items():
+        *shards, rest = change(Arguments(*(x.detach() for x in right[:3]), right.options))
+        try:
+            ring_op(*shards, *rest)
+            messages[name] = "nothing was raised"
+        except ValueError as error:
+            messages[name] = str(error)
+    out, _ = ring_op(*right[:3], *right.options)
+    return messages, bool(out.isfinite().all())
+
+
+def test_boundaries_on_another_device() -> None:
+    elsewhere = torch.zeros(2, dtype=torch.int32, device="meta")
+    message = (
+        "cu_seqlens must be on the CPU, where the ring is planned, got meta; move it once per "
+        "batch with cu_seqlens.cpu()"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        documents_of(elsewhere, 2)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "documents"),
+    [([0, 3, 8], ((0, 3, 8),)), ([[0, 3, 8], [0, 8, 8]], ((0, 3, 8), (0, 8, 8)))],
+    ids=["for all rows", "by row"],
+)
+def test_documents_of(cu_seqlens: list[Any], documents: Any) -> None:
+    assert documents_of(torch.tensor(cu_seqlens).int(), 2) == documents

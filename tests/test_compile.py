@@ -1,0 +1,245 @@
+"""What torch.compile sees: one node forward and one backward for each attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.op import default_scale, ring_backward_op, ring_op
+from tests.pool import Pool
+from tests.rings import Case, Ring, fake_group, local
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+
+
+class ThreeAttentions(nn.Module):
+    """Causal, windowed and full attention over local shards, with projections around them."""
+
+    def __init__(self, features: int = 32) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(features, 2 * features) for _ in range(3))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`x` is `(B, L, features)`: four query and two key heads."""
+        for project, mask in zip(self.projections, (CAUSAL, Mask.sliding(5), FULL), strict=True):
+            query, key, value = (
+                part.unflatten(-1, (-1, 8)).transpose(1, 2)
+                for part in project(x).split((x.shape[-1], x.shape[-1] // 2, x.shape[-1] // 2), -1)
+            )
+            seq_len = x.shape[1] * dist.get_world_size()
+            out, _ = ring_op(
+                *(query, key, value, cu_seqlens, None, seq_len, "zigzag", mask.left, mask.right),
+                *(default_scale(8), 0.0, None, dist.group.WORLD.group_name),
+            )
+            x = x + out.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_three_attentions_are_three_nodes_forward_and_backward(pool: Pool) -> None:
+    forward, backward = pool.run(1, _graphs)[0]
+    assert_expected_inline(forward, """""")
+    assert_expected_inline(backward, """""")
+
+
+def _graphs() -> list[str]:
+    """The forward and the backward graph of three attentions in a row, on rank 3 of 8."""
+    graphs: list[str] = []
+
+    def capture(module: GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(printed(module))
+        return make_boxed_func(module.forward)
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=capture, bw_compiler=capture))
+    def three_attentions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        for _ in range(3):
+            query, _ = case.attend(query, key, value)
+        return query
+
+    with fake_group(8, rank=3):
+        case = Case(Ring(ZigZag(), 8, 64, CAUSAL), torch.float32)
+        three_attentions(*case.shards(3)).sum().backward()
+    return graphs
+
+
+def printed(module: GraphModule) -> str:
+    """The calls and the first output, without arguments that are None; nodes are numbered."""
+    names: dict[Any, str] = {dist.group.WORLD.group_name: "group"}
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        arguments = [names.get(x, repr(x)) for x in node.args if not isinstance(x, tuple | None)]
+        if node.op == "placeholder":
+            names[node] = f"input{len(names)}"
+        elif node.op == "call_function" and node.target is getitem:
+            names[node] = "{}[{}]".format(*arguments)
+        elif node.op == "call_function" and node.target is torch.ops.aten.detach.default:
+            (names[node],) = arguments
+        elif node.op == "call_function":
+            names[node] = f"x{len(lines)}"
+            name = node.target.overloadpacket.__name__
+            lines.append(f"{names[node]} = {name}({', '.join(arguments)})")
+    (output,) = module.graph.find_nodes(op="output")
+    return "\n".join([*lines, f"return {names[output.args[0][0]]}"])
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_inductor_equals_eager(pool: Pool, world_size: int) -> None:
+    for rank, errors in enumerate(pool.run(world_size, _inductor_errors, timeout=300)):
+        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+
+
+def _inductor_errors() -> dict[str, float]:
+    """Of output and gradients, with and without documents."""
+    module, x = ThreeAttentions(), torch.randn(2, 6, 32, requires_grad=True)
+    errors = {}
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with fresh_cache(), torch._inductor.config.patch(compile_threads=1):
+        results = [
+            [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+            for out in (
+                module(x, cu_seqlens),
+                torch.compile(module, fullgraph=True)(x, cu_seqlens),
+            )
+        ]
+    for index, (eager, compiled) in enumerate(zip(*results, strict=True)):
+        error = (eager - compiled).abs().max() / eager.abs().max()
+        errors[f"{index}"] = error.item()
+    return errors
+
+
+def test_five_batch_sizes_compile_three_times_at_most(pool: Pool) -> None:
+    num_compiled, shapes = pool.run(1, _batch_sizes)[0]
+    assert shapes == [(batch, 8, 32) for batch in (1, 2, 3, 4, 7)]
+    assert num_compiled <= 3
+
+
+def _batch_sizes() -> tuple[int, list[tuple[int, ...]]]:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, shapes = torch.compile(ThreeAttentions(), backend=counter, fullgraph=True), []
+    with fake_group(8, rank=2):
+        for batch in (1, 2, 3, 4, 7):
+            x = torch.randn(batch, 8, 32, requires_grad=True)
+            compiled(x).sum().backward()
+            assert x.grad is not None, "no gradient"
+            shapes.append(tuple(x.grad.shape))
+    return counter.frame_count, shapes
+
+
+def test_five_cu_seqlens_compile_once(pool: Pool) -> None:
+    num_compiled, errors = pool.run(1, _five_cu_seqlens)[0]
+    assert num_compiled == 1
+    assert max(errors) < 1e-6, errors
+
+
+def _five_cu_seqlens() -> tuple[int, list[float]]:
+    counter = CompileCounterWithBackend("aot_eager")
+    module, x, errors = ThreeAttentions(), torch.randn(2, 8, 32), []
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for end in (1, 2, 3, 5, 8):
+        cu_seqlens = torch.tensor([0, end, 8], dtype=torch.int32)
+        errors.append((compiled(x, cu_seqlens) - module(x, cu_seqlens)).abs().max().item())
+    return counter.frame_count, errors
+
+
+SINKS = (0.5, -1.0, 2.0, 0.0)
+CHECKED = {
+    "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
+    "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
+    "sinks and lse": Case(
+        Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True
+    ),
+    # Nothing arrives from a fake group: documents that stay on their rank need nothing.
+    "fake group": Case(Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 12, 16),)), torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED.values(), ids=list(CHECKED))
+def test_opcheck(pool: Pool, case: Case) -> None:
+    pool.run(1, _opcheck, case)
+
+
+def _opcheck(case: Case) -> None:
+    rank = case.ring.world_size - 1
+    group = fake_group(case.ring.world_size, rank) if rank else nullcontext()
+    with group, warnings.catch_warnings():
+        # opcheck looks at .grad of copies that are no leaves, whatever it is given.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        _opcheck_both(case, rank)
+
+
+def _opcheck_both(case: Case, rank: int) -> None:
+    query, key, value, *sinks = case.shards(rank)
+    options = case.options(*sinks)
+    torch.library.opcheck(ring_op, (query, key, value, *options))
+    with torch.no_grad():
+        tensors = query, key, value, *ring_op(query, key, value, *options)
+    grads = [local(x, case.ring.positions(rank)) for x in case.grads()]
+    grad_out, grad_lse = grads if case.grad_lse else (*grads, None)
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in (*tensors, *options)]
+    torch.library.opcheck(ring_backward_op, (grad_out, grad_lse, *arguments))
+
+
+BASE = Case(Ring(ZigZag(), 2, 8, CAUSAL), torch.float32)
+PROMISED = {
+    "grouped": BASE,
+    "reference": replace(BASE, kernel="reference"),
+    "bfloat16": replace(BASE, dtype=torch.bfloat16),
+    "float64, value head dim": replace(BASE, dtype=torch.float64, head_dims=(8, 4)),
+    "sinks and lse": replace(BASE, sinks=SINKS, grad_lse=True),
+    "one head, batch of one": replace(BASE, heads=(1, 1), batch=1),
+    "one token": replace(BASE, ring=Ring(ZigZag(), 2, 2, CAUSAL)),
+    "an empty shard": replace(BASE, ring=Ring(ZigZag(), 2, 1, CAUSAL)),
+    "one tile": replace(BASE, ring=Ring(Contiguous(), 2, 8, CAUSAL, ((0, 4, 8),))),
+}
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "token-major"])
+@pytest.mark.parametrize("case", PROMISED.values(), ids=list(PROMISED))
+def test_fake_kernels_promise_what_the_real_ones_return(
+    pool: Pool, case: Case, contiguous: bool
+) -> None:
+    for rank, (promised, returned) in enumerate(pool.run(2, _described, case, contiguous)):
+        assert promised == returned, f"rank {rank}"
+
+
+def _described(case: Case, contiguous: bool) -> tuple[list[Any], list[Any]]:
+    """Dtype, sizes and strides of all results, of fake tensors and of real ones."""
+    rank = dist.get_rank()
+    query, key, value, *sinks = (
+        x.detach().contiguous() if contiguous else x.detach() for x in case.shards(rank)
+    )
+    grad_out, *grad_lse = (local(x, case.ring.positions(rank)) for x in case.grads())
+    grads, options = (grad_out, *(grad_lse or [None])), case.options(*sinks)
+    described = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
+        with mode:
+            outputs = ring_op(query, key, value, *options)
+            arguments = *grads, query, key, value, *outputs, *options
+            results = *outputs, *ring_backward_op(*arguments)
+        described.append([_description(x) for x in results])
+    return described[0], described[1]
+
+
+def _description(x: Tensor) -> tuple[Any, ...]:
+    """A dim of size 1 or an empty tensor may have any strides."""
+    strides = [
+        stride if size > 1 and x.numel() else "any"
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+    ]
+    return str(x.dtype), tuple(x.shape), tuple(strides)

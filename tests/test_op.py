@@ -1,0 +1,250 @@
+"""The op against dense attention in float64, over every layout, mask, dtype and world size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.layout import Layout
+from tests.pool import Pool
+from tests.rings import Case, Ring, fake_group, local
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+LAYOUTS = Contiguous(), Striped(), ZigZag()
+HEADS = {"multi-head": (2, 2), "grouped": (4, 2), "multi-query": (3, 1)}
+WORLD_SIZES = 1, 2, 3, 4
+SINKS = (0.5, -1.0, 2.0, 0.0)
+Errors = dict[str, float]
+
+
+def errors_of(cases: list[Case]) -> list[Errors]:
+    """By case, the largest error of each result of this rank."""
+    return [_errors(case) for case in cases]
+
+
+def _errors(case: Case) -> Errors:
+    dense, positions = case.dense(), case.ring.positions(dist.get_rank())
+    expected = [dense.out, dense.lse, *dense.backward(*case.grads())]
+    shards = case.shards(dist.get_rank())
+    outputs = case.attend(*shards)
+    used = outputs if case.grad_lse else outputs[:1]
+    shard_grads = [x[:, :, positions] for x in case.grads()]
+    actual = [*outputs, *torch.autograd.grad(used, shards, shard_grads)]
+    if case.sinks:
+        dist.all_reduce(actual[-1])
+        expected[-1] = expected[-1].nan_to_num(0.0)  # dense has none for a sink of -inf
+    expected = [local(x, positions) for x in expected]
+    assert [x.dtype for x in actual] == [x.dtype for x in (shards[0], *outputs[1:], *shards)]
+    return errors(actual, expected)
+
+
+def errors(actual: list[Tensor], expected: list[Tensor]) -> Errors:
+    """By result, the largest difference; NaN, or infinite on one side only, is infinite."""
+    found = {}
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), actual, expected):  # noqa: B905
+        assert x.shape == y.shape, f"{name} has shape {tuple(x.shape)}, expected {tuple(y.shape)}"
+        difference = (x.double() - y).abs().masked_fill(x == y, 0.0).nan_to_num(torch.inf)
+        found[name] = difference.max().item() if x.numel() else 0.0
+    return found
+
+
+@cache
+def single_process_errors(mask: Mask, dtype: torch.dtype, heads: tuple[int, int]) -> Errors:
+    """Errors of scaled_dot_product_attention on the whole problem, in the same dtype."""
+    case = Case(Ring(Contiguous(), 1, 48, mask), dtype, heads)
+    dense, inputs = case.dense(), [x.requires_grad_() for x in case.inputs()]
+    options = {"is_causal": mask == CAUSAL, "scale": case.scale}
+    out = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **options)
+    actual = [out, lse, *torch.autograd.grad(out, inputs, case.grads())]
+    return errors(actual, [dense.out, dense.lse, *dense.backward(*case.grads())])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_as_exact_as_one_process(pool: Pool, world_size: int) -> None:
+    cases = [
+        Case(Ring(layout, world_size, 48, mask), dtype, heads, kernel=kernel)
+        for layout in LAYOUTS
+        for mask in (CAUSAL, FULL)
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads in HEADS.values()
+        for kernel in (None, "reference")
+    ]
+    too_large = []
+    for rank, by_case in enumerate(pool.run(world_size, errors_of, cases)):
+        for case, found in zip(cases, by_case, strict=True):
+            bounds = single_process_errors(case.ring.mask, case.dtype, case.heads)
+            for name, value in found.items():
+                eps = torch.finfo(case.wide if name == "lse" else case.dtype).eps
+                if not value <= 4 * bounds[name] + eps:
+                    too_large.append((case, f"rank {rank}", name, value, bounds[name]))
+    assert not too_large
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A case but for layout and world size."""
+
+    seq_len: int = 16
+    mask: Mask = CAUSAL
+    documents: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def case(self, layout: Layout, world_size: int, kernel: str | None) -> Case:
+        """At the next length that the layout can deal."""
+        striped = layout == Striped()
+        seq_len = layout.padded_length(self.seq_len, world_size) if striped else self.seq_len
+        ring = Ring(layout, world_size, seq_len, self.mask, self.documents)
+        return Case(ring, kernel=kernel, **self.options)
+
+
+EDGES = {
+    "uneven": Edge(13),
+    "uneven, full": Edge(13, FULL),
+    "shorter than the ring": Edge(2),
+    "empty shard": Edge(5, FULL),
+    "no token": Edge(0),
+    "window": Edge(19, Mask.sliding(3)),
+    "own token only": Edge(9, Mask.sliding(0)),
+    "band": Edge(19, Mask(5, 2)),
+    "looks ahead": Edge(19, Mask(None, 3)),
+    "looks back": Edge(19, Mask(2, None)),
+    "documents": Edge(20, CAUSAL, ((0, 3, 4, 4, 11, 20),)),
+    "documents and a tail": Edge(20, FULL, ((0, 3, 13),), {"grad_lse": True}),
+    "documents by row": Edge(20, Mask(6, 1), ((0, 3, 20, 20), (0, 9, 11, 14))),
+    "no documents": Edge(8, CAUSAL, ((0,),)),
+    "sinks": Edge(options={"sinks": SINKS}),
+    "sinks and all": Edge(20, Mask(4, 1), ((0, 3, 13),), {"sinks": SINKS, "grad_lse": True}),
+    "a sink of no weight": Edge(9, CAUSAL, ((0, 3),), {"sinks": (0.5, -torch.inf, 2.0, 0.0)}),
+    "softcap": Edge(options={"softcap": 1.5}),
+    "gradient of lse": Edge(options={"grad_lse": True}),
+    "head dim of value": Edge(options={"head_dims": (8, 4)}),
+    "batch of one": Edge(11, CAUSAL, ((0, 3, 9),), {"batch": 1}),
+    "empty batch": Edge(options={"batch": 0}),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_edges(pool: Pool, world_size: int) -> None:
+    cases = {
+        f"{name}, {layout.name}, {kernel or 'default'}": edge.case(layout, world_size, kernel)
+        for name, edge in EDGES.items()
+        for layout in LAYOUTS
+        for kernel in (None, "reference")
+    }
+    answers = pool.run(world_size, errors_of, list(cases.values()))
+    too_large = {
+        f"{name}, rank {rank}": found
+        for rank, by_case in enumerate(answers)
+        for name, found in zip(cases, by_case, strict=True)
+        if not max(found.values()) < 1e-12
+    }
+    assert not too_large
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "option", [{}, {"sinks": (0.5, -1.0)}, {"softcap": 1.5}], ids=["plain", "sinks", "softcap"]
+)
+def test_gradcheck(pool: Pool, world_size: int, option: dict[str, Any]) -> None:
+    """float64, through the reference kernel, of out and lse."""
+    ring = Ring(ZigZag(), world_size, 5, CAUSAL)
+    case = Case(ring, heads=(2, 1), head_dims=(2, 3), batch=1, kernel="reference", **option)
+    assert pool.run(world_size, _gradcheck, case) == [True] * world_size
+
+
+def _gradcheck(case: Case) -> bool:
+    inputs = [x.requires_grad_() for x in case.inputs()]
+    return torch.autograd.gradcheck(lambda *x: Everywhere.apply(case, *x), inputs)
+
+
+class Everywhere(torch.autograd.Function):
+    """The ring as a function of global tensors, called in lockstep on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, case: Case, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.positions = case.ring.positions(dist.get_rank())
+        ctx.shards = [local(x, ctx.positions).requires_grad_() for x in inputs]
+        ctx.seq_len = case.ring.seq_len
+        with torch.enable_grad():
+            ctx.outputs = case.attend(*ctx.shards)
+        return tuple(Everywhere.whole(ctx, x.detach()) for x in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shard_grads = [x[:, :, ctx.positions] for x in grads]
+        shares = torch.autograd.grad(ctx.outputs, ctx.shards, shard_grads, retain_graph=True)
+        return None, *(Everywhere.whole(ctx, x) for x in shares)
+
+    @staticmethod
+    def whole(ctx: Any, x: Tensor) -> Tensor:
+        """Of all ranks: shards at their positions, or the sum for sinks."""
+        result = x.clone() if x.ndim == 1 else x.new_zeros(*x.shape[:2], ctx.seq_len, *x.shape[3:])
+        if x.ndim > 1:
+            result[:, :, ctx.positions] = x
+        dist.all_reduce(result)
+        return result
+
+
+DOCUMENTS = ((0, 3, 11, 16),)
+BY_ROW = ((0, 3, 16), (0, 9, 14))
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [
+        Ring(ZigZag(), 4, 16, CAUSAL),
+        Ring(Contiguous(), 4, 13, Mask(5, 1)),
+        Ring(Striped(), 2, 16, CAUSAL, DOCUMENTS),
+        Ring(ZigZag(), 4, 16, FULL, BY_ROW),
+    ],
+    ids=["causal", "band", "documents", "by row"],
+)
+def test_flops_are_those_of_the_visible_pairs(pool: Pool, ring: Ring) -> None:
+    flops = [pool.run(1, _flops, ring, rank)[0] for rank in range(ring.world_size)]
+    pairs = 4 * int(ring.visible().sum())  # of two batch rows and four heads
+    assert sum(forward for forward, _ in flops) == pairs * 2 * (8 + 6)
+    assert sum(backward for _, backward in flops) == pairs * 2 * (3 * 8 + 2 * 6)
+
+
+def _flops(ring: Ring, rank: int) -> tuple[int, int]:
+    with fake_group(ring.world_size, rank):
+        case = Case(ring, head_dims=(8, 6))
+        shards = case.shards(rank)
+        with FlopCounterMode(display=False) as forward:
+            out, _ = case.attend(*shards)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_does_what_it_does_to_sdpa(pool: Pool, dtype: torch.dtype) -> None:
+    ring_dtypes, sdpa_dtypes, found = pool.run(1, _autocast, dtype)[0]
+    assert ring_dtypes == sdpa_dtypes
+    assert max(found.values()) < 0.05 + 10 * torch.finfo(dtype).eps, found
+
+
+def _autocast(dtype: torch.dtype) -> tuple[list[torch.dtype], list[torch.dtype], Errors]:
+    case = Case(Ring(ZigZag(), 1, 8, CAUSAL), dtype)
+    inputs, dense = case.shards(0), case.dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = case.attend(*inputs)
+        expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    grad = case.grads()[0]
+    grads = torch.autograd.grad(outputs[0], inputs, grad.to(outputs[0].dtype))
+    expected_grads = torch.autograd.grad(expected, inputs, grad.to(expected.dtype))
+    found = errors([*outputs, *grads], [dense.out, dense.lse, *dense.backward(grad)])
+    dtypes = [
+        [x.dtype for x in (out, *g)] for out, g in ((outputs[0], grads), (expected, expected_grads))
+    ]
+    return dtypes[0], dtypes[1], found

@@ -1,0 +1,91 @@
+"""The two loops: who sends what to whom, and that the sums come home."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.kernels import KERNELS
+from dtensor_ring.ring import ring_backward, ring_forward
+from tests.dense import dense_attention
+from tests.pool import Pool
+from tests.rings import Ring
+from tests.test_comm import RINGS, Message, messages_of, recorded
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+PER_COLUMN = 2 * 2 * (8 + 4)  # numbers of key and value: batch, heads, head dims
+Hops = list[list[Message]]
+
+
+def sums_of(ring: Ring, rank: int) -> list[Message]:
+    """What a rank sends of the sums of gradients: on to the next rank, at last to the owner."""
+    reaches, messages = ring.plans()[0].reaches, []
+    for behind in range(1, ring.world_size):
+        source = (rank - behind) % ring.world_size
+        reach = reaches[source]
+        if behind <= reach.num_hops:
+            peer = source if behind == reach.num_hops else (rank + 1) % ring.world_size
+            numel = (reach.cols[1] - reach.cols[0]) * PER_COLUMN
+            messages.append(Message("isend", peer, numel, torch.float32))
+    return messages
+
+
+@pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))
+def test_messages(pool: Pool, ring: Ring) -> None:
+    for rank, (forward, backward, errors) in enumerate(pool.run(ring.world_size, _run, ring)):
+        expected = messages_of(ring, rank, PER_COLUMN, torch.bfloat16)
+        assert forward == expected, f"rank {rank}"
+        shards = [[m for m in hop if m.dtype == torch.bfloat16] for hop in backward]
+        assert [hop for hop in shards if hop] == expected, f"rank {rank}"
+        sums = [m for hop in backward for m in hop if m.dtype == torch.float32]
+        assert [m for m in sums if m.what == "isend"] == sums_of(ring, rank), f"rank {rank}"
+        assert max(errors.values()) < 0.05, f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [
+        *(Ring(ZigZag(), world_size, 16, CAUSAL) for world_size in (1, 2, 4)),
+        *(Ring(Striped(), world_size, 12, CAUSAL) for world_size in (1, 2, 3, 4)),
+        *(Ring(layout, 3, 12, FULL) for layout in (Contiguous(), Striped(), ZigZag())),
+    ],
+    ids=lambda ring: f"{ring.layout.name} {ring.mask.right} {ring.world_size}",
+)
+def test_a_ring_makes_one_hop_less_than_it_has_ranks(pool: Pool, ring: Ring) -> None:
+    num_hops = ring.world_size - 1
+    for forward, backward, _ in pool.run(ring.world_size, _run, ring):
+        assert [len(hop) for hop in forward] == [2] * num_hops, "a send and a receive each"
+        sends = [m for hop in backward for m in hop if m.what == "isend"]
+        receives = [m for hop in backward for m in hop if m.what == "irecv"]
+        # Shards as in forward; sums make as many hops, the one home included.
+        assert (len(sends), len(receives)) == (2 * num_hops, 2 * num_hops)
+
+
+def _run(ring: Ring) -> tuple[Hops, Hops, dict[str, float]]:
+    """Messages of forward and of backward, and how far the results are from dense."""
+    rank, batch = dist.get_rank(), 2
+    plan, positions = ring.plans()[rank], ring.positions(rank)
+    shapes = (4, 8), (2, 8), (2, 4), (4, 4)
+    whole = [torch.randn(batch, n, ring.seq_len, h).bfloat16() for n, h in shapes]
+    query, key, value, grad_out = (x[:, :, positions] for x in whole)
+    scoring = Scoring(KERNELS["reference"], 0.4)
+    with recorded() as forward:
+        out, lse = ring_forward(query, (key, value), plan, scoring, dist.group.WORLD)
+    with recorded() as backward:
+        saved = Saved(grad_out, query, out, lse)
+        grads = ring_backward(saved, (key, value), plan, scoring, dist.group.WORLD)
+    dense = dense_attention(*whole[:3], ring.mask, cu_seqlens=ring.cu_seqlens(), scale=0.4)
+    expected = [dense.out, dense.lse, *dense.backward(whole[3])]
+    errors = {"none": 0.0}
+    for name, x, y in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), expected, strict=True
+    ):
+        seen = y[:, :, positions] != -torch.inf
+        if x.numel():
+            errors[name] = (
+                (x - y[:, :, positions])[seen].abs().max() / y[y != -torch.inf].abs().max()
+            ).item()
+    return forward, backward, errors

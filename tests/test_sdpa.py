@@ -1,0 +1,291 @@
+"""Unmodified scaled_dot_product_attention on DTensors: a ring where annotated, else as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
+
+from dtensor_ring import Mask, sdpa, set_sequence_layout, shard_sequence, unshard_sequence
+from tests.dense import dense_attention
+from tests.pool import Pool
+from tests.test_dtensor import (
+    BATCH,
+    HEADS,
+    REPLICATE,
+    SEQUENCE,
+    annotated_mesh,
+    assert_same,
+    eager_and_compiled,
+    place,
+    random_inputs,
+)
+
+aten = torch.ops.aten
+HANDLERS = DTensor._op_dispatcher._custom_op_handlers
+
+# Placements on a mesh of 2 x 2, layout, and options of scaled_dot_product_attention.
+CASES: dict[str, tuple[tuple[Placement, ...], str, dict[str, Any]]] = {
+    "dp, cp": ((BATCH, SEQUENCE), "zigzag", {"is_causal": True}),
+    "dp, cp, full, scale": ((BATCH, SEQUENCE), "striped", {"scale": 0.2}),
+    "dp, cp, grouped": ((BATCH, SEQUENCE), "striped", {"is_causal": True, "enable_gqa": True}),
+    "cp, tp": ((SEQUENCE, HEADS), "contiguous", {"is_causal": True, "scale": 0.7}),
+    "cp, tp, full, grouped": ((SEQUENCE, HEADS), "zigzag", {"enable_gqa": True}),
+    "replicate, cp": ((REPLICATE, SEQUENCE), "zigzag", {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dense_result(pool: Pool, name: str) -> None:
+    pool.run(4, _check_case, *CASES[name])
+
+
+def _check_case(placements: tuple[Placement, ...], layout: str, options: dict[str, Any]) -> None:
+    mesh = annotated_mesh((2, 2), placements, layout)
+    heads = (4, 2) if options.get("enable_gqa") else (4, 4)
+    query, key, value, grad_out = random_inputs(2, 14 if layout != "striped" else 16, *heads)
+    mask = Mask.causal() if options.get("is_causal") else Mask.full()
+    dense = dense_attention(query, key, value, mask, scale=options.get("scale"))
+    expected = [dense.out, *dense.backward(grad_out)]
+
+    def run(query: Any, key: Any, value: Any) -> Any:
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    inputs = [place(x, mesh, placements).requires_grad_() for x in (query, key, value)]
+    placed_grad = place(grad_out, mesh, placements)
+    for attention in eager_and_compiled(run):
+        out = attention(*inputs)
+        results = [out, *torch.autograd.grad(out, inputs, placed_grad)]
+        for actual, dense_result in zip(results, expected, strict=True):
+            assert_same(actual, dense_result, placements)
+    with torch.inference_mode():
+        assert_same(run(*inputs), dense.out, placements)
+
+    ring_axis = placements.index(SEQUENCE)
+    elsewhere = [(REPLICATE, REPLICATE), (SEQUENCE, REPLICATE)[:: -1 if ring_axis else 1]]
+    for other in elsewhere:
+        out = run(*inputs)
+        grads = torch.autograd.grad(out, inputs, placed_grad.redistribute(placements=other))
+        for actual, dense_result in zip(grads, expected[1:], strict=True):
+            assert_same(actual, dense_result, placements)
+
+
+def test_three_dims(pool: Pool) -> None:
+    pool.run(2, _check_three_dims)
+
+
+def _check_three_dims() -> None:
+    """Not every torch has a fused kernel for them, but never is the result another one."""
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    x = torch.randn(3, 8, 4)
+    expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    sharded = shard_sequence(x, mesh, 1)
+    fused = TorchVersion(torch.__version__) >= (2, 15)
+    for mode in (nullcontext, torch.inference_mode):
+        with mode(), nullcontext() if fused else pytest.raises((RuntimeError, ValueError)):
+            out = F.scaled_dot_product_attention(sharded, sharded, sharded, is_causal=True)
+            assert out.placements == (Shard(1),)
+            torch.testing.assert_close(unshard_sequence(out, 1), expected, atol=1e-5, rtol=1e-5)
+        with mode(), pytest.raises((RuntimeError, ValueError)):
+            F.scaled_dot_product_attention(sharded, sharded, sharded, x.new_zeros(8, 8))
+    with torch.inference_mode(), pytest.raises(ValueError, match="dropout cannot be served"):
+        F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
+
+
+# The ops that GPUs choose between, called as `scaled_dot_product_attention` calls them.
+GPU_OPS: dict[str, Callable[..., Any]] = {
+    "flash": lambda q, k, v, **dropout: aten._scaled_dot_product_flash_attention(
+        q, k, v, is_causal=True, scale=0.3, **dropout
+    ),
+    "efficient": lambda q, k, v, **dropout: aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, is_causal=True, scale=0.3, **dropout
+    ),
+    "cudnn": lambda q, k, v, **dropout: aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, is_causal=True, scale=0.3, **dropout
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GPU_OPS)
+def test_ops_of_gpus(pool: Pool, name: str) -> None:
+    pool.run(2, _check_gpu_op, name)
+
+
+def _check_gpu_op(name: str) -> None:
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    *whole, grad_out = random_inputs(kv_heads=4)
+    dense = dense_attention(*whole, Mask.causal(), scale=0.3)
+    inputs = [place(x, mesh, (SEQUENCE,)).requires_grad_() for x in whole]
+    out, lse, *_ = GPU_OPS[name](*inputs)
+    grads = torch.autograd.grad(out, inputs, place(grad_out, mesh, (SEQUENCE,)))
+    results = zip(
+        [out, lse, *grads], [dense.out, dense.lse, *dense.backward(grad_out)], strict=True
+    )
+    for actual, expected in results:
+        assert_same(actual, expected.detach(), (SEQUENCE,))
+    with pytest.raises(ValueError, match=r"dropout cannot be served .* got dropout_p=0\.5"):
+        GPU_OPS[name](*inputs, dropout_p=0.5)
+
+
+# Placements of query, key and value over (annotated, not annotated), options, and the error.
+REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
+    "attn_mask": ([(SEQUENCE, REPLICATE)] * 3, {"attn_mask": True}, r"attn_mask .*\(16, 16\)"),
+    "dropout": ([(SEQUENCE, HEADS)] * 3, {"dropout_p": 0.5}, "dropout"),
+    "dropout, causal": (  # on a CPU, PyTorch fails on its way to us
+        [(SEQUENCE, REPLICATE)] * 3,
+        {"dropout_p": 0.5, "is_causal": True},
+        r"dropout|mixed torch\.Tensor and DTensor",
+    ),
+    "two axes": ([(SEQUENCE, SEQUENCE)] * 3, {}, "exactly one mesh axis, it is on 2 axes"),
+    "query on one axis, key on the other": (
+        [(SEQUENCE, REPLICATE), (REPLICATE, SEQUENCE), (REPLICATE, SEQUENCE)],
+        {"is_causal": True},
+        "must be sharded alike",
+    ),
+    "key and value replicated": (
+        [(SEQUENCE, REPLICATE), (REPLICATE, REPLICATE), (REPLICATE, REPLICATE)],
+        {},
+        "must be sharded alike",
+    ),
+    "query replicated": (
+        [(REPLICATE, BATCH), (SEQUENCE, BATCH), (SEQUENCE, BATCH)],
+        {"is_causal": True},
+        "must be sharded alike",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(pool: Pool, name: str, mode: Any) -> None:
+    pool.run(4, _check_refusal, *REFUSALS[name], mode)
+
+
+def _check_refusal(
+    placements: list[tuple[Placement, ...]], options: dict[str, Any], message: str, mode: Any
+) -> None:
+    mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
+    inputs = [place(torch.randn(2, 4, 16, 8), mesh, where).requires_grad_() for where in placements]
+    if "attn_mask" in options:
+        placed = place(torch.zeros(16, 16), mesh, (REPLICATE, REPLICATE))
+        for attn_mask in (placed, torch.zeros(16, 16)):
+            with mode(), pytest.raises(ValueError, match=message):
+                F.scaled_dot_product_attention(*inputs, attn_mask)
+    else:
+        with mode(), pytest.raises((ValueError, RuntimeError), match=message):
+            F.scaled_dot_product_attention(*inputs, **options)
+
+
+def test_unfused_is_refused(pool: Pool) -> None:
+    pool.run(2, _check_unfused)
+
+
+def _check_unfused() -> None:
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    query, key, value, _ = (place(x, mesh, (SEQUENCE,)) for x in random_inputs(kv_heads=4))
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(ValueError, match="needs one of the fused"):
+        F.scaled_dot_product_attention(query, key, value)
+    with pytest.raises(ValueError, match="head dims that differ"):
+        F.scaled_dot_product_attention(query, key, value[..., :4])
+
+
+@contextmanager
+def handlers_of_others() -> Iterator[None]:
+    """Without what dtensor_ring has registered for the aten ops."""
+    saved = dict(HANDLERS)
+    for op in (*sdpa.FORWARD_OPS, *sdpa.BACKWARD_OPS, sdpa.UNFUSED_OP):
+        HANDLERS.pop(op, None)
+    try:
+        yield
+    finally:
+        HANDLERS.clear()
+        HANDLERS.update(saved)
+
+
+def test_as_before(pool: Pool) -> None:
+    pool.run(4, _check_as_before)
+
+
+def _check_as_before() -> None:
+    """On an axis that is not annotated, and where an annotated one does not hold the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    query, key, value, _ = random_inputs(4, 8, 4, 4)
+    with handlers_of_others():
+        before = list(_outcomes(mesh, query, key, value))
+        set_sequence_layout(mesh["cp"], "zigzag")
+        _clear_sharding_prop_cache()
+        assert all(getattr(HANDLERS[op], "rings", False) for op in sdpa.FORWARD_OPS)
+        after = list(_outcomes(mesh, query, key, value))
+    assert len(before) == len(after)
+    for (name, *expected), (_, *actual) in zip(before, after, strict=True):
+        assert actual[0] == expected[0], name
+        for ours, theirs in zip(actual[1:], expected[1:], strict=True):
+            assert torch.equal(ours, theirs) if theirs.device.type == "cpu" else True, name
+            assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride()), name
+
+
+def _outcomes(mesh: DeviceMesh, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
+    """A name, the placements of output and gradients, and their local values."""
+    for where in [(BATCH, HEADS), (HEADS, BATCH), (SEQUENCE, HEADS), (REPLICATE, REPLICATE)]:
+        inputs = [place(x, mesh, where).requires_grad_() for x in whole]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(*inputs)
+        yield _outcome(("math", where), out, inputs)
+        # GPUs' ops have rules, but no kernel on a CPU: without data, placements are what is left.
+        meta = [
+            DTensor.from_local(x.to_local().to("meta"), mesh, where, run_check=False)
+            for x in inputs
+        ]
+        for name, op in GPU_OPS.items():
+            inputs = [x.detach().requires_grad_() for x in meta]
+            yield _outcome((name, where), op(*inputs)[0], inputs)
+    with torch.inference_mode(), pytest.raises(NotImplementedError) as failure:
+        F.scaled_dot_product_attention(*(x.detach() for x in inputs), is_causal=True)
+    yield "no rule on CPUs", str(failure.value)
+
+
+def _outcome(name: Any, out: DTensor, inputs: list[DTensor]) -> tuple[Any, ...]:
+    results = [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+    return name, [x.placements for x in results], *(x.to_local() for x in results)
+
+
+def test_other_handlers_are_called(pool: Pool) -> None:
+    pool.run(2, _check_chain)
+
+
+def _check_chain() -> None:
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    ours, other = (
+        [place(x, mesh, (where,)) for x in random_inputs(kv_heads=4)[:3]]
+        for where in (SEQUENCE, BATCH)
+    )
+    called = []
+
+    def theirs(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        called.append(op)
+        return args[0]
+
+    with handlers_of_others():
+        ops = (*sdpa.FORWARD_OPS, sdpa.UNFUSED_OP)
+        HANDLERS.update(dict.fromkeys(ops, theirs))
+        set_sequence_layout(mesh, "zigzag")
+        set_sequence_layout(mesh, "zigzag")
+        for op in ops[:4]:
+            options = (None, True) if "attn_bias" in str(op._schema) else ()
+            assert op(*other, *options) is other[0]
+        with torch.inference_mode():
+            assert F.scaled_dot_product_attention(*other) is other[0]
+        assert aten._safe_softmax(other[0], -1) is other[0]
+        assert called == list(ops)
+        F.scaled_dot_product_attention(*ours)
+        assert called == list(ops)

@@ -1,0 +1,149 @@
+"""Tokens go into the order of a layout, and come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_ring import sequence_layout, set_sequence_layout, shard_sequence, unshard_sequence
+from tests.pool import Pool
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+# Which tokens each rank holds, written out: the ranks, the length, and the tokens by rank.
+DEALT: dict[str, list[tuple[int, int, list[list[int]]]]] = {
+    "contiguous": [
+        (1, 3, [[0, 1, 2]]),
+        (2, 5, [[0, 1, 2], [3, 4]]),
+        (3, 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        (4, 5, [[0, 1], [2, 3], [4], []]),
+    ],
+    "striped": [
+        (1, 3, [[0, 1, 2]]),
+        (3, 9, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),
+        (4, 8, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+    "zigzag": [
+        (1, 3, [[0, 1, 2]]),
+        (2, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (2, 5, [[0, 1, 4], [2, 3]]),
+        (3, 12, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+        (4, 5, [[0, 4], [1, 3], [2], []]),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip(pool: Pool, layout: str) -> None:
+    for world_size, seq_len, dealt in DEALT[layout]:
+        pool.run(world_size, _check_round_trip, layout, seq_len, dealt)
+
+
+def _check_round_trip(layout: str, seq_len: int, dealt: list[list[int]]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mine = torch.tensor(dealt[dist.get_rank()], dtype=torch.int64)
+    for dim in (0, 1, 2, -1, -2):
+        shape = [2, 3, 4]
+        shape[dim] = seq_len
+        for whole in (torch.randn(shape), torch.arange(whole_size(shape)).view(shape)):
+            sharded = shard_sequence(whole, mesh, dim, layout)
+            assert sequence_layout(mesh).name == layout
+            assert sharded.placements == (Shard(dim % 3),)
+            assert (sharded.shape, sharded.dtype) == (whole.shape, whole.dtype)
+            assert torch.equal(sharded.to_local(), whole.index_select(dim, mine))
+            assert torch.equal(unshard_sequence(sharded, dim), whole)
+            assert torch.equal(unshard_sequence(shard_sequence(whole, mesh, dim), dim), whole)
+
+
+def whole_size(shape: list[int]) -> int:
+    return int(torch.tensor(shape).prod())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(pool: Pool, layout: str) -> None:
+    pool.run(4, _check_gradients, layout)
+
+
+def _check_gradients(layout: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    weight = torch.randn(2, 8, 3)
+    whole = torch.randn(2, 8, 3, requires_grad=True)
+    sharded = shard_sequence(whole, mesh, 1, layout)
+    sharded.retain_grad()
+    (unshard_sequence(sharded, 1) * weight).sum().backward()
+    assert torch.equal(unshard_sequence(sharded.grad, 1), weight)
+    # Each rank has the gradient of its own tokens, and zeros.
+    mine = sequence_layout(mesh).positions(dist.get_rank(), 4, 8)
+    expected = torch.zeros_like(weight)
+    expected[:, mine] = weight[:, mine]
+    assert torch.equal(whole.grad, expected)
+
+
+def test_unaligned_default_is_contiguous(pool: Pool) -> None:
+    pool.run(2, _check_default)
+
+
+def _check_default() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = shard_sequence(torch.arange(6), mesh, 0)
+    assert sequence_layout(mesh) is None
+    assert torch.equal(sharded.to_local(), torch.arange(6).chunk(2)[dist.get_rank()])
+    assert torch.equal(unshard_sequence(sharded, 0), torch.arange(6))
+
+
+def test_unshard_on_more_axes(pool: Pool) -> None:
+    pool.run(4, _check_more_axes)
+
+
+def _check_more_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    set_sequence_layout(mesh["cp"], "zigzag")
+    whole = torch.randn(4, 9, 2)
+    local = shard_sequence(whole, mesh["cp"], 1).to_local()
+    rows = local.chunk(2)[mesh["dp"].get_local_rank()]
+    for other, mine in ((Shard(0), rows), (Replicate(), local)):
+        sharded = placed(mine, mesh, (other, Shard(1)), whole)
+        assert torch.equal(unshard_sequence(sharded, 1), whole)
+        assert torch.equal(unshard_sequence(sharded, -2), whole)
+    both = placed(whole[:, :2], mesh, (Shard(1), Shard(1)), whole[:, :8])
+    with pytest.raises(ValueError, match=r"dimension 1 must be sharded over one mesh axis, got \("):
+        unshard_sequence(both, 1)
+
+
+def placed(local: Tensor, mesh: Any, placements: Any, whole: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(4, _check_refusals)
+
+
+def _check_refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    tokens = torch.arange(9)
+    with pytest.raises(
+        ValueError, match="multiple of the 2 ranks of the ring, got 9; pad it to 10"
+    ):
+        shard_sequence(tokens, mesh["dp"], 0, "striped")
+    set_sequence_layout(mesh["cp"], "zigzag")
+    with pytest.raises(ValueError, match="is annotated zigzag, it cannot become contiguous"):
+        shard_sequence(tokens, mesh["cp"], 0, "contiguous")
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        shard_sequence(tokens, mesh["cp"], 0, "spiral")
+    with pytest.raises(ValueError, match="runs over one axis"):
+        shard_sequence(tokens, mesh, 0)
+    with pytest.raises(IndexError):
+        shard_sequence(tokens, mesh["cp"], 1)

@@ -98,6 +98,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Ten
     options = Options(*rest)
     check_shapes(query, key, value, options.sinks)
     schedule, scoring = options.plan(query), options.scoring(query, key, value)
+    query, key, value = _unit_stride(query, key, value)
     return ring_forward(query, (key, value), schedule, scoring, options.group, options.sinks)
 
 
@@ -112,11 +113,18 @@ def _backward(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, saved = Options(*rest), Saved(grad_out, query, out, lse, grad_lse)
+    options = Options(*rest)
     schedule = options.plan(query)
+    grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
+    saved = Saved(grad_out, query, out, lse, grad_lse)
     scoring = options.scoring(query, key, value, differentiable_lse=grad_lse is not None)
     grads = ring_backward(saved, (key, value), schedule, scoring, options.group)
     return *grads, _sinks_gradient(saved, options.sinks)
+
+
+def _unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with a last stride of 1: kernels rely on it, and not all of them check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:

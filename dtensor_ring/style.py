@@ -79,4 +79,5 @@ def _shard(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(DTensor, DTensor.to_local, output)
+    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
+    return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

@@ -102,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
         mesh = init_device_mesh(options.device, (world,), mesh_dim_names=("cp",))
         model = parallelize_module(model, mesh["cp"], context_parallel_plan(model, options.layout))
     forward = torch.compile(model, fullgraph=True) if options.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text, before = read_standard_library(), peak_bytes(device)
     losses, seconds = [], []
     title = "stock, 1 process" if options.stock else f"{options.layout} ring, {world} processes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -193,6 +194,38 @@ class Everywhere(torch.autograd.Function):
             result[:, :, ctx.positions] = x
         dist.all_reduce(result)
         return result
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token-major": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "head dim first": lambda x: x.mT.contiguous().mT,
+    "every second token": lambda x: torch.cat([x, x], 2)[:, :, ::2],
+    "every second number": lambda x: torch.cat([x, x], 3)[..., ::2],
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "one number for all": lambda x: x[:1, :1, :1, :1].expand_as(x),
+    "odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "reference"])
+def test_strides_do_not_matter(pool: Pool, kernel: str | None) -> None:
+    for mask in (CAUSAL, FULL, Mask(3, 1)):
+        case = Case(Ring(ZigZag(), 1, 8, mask), torch.float32, kernel=kernel)
+        differences = pool.run(1, _differences, case)[0]
+        assert max(differences.values()) < 1e-5, (mask, differences)
+
+
+def _differences(case: Case) -> Errors:
+    """By view, the largest difference to what contiguous copies of the same numbers yield."""
+    found = {}
+    for name, view in VIEWS.items():
+        results = []
+        for to in (view, lambda x, view=view: view(x).contiguous()):
+            inputs = [to(x).detach().requires_grad_() for x in case.inputs()]
+            out, lse = case.attend(*inputs)
+            results.append([out, lse, *torch.autograd.grad(out, inputs, to(case.grads()[0]))])
+        found[name] = max(errors(results[0], [x.double() for x in results[1]]).values())
+    return found
 
 
 DOCUMENTS = ((0, 3, 11, 16),)

@@ -156,28 +156,28 @@ WINDOW = Mask.sliding(1024)
 SHORT_DOCUMENTS = (tuple(range(0, 64 * 256 + 1, 256)),)
 
 
-@pytest.mark.parametrize(
-    ("ring", "num_hops"),
-    [
-        (Ring(Contiguous(), 4, 16384, WINDOW), [1, 1, 1, 0]),
-        (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
-        (Ring(Contiguous(), 4, 16384, CAUSAL), [3, 2, 1, 0]),
-        (Ring(Contiguous(), 4, 16384, FULL), [3, 3, 3, 3]),
-        (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 3, 3, 3]),
-        (Ring(Striped(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
-        (Ring(Striped(), 4, 16384, Mask.sliding(1)), [1, 1, 1, 1]),
-        (Ring(ZigZag(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
-        (Ring(ZigZag(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
-        (Ring(ZigZag(), 4, 4, CAUSAL), [3, 2, 1, 0]),
-        (Ring(Contiguous(), 1, 64, CAUSAL), [0]),
-        (Ring(Striped(), 1, 64, FULL), [0]),
-        (Ring(ZigZag(), 1, 64, CAUSAL), [0]),
-        (Ring(ZigZag(), 3, 0, FULL), [0, 0, 0]),
-    ],
-    ids=str,
-)
+HOPS = {
+    "window": (Ring(Contiguous(), 4, 16384, WINDOW), [1, 1, 1, 0]),
+    "documents": (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "causal": (Ring(Contiguous(), 4, 16384, CAUSAL), [3, 2, 1, 0]),
+    "full": (Ring(Contiguous(), 4, 16384, FULL), [3, 3, 3, 3]),
+    "one ahead": (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 3, 3, 3]),
+    "striped": (Ring(Striped(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "striped, one back": (Ring(Striped(), 4, 16384, Mask.sliding(1)), [1, 1, 1, 1]),
+    "zigzag": (Ring(ZigZag(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "zigzag, documents": (Ring(ZigZag(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "zigzag, one token each": (Ring(ZigZag(), 4, 4, CAUSAL), [3, 2, 1, 0]),
+    "alone": (Ring(Contiguous(), 1, 64, CAUSAL), [0]),
+    "striped alone": (Ring(Striped(), 1, 64, FULL), [0]),
+    "zigzag alone": (Ring(ZigZag(), 1, 64, CAUSAL), [0]),
+    "no token": (Ring(ZigZag(), 3, 0, FULL), [0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize(("ring", "num_hops"), HOPS.values(), ids=list(HOPS))
 def test_hops(ring: Ring, num_hops: list[int]) -> None:
-    assert ring.num_hops() == num_hops
+    assert [reach.num_hops for reach in ring.plans()[0].reaches] == num_hops
+    assert ring.plans()[0].num_steps == 1 + max(num_hops)
 
 
 def test_only_columns_that_others_see_travel() -> None:

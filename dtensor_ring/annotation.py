@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.layout import Layout, as_layout
+from dtensor_ring.layout import Contiguous, Layout, as_layout
 
 _LAYOUTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
 """By the ranks of the axis, in their order; forgotten when the world they count in is.
@@ -16,6 +16,9 @@ _LAYOUTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakK
 Not by mesh or group: DTensor takes meshes of the same ranks for one, and puts either in place of
 the other.
 """
+
+_ASSUMED: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
+"""The axes that were used without an annotation."""
 
 
 def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
@@ -25,6 +28,12 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
         ValueError: if the mesh is not 1-D, the layout unknown or another than before.
     """
     chosen, ranks = as_layout(layout), _ranks(axis_group(mesh))
+    assumed = _ASSUMED.get(_world(), {}).get(ranks, chosen)
+    if assumed != chosen:
+        raise ValueError(
+            f"sequences were sharded over {mesh} before it was annotated, which makes them "
+            f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
+        )
     known = _LAYOUTS.setdefault(_world(), {}).setdefault(ranks, chosen)
     if known != chosen:
         raise ValueError(
@@ -43,6 +52,14 @@ def group_layout(group: ProcessGroup) -> Layout | None:
     return _LAYOUTS.get(_world(), {}).get(_ranks(group))
 
 
+def assumed_layout(group: ProcessGroup) -> Layout:
+    """The layout of the axis; contiguous, and for good, if it was not annotated before its use."""
+    layout = group_layout(group) or Contiguous()
+    if group_layout(group) is None:
+        _ASSUMED.setdefault(_world(), {})[_ranks(group)] = layout
+    return layout
+
+
 def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "a mesh has a world"
@@ -57,12 +74,19 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
     """The group of a 1-D mesh.
 
     Raises:
-        ValueError: if the mesh has more axes: `mesh["cp"]` picks one.
+        ValueError: if the mesh has more axes, of which `mesh["cp"]` picks one, or not this rank.
+        TypeError: if it is no mesh.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         pick = (
             f'mesh["{names[-1]}"]' if names else 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
         )
         raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not part of {mesh}: it has no ring there"
+        )
     return mesh.get_group()

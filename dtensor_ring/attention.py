@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from torch import Tensor
@@ -70,10 +71,17 @@ def ring_attention(
         >>> ring_attention(q, k, v, mask=Mask.sliding(3)).shape
         torch.Size([1, 2, 8, 4])
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a dtensor_ring.Mask, such as Mask.causal(), got {mask!r}")
-    if softcap < 0:
-        raise ValueError(f"softcap must not be negative, 0 is none, got {softcap}")
+    if not 0 <= softcap < inf:
+        raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
+    if scale is not None and not -inf < scale < inf:
+        raise ValueError(f"scale must be finite, got {scale}")
     layout, group_name, seq_len = _ring(query, mesh)
     out, lse = ring_op(
         *(query, key, value, cu_seqlens, sinks, seq_len, layout, mask.left, mask.right),

@@ -15,7 +15,8 @@ class BufferPool:
     """Keeps the last few buffers that were given back.
 
     Fresh memory costs a page fault every 4 KiB, which on a CPU is more than all else that a ring
-    adds to its kernels. The allocators of other devices do this themselves.
+    adds to its kernels. The allocators of other devices do this themselves. What is kept are at
+    most `MAX_SPARES` messages, the size of a key and value shard each, or of their gradients.
     """
 
     def __init__(self) -> None:

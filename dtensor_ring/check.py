@@ -41,6 +41,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
             f"sinks must hold one logit per query head, shape ({query.shape[1]},), "
             f"got {tuple(sinks.shape)}"
         )
+    if sinks is not None and sinks.device != query.device:
+        raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
+    if sinks is not None and not sinks.is_floating_point():
+        raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
 
 
 def documents_of(cu_seqlens: Tensor, batch: int) -> Documents:

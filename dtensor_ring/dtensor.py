@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,10 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring import op as ops
-from dtensor_ring.annotation import group_layout
-from dtensor_ring.layout import Contiguous, shard_length
+from dtensor_ring.annotation import assumed_layout
+from dtensor_ring.layout import shard_length
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
+FROM_PLACEMENTS = ("seq_len", "layout", "group_name")
 
 ring_op, ring_backward_op = ops.ring_op, ops.ring_backward_op
 
@@ -59,26 +63,27 @@ def ring_of(query: Any, key: Any, value: Any) -> Ring:
             f"{over}: {found}; see shard_sequence"
         )
     for axis, where in enumerate(query.placements):
-        _check_axis(axis, where, tensors, found)
+        if where not in (Shard(BATCH), Shard(HEADS), Shard(SEQUENCE), Replicate()):
+            raise ValueError(
+                "beside the sequence, a ring takes Shard(0) (batch), Shard(1) (heads) and "
+                f"Replicate, got {where} on mesh axis {axis}: {found}"
+            )
+    _check_heads(tensors)
     group = query.device_mesh.get_group(axes[0])
-    layout = group_layout(group) or Contiguous()
+    layout = assumed_layout(group)
     return Ring(query.device_mesh, tuple(query.placements), group, layout.name)
 
 
-def _check_axis(axis: int, where: Placement, tensors: dict[str, DTensor], found: str) -> None:
-    if where not in (Shard(BATCH), Shard(HEADS), Shard(SEQUENCE), Replicate()):
+def _check_heads(tensors: dict[str, DTensor]) -> None:
+    query = tensors["query"]
+    mesh, placements = query.device_mesh, query.placements
+    ways = prod(mesh.size(axis) for axis, where in enumerate(placements) if where == Shard(HEADS))
+    heads = {name: x.shape[HEADS] for name, x in tensors.items()}
+    if any(count % ways for count in heads.values()):
         raise ValueError(
-            "beside the sequence, a ring takes Shard(0) (batch), Shard(1) (heads) and Replicate, "
-            f"got {where} on mesh axis {axis}: {found}"
+            f"heads can be sharded {ways} ways only if that divides the query and the key/value "
+            f"heads, got {heads}; shard fewer ways or replicate"
         )
-    if where == Shard(HEADS):
-        size = tensors["query"].device_mesh.size(axis)
-        heads = {name: x.shape[HEADS] for name, x in tensors.items()}
-        if any(count % size for count in heads.values()):
-            raise ValueError(
-                f"heads can be sharded over {size} ranks only if these divide the query and the "
-                f"key/value heads, got {heads}; shard fewer ways or replicate"
-            )
 
 
 def _describe(x: DTensor) -> str:
@@ -186,32 +191,22 @@ def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
     return start, length
 
 
-def bind(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, defaults included."""
     names = [argument.name for argument in op._schema.arguments]
     bound = {argument.name: argument.default_value for argument in op._schema.arguments}
     return bound | dict(zip(names, args, strict=False)) | kwargs
 
 
-def _scoring_of(bound: dict[str, Any]) -> list[Any]:
-    return [bound[name] for name in ("left", "right", "scale", "softcap", "kernel")]
+def _handle(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler that leaves out what the placements say: length, layout and group."""
 
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind(op, args, kwargs)
+        return run(*(x for name, x in bound.items() if name not in FROM_PLACEMENTS))
 
-def _handle_forward(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    bound = bind(op, args, kwargs)
-    return forward(*args[:5], *_scoring_of(bound))
-
-
-def _handle_backward(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    bound = bind(op, args, kwargs)
-    return backward(*args[:9], *_scoring_of(bound))
+    return handle
 
 
 handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-handlers.update({ring_op: _handle_forward, ring_backward_op: _handle_backward})
+handlers.update({ring_op: _handle(forward), ring_backward_op: _handle(backward)})

@@ -52,7 +52,7 @@ class Partial:
 
         `sinks` `(N,)` are one more block of scores, which has no value.
         """
-        wide = torch.float64 if self._query.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self._query.dtype, torch.float32)
         if self._out is None or sinks is not None:
             self._accumulators(wide)
         assert self._out is not None and self._lse is not None
@@ -93,7 +93,7 @@ class GradientSum:
 
     def total(self) -> Tensor:
         """The sum so far, to be written to."""
-        wide = torch.float64 if self._like.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self._like.dtype, torch.float32)
         if self._total is None:
             batch, heads, length, head_dim = self._like.shape
             zeros = self._like.new_zeros(batch, length, heads, head_dim, dtype=wide)

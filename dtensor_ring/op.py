@@ -75,18 +75,14 @@ class Options(NamedTuple):
             )
         return result
 
-    def scoring(
-        self, query: Tensor, key: Tensor, value: Tensor, differentiable_lse: bool = False
-    ) -> Scoring:
+    def scoring(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Scoring:
         """The kernel to use, the named one or the first that can."""
         problem = Problem(
             query.device.type,
             query.dtype,
-            query.shape[1],
-            key.shape[1],
             query.shape[3],
             value.shape[3],
-            self.mask,
+            self.scale,
             self.softcap,
             differentiable_lse,
         )
@@ -97,7 +93,7 @@ class Options(NamedTuple):
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options = Options(*rest)
     check_shapes(query, key, value, options.sinks)
-    schedule, scoring = options.plan(query), options.scoring(query, key, value)
+    schedule, scoring = options.plan(query), options.scoring(query, value)
     query, key, value = _unit_stride(query, key, value)
     return ring_forward(query, (key, value), schedule, scoring, options.group, options.sinks)
 
@@ -117,7 +113,7 @@ def _backward(
     schedule = options.plan(query)
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, query, out, lse, grad_lse)
-    scoring = options.scoring(query, key, value, differentiable_lse=grad_lse is not None)
+    scoring = options.scoring(query, value, differentiable_lse=grad_lse is not None)
     grads = ring_backward(saved, (key, value), schedule, scoring, options.group)
     return *grads, _sinks_gradient(saved, options.sinks)
 
@@ -181,7 +177,12 @@ def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return *grads, None, None if sinks is None else grad_sinks, *none
 
 
+def _refuse_second(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("ring attention is differentiable once, not twice")
+
+
 torch.library.register_autograd(FORWARD, _autograd, setup_context=_setup_context)
+torch.library.register_autograd(BACKWARD, _refuse_second)
 
 
 def _autocast(device_type: str) -> None:
@@ -228,4 +229,4 @@ def _visible_pairs(query: Tensor, options: Options) -> int:
 
 def default_scale(head_dim: int) -> float:
     """The usual softmax scale, one over the square root of the head dim."""
-    return 1.0 / math.sqrt(head_dim)
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0

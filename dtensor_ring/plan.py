@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from dtensor_ring.layout import Layout
+from dtensor_ring.layout import Layout, Run
 from dtensor_ring.mask import Mask
-from dtensor_ring.tile import Span, Tile, moved, shard_tiles
+from dtensor_ring.tile import Span, Tile, moved, seen_cols, shard_tiles
 
 Documents = tuple[tuple[int, ...], ...]
 """Boundaries of documents in global positions: one row for the whole batch, or one for each row."""
@@ -57,10 +57,6 @@ class Plan:
         return 1 <= hop <= self.reaches[source].num_hops
 
 
-TileGrid = tuple[tuple[tuple[Tile, ...], ...], ...]
-"""Tiles by rank, then by source, in indices of the shards."""
-
-
 @lru_cache(maxsize=1024)
 def plan(
     layout: Layout,
@@ -84,60 +80,49 @@ def plan(
     Raises:
         ValueError: if the layout cannot deal the length, or the documents are not boundaries.
     """
-    grid = tile_grid(layout, mask, world_size, seq_len, documents)
-    reaches = _reaches(grid)
+    _check(world_size, seq_len, documents)
+    shards = tuple(layout.runs(other, world_size, seq_len) for other in range(world_size))
+    reaches = _reaches(shards, mask, documents)
     steps = []
     for step in range(1 + max(reach.num_hops for reach in reaches)):
         source = (rank - step) % world_size
-        tiles = grid[rank][source]
-        cols = reaches[source].cols
-        if step == 0:
-            cols = (0, sum(run.length for run in layout.runs(rank, world_size, seq_len)))
-        held = tuple(replace(tile, cols=moved(tile.cols, -cols[0])) for tile in tiles)
-        steps.append(Step(source, cols, held))
+        num_cols = sum(run.length for run in shards[source])
+        cols = (0, num_cols) if step == 0 else reaches[source].cols
+        tiles = tuple(
+            replace(tile, cols=moved(tile.cols, -cols[0]))
+            for batch, bounds in _rows(documents)
+            for tile in shard_tiles(shards[rank], shards[source], mask, bounds, batch)
+        )
+        steps.append(Step(source, cols, tiles))
     return Plan(rank, world_size, tuple(steps), reaches)
 
 
 @lru_cache(maxsize=64)
-def tile_grid(
-    layout: Layout, mask: Mask, world_size: int, seq_len: int, documents: Documents | None = None
-) -> TileGrid:
-    """The tiles of every rank against every source: the whole schedule of a ring."""
-    _check(world_size, seq_len, documents)
-    runs = [layout.runs(rank, world_size, seq_len) for rank in range(world_size)]
-    rows = documents or (None,)
-    return tuple(
-        tuple(
-            tuple(
-                tile
-                for index, bounds in enumerate(rows)
-                for tile in shard_tiles(
-                    query, key, mask, bounds, batch=index if len(rows) > 1 else None
-                )
-            )
-            for key in runs
-        )
-        for query in runs
-    )
-
-
-def _reaches(grid: TileGrid) -> tuple[Reach, ...]:
+def _reaches(
+    shards: tuple[tuple[Run, ...], ...], mask: Mask, documents: Documents | None
+) -> tuple[Reach, ...]:
     """How far each source's shard has to travel: nothing moves that nobody sees."""
-    world_size = len(grid)
+    world_size = len(shards)
     reaches = []
     for source in range(world_size):
-        seen = {
-            hop: grid[(source + hop) % world_size][source]
-            for hop in range(1, world_size)
-            if grid[(source + hop) % world_size][source]
-        }
-        cols = [tile.cols for tiles in seen.values() for tile in tiles]
-        if cols:
-            hull = min(start for start, _ in cols), max(end for _, end in cols)
-            reaches.append(Reach(hull, max(seen)))
-        else:
-            reaches.append(Reach())
+        reach = Reach()
+        for hop in range(1, world_size):
+            query = shards[(source + hop) % world_size]
+            for _, bounds in _rows(documents):
+                cols = seen_cols(query, shards[source], mask, bounds)
+                if cols and reach.num_hops:
+                    cols = min(cols[0], reach.cols[0]), max(cols[1], reach.cols[1])
+                if cols:
+                    reach = Reach(cols, hop)
+        reaches.append(reach)
     return tuple(reaches)
+
+
+def _rows(documents: Documents | None) -> list[tuple[int | None, tuple[int, ...] | None]]:
+    """Batch row, `None` for all of them, and the boundaries in it."""
+    if documents is None or len(documents) == 1:
+        return [(None, documents[0] if documents else None)]
+    return list(enumerate(documents))
 
 
 def _check(world_size: int, seq_len: int, documents: Documents | None) -> None:

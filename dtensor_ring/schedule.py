@@ -68,6 +68,7 @@ def describe_schedule(
         A `Schedule`; print it.
 
     Raises:
+        TypeError: if the mask is no `Mask`.
         ValueError: if the layout is unknown or cannot deal the length, or the boundaries are none.
 
     Example:
@@ -78,6 +79,8 @@ def describe_schedule(
         rank 1                    27.78    44.44    72.22
         busiest rank over mean: 1.444
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
     chosen, documents = as_layout(layout), _documents(cu_seqlens)
     plans = tuple(
         plan(chosen, mask, rank, world_size, seq_len, documents)

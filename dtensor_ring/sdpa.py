@@ -39,8 +39,11 @@ Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
     """Annotate a 1-D mesh: sequences sharded over it are in this layout, and attention rings.
 
-    From then on `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2
-    is sharded over this axis, of this mesh or of the one it was sliced from, is ring attention.
+    Annotate before the first tensor is sharded over the axis. From then on
+    `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2 is sharded over
+    this axis, of this mesh or of the one it was sliced from, is ring attention. `attn_mask` and
+    dropout are refused; dropout together with `is_causal` by DTensor itself, whose message speaks
+    of mixed tensors, since PyTorch takes such a call apart before anyone sees it.
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.

@@ -8,8 +8,8 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.annotation import axis_group, group_layout, sequence_layout
-from dtensor_ring.layout import Contiguous, Layout
+from dtensor_ring.annotation import assumed_layout, axis_group
+from dtensor_ring.layout import Layout
 from dtensor_ring.sdpa import set_sequence_layout
 
 
@@ -26,20 +26,23 @@ def shard_sequence(
             contiguous if it has none.
 
     Returns:
-        A DTensor with `Shard(dim)` over the mesh.
+        A DTensor with `Shard(dim)` over the mesh. Backward gives each rank the gradient of its own
+        tokens, and zero for the others.
 
     Raises:
         ValueError: if the mesh is not 1-D or has another layout, or the layout cannot deal the
             length.
+        IndexError: if the tensor has no such dimension.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
         >>> shard_sequence(torch.arange(4), mesh, 0, "zigzag").to_local()
         tensor([0, 1, 2, 3])
     """
+    dim = _canonical(dim, tensor.ndim)
     if layout is not None:
         set_sequence_layout(mesh, layout)
-    local = local_tokens(tensor, mesh, dim, sequence_layout(mesh) or Contiguous())
+    local = local_tokens(tensor, mesh, dim, assumed_layout(axis_group(mesh)))
     return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
@@ -80,23 +83,28 @@ def unshard_sequence(dtensor: DTensor, dim: int) -> Tensor:
         The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
 
     Raises:
-        ValueError: if `dim` is sharded over more than one axis.
+        ValueError: if `dim` is not sharded over exactly one axis.
+        IndexError: if the tensor has no such dimension.
     """
-    dim %= dtensor.ndim
+    dim = _canonical(dim, dtensor.ndim)
     axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
-    if len(axes) > 1:
+    if len(axes) != 1:
         raise ValueError(
-            f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}"
+            f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}; a "
+            "tensor that was gathered by other means keeps the order of its layout"
         )
-    full = dtensor.full_tensor(grad_placements=None)
-    if not axes:
-        return full
+    full = dtensor.full_tensor()
     group = dtensor.device_mesh.get_group(axes[0])
-    layout, world_size = group_layout(group) or Contiguous(), group.size()
+    layout, world_size = assumed_layout(group), group.size()
     positions = [
-        position
+        torch.arange(run.length, device=full.device) * run.stride + run.start
         for rank in range(world_size)
-        for position in layout.positions(rank, world_size, full.shape[dim])
+        for run in layout.runs(rank, world_size, full.shape[dim])
     ]
-    order = torch.tensor(positions, dtype=torch.int64).argsort().to(full.device)
-    return full.index_select(dim, order)
+    return full.index_select(dim, torch.cat(positions).argsort()) if positions else full
+
+
+def _canonical(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim must be from {-ndim} to {ndim - 1}, got {dim}")
+    return dim % ndim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ class ContextParallel(ParallelStyle):
     and value are DTensors sharded in dimension 2, so its `F.scaled_dot_product_attention` or
     `ring_attention` rings; what it returns becomes local again.
 
+    Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
+    of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
+    `parallelize_module`. Shards are taken to be of one length on all ranks: pad the sequence to a
+    multiple of twice the ranks. Each rank's gradients are its tokens' share: the sum is the whole.
+
     Args:
         layout: order in which the tokens are dealt; a layout or its name.
-        inputs: names of the arguments that become DTensors, in the order of the signature.
+        inputs: names of the arguments of `forward` that become DTensors.
 
     Raises:
-        ValueError: if the layout is unknown; when the module runs, if shards differ in length.
+        ValueError: if the layout is unknown, or `forward` has no arguments of these names.
 
     Example:
         >>> class Attention(nn.Module):
@@ -50,9 +56,21 @@ class ContextParallel(ParallelStyle):
         self.inputs = inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parameters = signature(module.forward).parameters
+        names = list(parameters)
+        is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+        if not (is_open or set(self.inputs) <= set(names)):
+            raise ValueError(
+                f"{type(module).__name__}.forward takes {names}, not all of {list(self.inputs)}; "
+                "say which of its arguments are query, key and value: inputs=(...)"
+            )
         set_sequence_layout(device_mesh, self.layout)
+        positions = {
+            names.index(name) if name in names else order: name
+            for order, name in enumerate(self.inputs)
+        }
         module.register_forward_pre_hook(
-            partial(_shard_inputs, mesh=device_mesh, names=self.inputs), with_kwargs=True
+            partial(_shard_inputs, mesh=device_mesh, positions=positions), with_kwargs=True
         )
         module.register_forward_hook(_local_outputs)
         return module
@@ -64,12 +82,11 @@ def _shard_inputs(
     kwargs: dict[str, Any],
     *,
     mesh: DeviceMesh,
-    names: tuple[str, ...],
+    positions: dict[int, str],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positional = min(len(args), len(names))
-    sharded = tuple(_shard(x, mesh) for x in args[:positional])
-    named = {name: _shard(kwargs[name], mesh) for name in names[positional:] if name in kwargs}
-    return (*sharded, *args[positional:]), kwargs | named
+    sharded = tuple(_shard(x, mesh) if i in positions else x for i, x in enumerate(args))
+    named = {name: _shard(kwargs[name], mesh) for name in positions.values() if name in kwargs}
+    return sharded, kwargs | named
 
 
 def _shard(x: Any, mesh: DeviceMesh) -> Any:

@@ -22,8 +22,9 @@ class Tile:
 
     `mask` is in indices of the tile: row i sees column j iff `i - left <= j <= i + right`. Every
     row and every column of a tile sees or is seen. A tile whose mask is causal is square, so that
-    kernels which align the diagonal top-left and bottom-right agree. `batch` is the batch row,
-    `None` for all of them.
+    kernels which align the diagonal top-left and bottom-right agree; one that is bounded on the
+    left only has no more rows than columns, see Note [Windows aligned bottom-right]. `batch` is the
+    batch row, `None` for all of them.
     """
 
     rows: Span
@@ -55,25 +56,50 @@ def shard_tiles(
     for query in query_runs:
         col = 0
         for key in key_runs:
-            for query_span, key_span in _same_document(query, key, bounds):
-                shape = length(query_span), length(key_span)
-                band = _index_band(query, key, query_span[0], key_span[0], mask)
-                for tile in _band_tiles(*shape, *band):
-                    tiles.append(
-                        Tile(
-                            moved(tile.rows, row + query_span[0]),
-                            moved(tile.cols, col + key_span[0]),
-                            tile.mask,
-                            batch,
-                        )
-                    )
+            for spans in _same_document(query, key, bounds):
+                for tile in _run_tiles(query, key, *spans, mask):
+                    rows, cols = moved(tile.rows, row), moved(tile.cols, col)
+                    tiles.append(Tile(rows, cols, tile.mask, batch))
             col += key.length
         row += query.length
     return _coalesce(tiles)
 
 
+def seen_cols(
+    query_runs: tuple[Run, ...],
+    key_runs: tuple[Run, ...],
+    mask: Mask,
+    bounds: tuple[int, ...] | None = None,
+) -> Span | None:
+    """The columns of one shard from the first to the last that the queries of another see.
+
+    As `shard_tiles` would tell, but it looks at the first and the last document only.
+    """
+    seen: list[Span] = []
+    for query in query_runs:
+        col = 0
+        for key in key_runs:
+            for backwards in (False, True):
+                for spans in _same_document(query, key, bounds, backwards):
+                    tiles = list(_run_tiles(query, key, *spans, mask))
+                    seen += [moved(tile.cols, col) for tile in tiles]
+                    if tiles:
+                        break
+            col += key.length
+    return (min(first for first, _ in seen), max(end for _, end in seen)) if seen else None
+
+
+def _run_tiles(
+    query: Run, key: Run, query_span: Span, key_span: Span, mask: Mask
+) -> Iterator[Tile]:
+    """The tiles of two index ranges of two runs, in indices of the runs."""
+    band = _index_band(query, key, query_span[0], key_span[0], mask)
+    for tile in _band_tiles(length(query_span), length(key_span), *band):
+        yield Tile(moved(tile.rows, query_span[0]), moved(tile.cols, key_span[0]), tile.mask)
+
+
 def _same_document(
-    query: Run, key: Run, bounds: tuple[int, ...] | None
+    query: Run, key: Run, bounds: tuple[int, ...] | None, backwards: bool = False
 ) -> Iterator[tuple[Span, Span]]:
     """Pairs of index ranges of the two runs, one for each document that both hold tokens of."""
     if bounds is None:
@@ -82,7 +108,8 @@ def _same_document(
     first = bisect_right(bounds, max(query.start, key.start)) - 1
     last_position = min(query.position(query.length - 1), key.position(key.length - 1))
     last = min(bisect_right(bounds, last_position) - 1, len(bounds) - 2)
-    for document in range(first, last + 1):
+    documents = range(first, last + 1)
+    for document in reversed(documents) if backwards else documents:
         begin, end = bounds[document], bounds[document + 1]
         query_span, key_span = query.indices(begin, end), key.indices(begin, end)
         if length(query_span) and length(key_span):
@@ -121,13 +148,20 @@ def _band_tiles(
     shift = first_row - first_col
     left = None if left is None or left - shift >= num_rows - 1 else left - shift
     right = None if right is None or right + shift >= num_cols - 1 else right + shift
-    parts = (
-        _square_causal(num_rows, num_cols, right)
-        if left is None and right is not None
-        else [Tile((0, num_rows), (0, num_cols), Mask(left, right))]
-    )
-    for part in parts:
+    for part in _parts(num_rows, num_cols, left, right):
         yield Tile(moved(part.rows, first_row), moved(part.cols, first_col), part.mask)
+
+
+def _parts(num_rows: int, num_cols: int, left: int | None, right: int | None) -> Iterator[Tile]:
+    """Cut a trimmed band into tiles that keep what `Tile` promises."""
+    if left is None and right is not None:
+        yield from _square_causal(num_rows, num_cols, right)
+    elif left is not None and right is None and num_rows > num_cols:
+        excess = num_rows - num_cols
+        yield Tile((0, excess), (0, num_cols), FULL)
+        yield Tile((excess, num_rows), (0, num_cols), Mask(left - excess, None))
+    else:
+        yield Tile((0, num_rows), (0, num_cols), Mask(left, right))
 
 
 def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:

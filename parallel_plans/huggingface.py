@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import wraps
 from inspect import signature
 from types import MethodType
@@ -23,6 +24,7 @@ from dtensor_ring.sequence import from_local_tokens, local_tokens
 
 IMPLEMENTATION = "ring"
 MODEL_TYPES = ("llama",)
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 IGNORE_INDEX = -100
 PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 
@@ -69,6 +71,13 @@ def context_parallel_plan(model: nn.Module, layout: Layout | str = "zigzag") -> 
             f"no context-parallel plan for {family!r} yet; supported: {', '.join(MODEL_TYPES)}. "
             "dtensor_ring.ContextParallel serves any module that takes query, key and value"
         )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rotary embeddings of type {rope['rope_type']!r} depend on the largest position, "
+            "which a rank that holds a part of the sequence does not see; default, linear, llama3 "
+            "and yarn are supported"
+        )
     return {"": ShardedModel(layout)}
 
 
@@ -93,11 +102,21 @@ class ShardedModel(ParallelStyle):
         AttentionInterface.register(IMPLEMENTATION, _attention)
         set_sequence_layout(device_mesh, self.layout)
         model: Any = module
-        if model.config._attn_implementation == IMPLEMENTATION:
+        if "forward" in vars(model):
             raise ValueError("this model is context-parallel already; apply the plan once")
+        _own_config(model)
         model.set_attn_implementation(IMPLEMENTATION)
         model.forward = MethodType(_sharded_forward(model, device_mesh, self.layout), model)
         return model
+
+
+def _own_config(model: Any) -> None:
+    """A config of its own, so that other models of the same config keep their attention."""
+    shared = model.config
+    own = deepcopy(shared)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _sharded_forward(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Callable[..., Any]:
@@ -132,13 +151,12 @@ class _Sharding:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of the batch, all by keyword."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        _refuse(given)
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
-        seq_len = tokens.shape[1]
-        _check_lengths(given, seq_len, self._mesh.size())
+        seq_len = _check_lengths(given, self._mesh.size())
+        _refuse(given)
         batch = {name: x for name, x in given.items() if x is not None and name != "attention_mask"}
         batch.setdefault("position_ids", torch.arange(seq_len, device=tokens.device).unsqueeze(0))
         if "labels" in batch:
@@ -170,7 +188,7 @@ class _Sharding:
 def _refuse(given: dict[str, Any]) -> None:
     """Errors for what would be computed wrongly over a sharded sequence."""
     for name in ("past_key_values", "use_cache", "output_attentions", "logits_to_keep"):
-        if given.get(name) not in (None, False, 0):
+        if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
             raise ValueError(f"{name} is not supported over a sharded sequence; leave it out")
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
@@ -191,15 +209,27 @@ def _is_arange(position_ids: Tensor) -> bool:
     return bool((position_ids == torch.arange(position_ids.shape[-1]).to(position_ids)).all())
 
 
-def _check_lengths(given: dict[str, Any], seq_len: int, world_size: int) -> None:
-    lengths = {name: given[name].shape[1] for name in PER_TOKEN if given.get(name) is not None}
-    if set(lengths.values()) != {seq_len}:
+def _check_lengths(given: dict[str, Any], world_size: int) -> int:
+    """The length of the sequence, in tokens, which all inputs must have."""
+    for name in (*PER_TOKEN, "attention_mask"):
+        x = given.get(name)
+        if x is not None and not (isinstance(x, Tensor) and x.ndim >= 2):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor (B, S) or (B, S, H), got {got}")
+    lengths = {
+        name: given[name].shape[1]
+        for name in (*PER_TOKEN, "attention_mask")
+        if given.get(name) is not None
+    }
+    seq_len = next(iter(lengths.values()))
+    if any(length != seq_len for length in lengths.values()):
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
     if not shard_length(world_size - 1, world_size, seq_len):
         raise ValueError(
             f"{seq_len} tokens are too short for {world_size} ranks: the last one would hold none, "
             "which transformers' layers do not take"
         )
+    return seq_len
 
 
 def _next_tokens(batch: dict[str, Any]) -> dict[str, Any]:

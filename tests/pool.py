@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 
@@ -124,4 +125,5 @@ def _run_rank(
         return function(*args)
     finally:
         torch._dynamo.reset()
+        _clear_sharding_prop_cache()  # it holds meshes of this world
         dist.destroy_process_group()

@@ -86,8 +86,12 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
     ),
     "mask a tensor": (lambda x, mesh: {"mask": x}, TypeError, r"must be a dtensor_ring\.Mask"),
     "mask None": (lambda x, mesh: {"mask": None}, TypeError, r"Mask\.causal\(\), got None"),
-    "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "not be negative, 0 is none, got -"),
-    "three dims": (lambda x, mesh: {"query": x[0]}, ValueError, r"must be \(B, N, L, H\), got qu"),
+    "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "must be 0 .none. or positive"),
+    "three dims": (
+        lambda x, mesh: {"query": x[0]},
+        ValueError,
+        r"query must be \(B, N, L, H\), got",
+    ),
     "heads": (
         lambda x, mesh: {"query": x[:, :3], "key": x[:, :2], "value": x[:, :2]},
         ValueError,

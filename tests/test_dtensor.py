@@ -197,9 +197,11 @@ class Refusal:
     heads: tuple[int, int] = (4, 2)
     sinks: tuple[Placement, ...] | None = None
     cu_seqlens: Any = None
+    key_mesh: tuple[int, int] = (2, 2)
 
 
 REFUSALS = {
+    "key on another mesh": Refusal("alike on one mesh, got", (BATCH, SEQUENCE), key_mesh=(4, 1)),
     "no sequence": Refusal("on exactly one mesh axis, it is on no axis", (BATCH, REPLICATE)),
     "two sequence axes": Refusal("exactly one mesh axis, it is on 2 axes", (SEQUENCE, SEQUENCE)),
     "sharded head dim": Refusal(r"got (S|Shard)\((dim=)?3\) on mesh axis 1", (SEQUENCE, Shard(3))),
@@ -209,7 +211,7 @@ REFUSALS = {
         "sharded alike", (REPLICATE, SEQUENCE), value=(SEQUENCE, REPLICATE)
     ),
     "key a tensor": Refusal("or none, got .* key Tensor", (BATCH, SEQUENCE), (), error=TypeError),
-    "query heads": Refusal("only if these divide", (SEQUENCE, HEADS), heads=(3, 1)),
+    "query heads": Refusal("2 ways only if that divides", (SEQUENCE, HEADS), heads=(3, 1)),
     "key heads": Refusal("'key': 1, 'value': 1}", (SEQUENCE, HEADS), heads=(4, 1)),
     "sinks of all heads": Refusal(
         "sinks must be .*as the query's heads are", (SEQUENCE, HEADS), sinks=(REPLICATE, REPLICATE)
@@ -233,10 +235,11 @@ def test_refusal(pool: Pool, name: str) -> None:
 def _check_refusal(case: Refusal) -> None:
     mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
     query, key, value, _ = random_inputs(2, 16, *case.heads)
+    other_mesh = init_device_mesh("cpu", case.key_mesh, mesh_dim_names=mesh.mesh_dim_names)
     placed: list[Any] = [place(query, mesh, case.query)]
-    for x, placements in ((key, case.key), (value, case.value)):
+    for x, placements, where in ((key, case.key, other_mesh), (value, case.value, mesh)):
         here = case.query if placements is None else placements
-        placed.append(place(x, mesh, here) if here else x)
+        placed.append(place(x, where, here) if here else x)
     sinks = None if case.sinks is None else place(torch.zeros(4), mesh, case.sinks)
     cu_seqlens = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens).int()
     with pytest.raises(case.error, match=case.message):

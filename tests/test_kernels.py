@@ -35,8 +35,8 @@ class Case:
 
     def problem(self, device: str) -> Problem:
         return Problem(
-            *(device, self.dtype, *self.heads, *self.head_dims),
-            *(self.mask, self.softcap, self.grad_lse),
+            *(device, self.dtype, *self.head_dims),
+            *(0.4, self.softcap, self.grad_lse),
         )
 
     def tensor(self, heads: int, length: int, head_dim: int, device: str) -> Tensor:
@@ -57,7 +57,7 @@ TILES = {
     "band": Case(9, 8, Mask(2, 1)),
     "wide band": Case(5, 9, Mask(1, 5)),
     "band of blocks": Case(300, 290, Mask(20, 30)),
-    "looks back": Case(9, 5, Mask(4, None)),
+    "looks back": Case(5, 9, Mask(2, None)),
     "looks ahead": Case(6, 9, Mask(None, 3)),
     "empty batch": Case(4, 4, CAUSAL, batch=0),
     "strided": Case(200, 200, CAUSAL, strided=True),
@@ -70,17 +70,23 @@ OPTIONS = {
     "grad of lse": {"grad_lse": True},
     "all": {"heads": (4, 2), "head_dims": (16, 8), "softcap": 1.5, "grad_lse": True},
     "float64": {"dtype": torch.float64},
-    "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
     "bfloat16, grouped": {"dtype": torch.bfloat16, "heads": (4, 2)},
     "bfloat16, softcap": {"dtype": torch.bfloat16, "softcap": 2.0},
 }
 SHAPES = ("wide", "causal blocks", "band of blocks")
-CASES = TILES | {
-    f"{shape}, {name}": replace(TILES[shape], **option)
-    for shape in SHAPES
-    for name, option in OPTIONS.items()
+IN_BFLOAT16 = {
+    f"{shape}, bfloat16": replace(case, dtype=torch.bfloat16) for shape, case in TILES.items()
 }
+CASES = (
+    TILES
+    | IN_BFLOAT16
+    | {
+        f"{shape}, {name}": replace(TILES[shape], **option)
+        for shape in SHAPES
+        for name, option in OPTIONS.items()
+    }
+)
 GPU = ("flash_attn2", "cuda_flash")
 every_kernel = pytest.mark.parametrize(
     "kernel",
@@ -167,7 +173,7 @@ def test_backward_of_a_part_of_the_keys(kernel: Kernel, dtype: torch.dtype) -> N
         assert_near(joined, expected[index], eps, f"gradient of {name}")
 
 
-PROBLEM = Problem("cpu", torch.float32, 2, 2, 8, 8, CAUSAL)
+PROBLEM = Problem("cpu", torch.float32, 8, 8)
 GPU_PROBLEM = replace(PROBLEM, device_type="cuda", dtype=torch.bfloat16)
 
 
@@ -175,18 +181,19 @@ GPU_PROBLEM = replace(PROBLEM, device_type="cuda", dtype=torch.bfloat16)
     ("name", "problem", "reason"),
     [
         ("reference", replace(PROBLEM, softcap=2.0, differentiable_lse=True), None),
-        ("reference", replace(PROBLEM, device_type="cuda", mask=Mask(3, 1)), None),
+        ("reference", replace(PROBLEM, device_type="cuda"), None),
         ("reference", replace(PROBLEM, dtype=torch.int32), "floating dtype of 16 bits or more"),
         ("reference", replace(PROBLEM, dtype=torch.float8_e4m3fn), "got torch.float8_e4m3fn"),
         ("cpu_flash", PROBLEM, None),
-        ("cpu_flash", replace(PROBLEM, mask=FULL, dtype=torch.float64), None),
+        ("cpu_flash", replace(PROBLEM, dtype=torch.float64), None),
         ("cpu_flash", GPU_PROBLEM, "it runs on a CPU, the tensors are on cuda"),
         ("cpu_flash", replace(PROBLEM, dtype=torch.int64), "not torch.int64"),
         ("cpu_flash", replace(PROBLEM, value_head_dim=4), "one head dim .*, got 8 and 4"),
-        ("cpu_flash", replace(PROBLEM, mask=Mask(5, 2)), None),
+        ("cpu_flash", replace(PROBLEM, scale=0.0), "it needs a positive scale, got 0.0"),
         ("cpu_flash", replace(PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
         ("cpu_flash", replace(PROBLEM, softcap=1.0), "it has no softcap"),
-        ("cuda_flash", replace(GPU_PROBLEM, mask=Mask(4, 4)), None),
+        ("cuda_flash", GPU_PROBLEM, None),
+        ("cuda_flash", replace(GPU_PROBLEM, scale=-1.0), "it needs a positive scale, got -1.0"),
         ("cuda_flash", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
         ("flash_attn2", replace(GPU_PROBLEM, softcap=1.0), None),
         *(
@@ -217,11 +224,24 @@ def test_bottom_right_window_shows_the_same_band(case: Case) -> None:
         return
     seen = visible(mask, max(rows, cols), 1)[0, 0, :rows, :cols]
     lag = torch.arange(rows).unsqueeze(1) + cols - rows - torch.arange(cols)
+    bounds = [left, right]
+    assert all(bound is None or bound >= 0 for bound in bounds), "negative means unbounded there"
+    # Flash attention 2: what reaches over all columns is unbounded, then one side bounds the other.
+    bounds = [None if bound is None or bound >= cols else bound for bound in bounds]
+    if bounds.count(None) == 1:
+        bounds = [cols if bound is None else bound for bound in bounds]
     in_window = torch.ones(rows, cols, dtype=torch.bool)
-    for bound, side in ((left, lag), (right, -lag)):
-        assert bound is None or bound >= 0, "a negative bound means unbounded there"
+    for bound, side in zip(bounds, (lag, -lag), strict=True):
         in_window &= torch.tensor(True) if bound is None else side <= bound
     assert torch.equal(seen, in_window), (left, right)
+
+
+def test_missing_gpu_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    for name in GPU:
+        assert KERNELS[name].missing() == "it needs compute capability 8.0, this GPU has 7.5"
 
 
 def test_available_kernels() -> None:
@@ -236,8 +256,14 @@ def test_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(package: str) -> str:
         raise PackageNotFoundError(package)
 
+    def not_loading(module: str) -> None:
+        raise ImportError(f"{module} was built for another torch")
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn2, "import_module", lambda module: None)
     monkeypatch.setattr(flash_attn2, "version", missing)
+    flash_attn2._missing_package.cache_clear()
     assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
     for version, reason in {
         "2.6.3": "it needs flash-attn 2.7 or a later 2.x, found 2.6.3",
@@ -246,14 +272,20 @@ def test_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
         "3.0.0": "it needs flash-attn 2.7 or a later 2.x, found 3.0.0",
     }.items():
         monkeypatch.setattr(flash_attn2, "version", lambda _, version=version: version)
+        flash_attn2._missing_package.cache_clear()
         assert KERNELS["flash_attn2"].missing() == reason
+    monkeypatch.setattr(flash_attn2, "version", lambda _: "2.8.0")
+    monkeypatch.setattr(flash_attn2, "import_module", not_loading)
+    flash_attn2._missing_package.cache_clear()
+    assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
+    flash_attn2._missing_package.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("problem", "chosen"),
     [
         (PROBLEM, "cpu_flash"),
-        (replace(PROBLEM, mask=Mask.sliding(3)), "cpu_flash"),
+        (replace(PROBLEM, scale=-1.0), "reference"),
         (replace(PROBLEM, value_head_dim=4), "reference"),
         (replace(PROBLEM, softcap=1.0), "reference"),
         (replace(PROBLEM, differentiable_lse=True), "reference"),
@@ -262,9 +294,6 @@ def test_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_kernel_that_can_is_chosen(problem: Problem, chosen: str) -> None:
     assert select_kernel(None, problem).name == chosen
     assert select_kernel("reference", problem).name == "reference"
-
-
-NO_CUDA = None if torch.cuda.is_available() else "no CUDA device"
 
 
 @pytest.mark.parametrize(
@@ -280,12 +309,20 @@ NO_CUDA = None if torch.cuda.is_available() else "no CUDA device"
             "cuda_flash",
             PROBLEM,
             "kernel 'cuda_flash' cannot serve this attention (cuda_flash: "
-            f"{NO_CUDA or 'it runs on CUDA, the tensors are on cpu'})",
+            "it runs on CUDA, the tensors are on cpu)",
+        ),
+        (
+            "cuda_flash",
+            GPU_PROBLEM,
+            "kernel 'cuda_flash' cannot serve this attention (cuda_flash: no CUDA device)",
         ),
         (None, replace(PROBLEM, dtype=torch.int32), "no kernel can serve this attention (flash_"),
         (None, replace(PROBLEM, dtype=torch.int32), "; reference: it needs a floating dtype of 16"),
     ],
 )
-def test_select_kernel_refuses(name: str | None, problem: Problem, message: str) -> None:
+def test_select_kernel_refuses(
+    name: str | None, problem: Problem, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=re.escape(message)):
         select_kernel(name, problem)

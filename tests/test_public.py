@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -205,9 +206,10 @@ LAYERS = (
     {"check", "op"},
     {"annotation", "dtensor", "sdpa", "sequence", "attention", "style"},
 )
-OPTIONAL = {"flash_attn", "flash_attn_interface", "matplotlib", "rich", "torchtitan", "transformers", "triton"}  # fmt: skip
+OPTIONAL = {"flash_attn", "flash_attn_interface", "torchtitan", "transformers", "triton"}
+OPTIONAL |= {"matplotlib", "rich"}
 SOURCES = {
-    str(path.relative_to(ROOT)): path
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in ("dtensor_ring", "parallel_plans")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
@@ -215,37 +217,34 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 
 def _layer(module: str) -> int:
-    """Of a dotted name."""
     package, _, name = module.partition(".")
     if package == "parallel_plans" or not name:
         return len(LAYERS)
-    (layer,) = (i for i, names in enumerate(LAYERS) if name.partition(".")[0] in names)
-    return layer
+    layers = [i for i, names in enumerate(LAYERS) if name.partition(".")[0] in names]
+    assert layers, f"{module} has no layer in this table"
+    return layers[0]
 
 
-def _dotted(name: str) -> str:
-    return name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-
-
-def _imports(tree: ast.AST) -> list[str]:
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            found.append(node.module or "")
-    return found
+def _imports(node: ast.AST, late: bool = True) -> Iterator[str]:
+    """Names of the modules that are imported under a node, in functions (late) or not."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "imports are absolute"
+        parts = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (part if part in SOURCES else str(node.module) for part in parts)
+    for child in ast.iter_child_nodes(node):
+        if late or not isinstance(child, ast.FunctionDef):
+            yield from _imports(child, late)
 
 
 def test_imports_go_down() -> None:
     graph: dict[str, list[str]] = {}
     for name, tree in TREES.items():
-        module = _dotted(name)
         ours = [x for x in _imports(tree) if x.startswith(("dtensor_ring", "parallel_plans"))]
-        assert all(_layer(imported) <= _layer(module) for imported in ours), (name, ours)
-        graph[module] = ours
-        if _layer(module) == 0:
+        assert all(_layer(imported) <= _layer(name) for imported in ours), (name, ours)
+        graph[name] = ours
+        if _layer(name) == 0:
             others = {imported.partition(".")[0] for imported in _imports(tree)} - {"dtensor_ring"}
             assert others <= set(sys.stdlib_module_names), f"{name} is pure Python"
     TopologicalSorter(graph).prepare()  # raises CycleError
@@ -254,25 +253,22 @@ def test_imports_go_down() -> None:
 def test_optional_packages_have_one_adapter_each() -> None:
     adapters: dict[str, set[str]] = {package: set() for package in OPTIONAL}
     for name, tree in TREES.items():
-        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
-        late = [imported for function in functions for imported in _imports(function)]
+        early = {imported.partition(".")[0] for imported in _imports(tree, late=False)}
+        assert not early & OPTIONAL, f"importing {name} needs {early & OPTIONAL}"
         for imported in _imports(tree):
-            package = imported.partition(".")[0]
-            if package in OPTIONAL:
-                adapters[package].add(name)
-                assert imported in late, f"{name} imports {imported} when it is imported itself"
+            adapters.get(imported.partition(".")[0], set()).add(name)
     assert all(len(files) <= 1 for files in adapters.values()), adapters
 
 
 def test_no_hidden_state() -> None:
     for name, tree in TREES.items():
-        assert Path(name).stem not in ("utils", "common", "config")
+        assert SOURCES[name].stem not in ("utils", "common", "config")
         for node in ast.walk(tree):
             assert not isinstance(node, ast.Global), name
             assert getattr(node, "attr", getattr(node, "id", "")) not in ("environ", "getenv"), name
 
 
-@pytest.mark.parametrize("name", [x for x in TREES if _layer(_dotted(x)) and "__init__" not in x])
+@pytest.mark.parametrize("name", [x for x in TREES if _layer(x) and x != "dtensor_ring"])
 def test_layouts_are_named_as_defaults_only(name: str) -> None:
     spared: set[int] = set()
     for node in ast.walk(TREES[name]):
@@ -295,7 +291,7 @@ def test_size(name: str) -> None:
     assert len(SOURCES[name].read_text().splitlines()) <= 300
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.FunctionDef):
-            has_docstring = ast.get_docstring(node) is not None
-            code = node.body[1:] if has_docstring else node.body
-            docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if has_docstring else 0
-            assert node.end_lineno - node.lineno + 1 - docstring <= 60, f"{node.name} {len(code)}"
+            first = node.body[0]
+            documented = ast.get_docstring(node) is not None
+            docstring = first.end_lineno - first.lineno + 1 if documented else 0
+            assert node.end_lineno - node.lineno + 1 - docstring <= 60, node.name

@@ -35,7 +35,7 @@ def select_kernel(name: str | None, problem: Problem) -> Kernel:
         raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
     reasons = {}
     for kernel in KERNELS.values() if name is None else (KERNELS[name],):
-        reason = kernel.missing() or kernel.supports(problem)
+        reason = kernel.supports(problem) or kernel.missing()
         if reason is None:
             return kernel
         reasons[kernel.name] = reason

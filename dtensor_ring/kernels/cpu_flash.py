@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dtensor_ring.kernels.band import hidden, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
 
@@ -38,6 +39,8 @@ class CpuFlash(Kernel):
                 "it needs one head dim for query, key and value, "
                 f"got {problem.head_dim} and {problem.value_head_dim}"
             )
+        if problem.scale <= 0:
+            return f"it needs a positive scale, got {problem.scale}"
         if problem.differentiable_lse:
             return "it has no gradient of lse"
         return "it has no softcap" if problem.softcap else None
@@ -89,25 +92,10 @@ class CpuFlash(Kernel):
 def _blocks(query: Tensor, key: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Blocks of rows, the columns that they see, and what to add to their scores."""
     biases: dict[tuple[int, int, int], Tensor | None] = {}
-    num_rows, num_cols = query.shape[2], key.shape[2]
-    for start in range(0, num_rows, BAND_ROWS):
-        end = min(num_rows, start + BAND_ROWS)
-        first = 0 if mask.left is None else max(0, start - mask.left)
-        last = num_cols if mask.right is None else min(num_cols, end + mask.right)
-        shape = end - start, last - first, start - first
+    for rows, cols in row_blocks(query.shape[2], key.shape[2], mask, BAND_ROWS):
+        shape = rows.stop - rows.start, cols.stop - cols.start, rows.start - cols.start
         if shape not in biases:
-            biases[shape] = _bias(*shape, mask, query)
-        yield slice(start, end), slice(first, last), biases[shape]
-
-
-def _bias(num_rows: int, num_cols: int, offset: int, mask: Mask, query: Tensor) -> Tensor | None:
-    """0 where a row sees a column, -inf elsewhere; `None` if all is seen."""
-    lags = torch.arange(num_rows).unsqueeze(1) + offset - torch.arange(num_cols)
-    hidden = torch.zeros_like(lags, dtype=torch.bool)
-    if mask.left is not None:
-        hidden |= lags > mask.left
-    if mask.right is not None:
-        hidden |= -lags > mask.right
-    if not hidden.any():
-        return None
-    return query.new_zeros(num_rows, num_cols).masked_fill_(hidden, -torch.inf)
+            outside = hidden(rows, cols, mask, query.device)
+            zeros = query.new_zeros(shape[:2])
+            biases[shape] = None if outside is None else zeros.masked_fill_(outside, -torch.inf)
+        yield rows, cols, biases[shape]

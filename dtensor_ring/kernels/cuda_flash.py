@@ -24,7 +24,7 @@ class CudaFlash(Kernel):
             return "no CUDA device"
         if not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without flash attention"
-        return None
+        return too_old_for_flash2()
 
     def supports(self, problem: Problem) -> str | None:
         return flash2_limits(problem) or ("it has no softcap" if problem.softcap else None)
@@ -71,6 +71,12 @@ class CudaFlash(Kernel):
         return query_grad, key_grad, value_grad
 
 
+def too_old_for_flash2() -> str | None:
+    """Why flash attention 2 does not run on the current GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"it needs compute capability 8.0, this GPU has {major}.{minor}" if major < 8 else None
+
+
 def flash2_limits(problem: Problem) -> str | None:
     """What no build of flash attention 2 can do."""
     if problem.device_type != "cuda":
@@ -84,17 +90,24 @@ def flash2_limits(problem: Problem) -> str | None:
         )
     if problem.head_dim % 8 or problem.head_dim > 256:
         return f"it needs a head dim that is a multiple of 8 up to 256, got {problem.head_dim}"
+    if problem.scale <= 0:
+        return f"it needs a positive scale, got {problem.scale}"
     return "it has no gradient of lse" if problem.differentiable_lse else None
 
 
 def bottom_right(mask: Mask, rows: int, cols: int) -> tuple[int | None, int | None]:
     """The band as `window_size` of a kernel that aligns the last row with the last column.
 
-    A trimmed tile has `rows <= cols + left` and `cols <= rows + right`, so neither bound can
-    become negative, which such kernels would take for unbounded.
+    Note [Windows aligned bottom-right]: a trimmed tile has `rows <= cols + left` and
+    `cols <= rows + right`, so neither bound can become negative, which such kernels take for
+    unbounded. But they also take a bound from `cols` on for unbounded, and then an unbounded right
+    side for `cols` columns past the diagonal. With more rows than columns that hides keys from the
+    first rows, so the planner cuts such tiles in two.
     """
     if mask == Mask.causal():
         return None, None  # the causal flag says it
     left = None if mask.left is None else mask.left + cols - rows
     right = None if mask.right is None else mask.right - cols + rows
+    assert left is None or right is not None or rows <= cols, f"{rows} x {cols} with {mask}"
+    assert right is None or right < cols, f"{rows} x {cols} with {mask}"
     return left, right

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.kernels.cuda_flash import bottom_right, flash2_limits
+from dtensor_ring.kernels.cuda_flash import bottom_right, flash2_limits, too_old_for_flash2
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
 
@@ -23,13 +25,7 @@ class FlashAttn2(Kernel):
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
             return "no CUDA device"
-        try:
-            major, minor = map(int, version("flash-attn").split(".")[:2])
-        except PackageNotFoundError:
-            return "the flash-attn package is not installed"
-        if (major, minor) < (2, 7) or major > 2:
-            return f"it needs flash-attn 2.7 or a later 2.x, found {version('flash-attn')}"
-        return None
+        return too_old_for_flash2() or _missing_package()
 
     def supports(self, problem: Problem) -> str | None:
         return flash2_limits(problem)
@@ -67,10 +63,25 @@ class FlashAttn2(Kernel):
         _flash_attn_backward(
             *(dout, q, k, v, o, lse.contiguous(), *grads),
             **_options(mask, q.shape[1], k.shape[1], scale, softcap),
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         query_grad, key_grad, value_grad = (grad.transpose(1, 2) for grad in grads)
         return query_grad, key_grad, value_grad
+
+
+@cache
+def _missing_package() -> str | None:
+    try:
+        found = version("flash-attn")
+        major, minor = map(int, found.split(".")[:2])
+        if (major, minor) < (2, 7) or major > 2:
+            return f"it needs flash-attn 2.7 or a later 2.x, found {found}"
+        import_module("flash_attn.flash_attn_interface")
+    except PackageNotFoundError:
+        return "the flash-attn package is not installed"
+    except ImportError as error:
+        return f"the flash-attn package does not load: {error}"
+    return None
 
 
 def _options(mask: Mask, rows: int, cols: int, scale: float, softcap: float) -> dict[str, object]:

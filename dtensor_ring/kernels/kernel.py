@@ -18,11 +18,9 @@ class Problem:
 
     device_type: str
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    mask: Mask
+    scale: float = 1.0
     softcap: float = 0.0
     differentiable_lse: bool = False
 

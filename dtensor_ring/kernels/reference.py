@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from dtensor_ring.kernels.band import hidden, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
 
@@ -31,9 +30,11 @@ class Reference(Kernel):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
         batch, heads, rows, _ = query.shape
-        lse = query.new_empty(batch, heads, rows, dtype=_wide(query.dtype))
+        lse = query.new_empty(
+            batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32)
+        )
         out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-        for block, seen in _blocks(rows, key.shape[2], mask):
+        for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
             keys, values = (x[:, :, seen].to(lse.dtype) for x in (key, value))
             scores, _ = _scores(_grouped(query[:, :, block], keys), keys, scale, softcap)
             scores = _hide(scores, block, seen, mask)
@@ -62,7 +63,7 @@ class Reference(Kernel):
         delta = (grad_out.to(lse.dtype) * out).sum(-1)
         if grad_lse is not None:
             delta -= grad_lse
-        for block, seen in _blocks(rows, key.shape[2], mask):
+        for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
             keys, values = (x[:, :, seen].to(lse.dtype) for x in (key, value))
             queries, grads = (_grouped(x[:, :, block], keys) for x in (query, grad_out))
             scores, slope = _scores(queries, keys, scale, softcap)
@@ -76,19 +77,6 @@ class Reference(Kernel):
             grad_key[:, :, seen] += flat_scores.mT @ queries.flatten(2, 3)
             grad_query[:, :, block] = _ungrouped(flat_scores @ keys, heads)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _blocks(rows: int, cols: int, mask: Mask) -> Iterator[tuple[slice, slice]]:
-    """Blocks of rows, each with the columns that any of its rows sees."""
-    for start in range(0, rows, BLOCK_ROWS):
-        end = min(rows, start + BLOCK_ROWS)
-        first = 0 if mask.left is None else max(0, start - mask.left)
-        last = cols if mask.right is None else min(cols, end + mask.right)
-        yield slice(start, end), slice(first, last)
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
@@ -115,13 +103,5 @@ def _scores(
 
 def _hide(scores: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
     """Scores outside the band become -inf."""
-    if mask == Mask.full():
-        return scores
-    rows = torch.arange(block.start, block.stop, device=scores.device).unsqueeze(1)
-    lags = rows - torch.arange(seen.start, seen.stop, device=scores.device)
-    hidden = torch.zeros_like(lags, dtype=torch.bool)
-    if mask.left is not None:
-        hidden |= lags > mask.left
-    if mask.right is not None:
-        hidden |= -lags > mask.right
-    return scores.masked_fill(hidden, float("-inf"))
+    outside = hidden(block, seen, mask, scores.device)
+    return scores if outside is None else scores.masked_fill(outside, -torch.inf)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -134,8 +134,16 @@ def test_refuses(pool: Pool, match: str, arguments: dict[str, Any]) -> None:
     pool.run(2, call_with, {"input_ids": TOKENS, "match": match} | arguments)
 
 
+class WithConfig(nn.Module):
+    """All that the plan reads of a model before it is applied."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
 def build_unsupported() -> None:
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel, LlamaConfig
 
     config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     with pytest.raises(
@@ -144,6 +152,11 @@ def build_unsupported() -> None:
         context_parallel_plan(BertModel(config))
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         parallel_model("spiral", 8)
+    for rope in ("dynamic", "longrope"):
+        llama = LlamaConfig(num_hidden_layers=0, hidden_size=8, vocab_size=8, num_attention_heads=2)
+        llama.rope_parameters["rope_type"] = rope
+        with pytest.raises(ValueError, match=f"'{rope}' depend on the larg"):
+            context_parallel_plan(WithConfig(llama))
     ring = parallel_model("zigzag", 8)
     with pytest.raises(ValueError, match="context-parallel already"):
         parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring import sequence_layout, set_sequence_layout, shard_sequence, unshard_sequence
@@ -145,5 +145,17 @@ def _check_refusals() -> None:
         shard_sequence(tokens, mesh["cp"], 0, "spiral")
     with pytest.raises(ValueError, match="runs over one axis"):
         shard_sequence(tokens, mesh, 0)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="from -1 to 0, got 1"):
         shard_sequence(tokens, mesh["cp"], 1)
+    sharded = shard_sequence(torch.arange(8).view(2, 4), mesh["cp"], 1)
+    with pytest.raises(ValueError, match="dimension 0 must be sharded over one mesh axis"):
+        unshard_sequence(sharded, 0)
+    with pytest.raises(IndexError, match="from -2 to 1, got 2"):
+        unshard_sequence(sharded, 2)
+    line = init_device_mesh("cpu", (4,))
+    shard_sequence(tokens, line, 0)
+    with pytest.raises(ValueError, match="contiguous, it cannot become zigzag: annotate it first"):
+        set_sequence_layout(line, "zigzag")
+    absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
+    with pytest.raises(ValueError, match="is not part of"):
+        shard_sequence(tokens, absent, 0)

@@ -223,3 +223,6 @@ def _check_refusals() -> None:
         parallelize_module(Attention(), mesh["cp"], ContextParallel("striped"))
     with pytest.raises(ValueError, match="runs over one axis"):
         parallelize_module(Attention(), mesh, ContextParallel())
+    for names in (("q", "k", "v"), "query"):
+        with pytest.raises(ValueError, match=r"forward takes \[.*'query', .*inputs=\("):
+            parallelize_module(Attention(), mesh["cp"], ContextParallel(inputs=names))

@@ -40,7 +40,7 @@ clean: ## remove caches, builds and outputs, but no environment
 
 $(VENV)/.installed: EXTRAS := hf,plot,dev
 $(VENV)/.installed: constraints.txt
-$(OLDEST)/.installed: EXTRAS := hf,test
+$(OLDEST)/.installed: EXTRAS := hf,plot,test
 $(OLDEST)/.installed: constraints-oldest.txt
 
 # The stamp goes first and comes back last: an install that fails half-way is done again.

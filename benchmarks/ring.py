@@ -85,7 +85,7 @@ Columns = dict[str, Callable[[Case], str]]
 
 def cases(quick: bool) -> list[Case]:
     """Those with real kernels, then those with stubs."""
-    repeats = {4096: 2} if quick else {4096: 15, 16384: 5}
+    repeats = {4096: 2} if quick else {4096: 15, 16384: 9}
     orders = ORDERS[:1] if quick else ORDERS
     return [
         Case(2, seq_len, dtype, ORDERS[0], False, number)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,6 +33,13 @@ BACKWARD_OPS = (
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 UNFUSED_OP = aten._safe_softmax.default  # only the unfused attention calls it
+MASKING_OPS = (aten.add.Tensor, aten.add_.Tensor)  # where it adds a causal mask, a plain tensor
+UNFUSED = (
+    "scaled_dot_product_attention over a sharded sequence needs one of the fused kernels, and "
+    "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, or a "
+    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
+    "its kernels take"
+)
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -42,8 +50,7 @@ def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
     Annotate before the first tensor is sharded over the axis. From then on
     `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2 is sharded over
     this axis, of this mesh or of the one it was sliced from, is ring attention. `attn_mask` and
-    dropout are refused; dropout together with `is_causal` by DTensor itself, whose message speaks
-    of mixed tensors, since PyTorch takes such a call apart before anyone sees it.
+    dropout are refused.
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
@@ -64,6 +71,7 @@ def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
         (FORWARD_OPS, _forward_handler),
         (BACKWARD_OPS, _backward_handler),
         ((UNFUSED_OP,), _unfused_handler),
+        (MASKING_OPS, _masking_handler),
     ):
         for op in ops:
             if getattr(handlers.get(op), "rings", False):
@@ -107,16 +115,40 @@ def _unfused_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0]
         if any(_on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
-            raise ValueError(
-                "scaled_dot_product_attention over a sharded sequence needs one of the fused "
-                "kernels, and PyTorch chose its unfused one here, as it does for dropout_p > 0, "
-                "head dims that differ, or a sdpa_kernel context without flash; without "
-                "dropout, dtensor_ring.ring_attention takes what its kernels take"
-            )
+            raise ValueError(UNFUSED)
         return _as_before(previous, op, args, kwargs)
 
     handle.rings = True  # pyrefly: ignore[missing-attribute]
     return handle
+
+
+def _masking_handler(previous: Handler | None) -> Handler:
+    """Explains what DTensor would refuse as a mix of tensors; all else goes the usual way."""
+
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 2 and _is_masking(*args):
+            raise ValueError(UNFUSED)
+        if previous is not None:
+            return previous(op, args, kwargs)
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.pop(op, None)  # so that DTensor takes its fast path
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handle
+
+    handle.rings = True  # pyrefly: ignore[missing-attribute]
+    return handle
+
+
+def _is_masking(scores: Any, other: Any) -> bool:
+    return (
+        isinstance(scores, DTensor)
+        and isinstance(other, Tensor)
+        and not isinstance(other, DTensor)
+        and other.shape == scores.shape[-2:]
+        and _on_annotated_axis(scores, scores.ndim - 2)
+    )
 
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:

@@ -54,8 +54,9 @@ def group_layout(group: ProcessGroup) -> Layout | None:
 
 def assumed_layout(group: ProcessGroup) -> Layout:
     """The layout of the axis; contiguous, and for good, if it was not annotated before its use."""
-    layout = group_layout(group) or Contiguous()
-    if group_layout(group) is None:
+    annotated = group_layout(group)
+    layout = annotated or Contiguous()
+    if annotated is None:
         _ASSUMED.setdefault(_world(), {})[_ranks(group)] = layout
     return layout
 

@@ -66,9 +66,7 @@ class Partial:
 
     def _accumulators(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
-            batch, heads, length, head_dim = self._shape
-            zeros = self._query.new_zeros(batch, length, heads, head_dim, dtype=dtype)
-            self._out = zeros.transpose(1, 2)
+            self._out = _zeros(self._query, self._shape, dtype)
             self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=dtype)
         self._out = self._out.to(dtype)
         return self._out, self._lse
@@ -95,9 +93,7 @@ class GradientSum:
         """The sum so far, to be written to."""
         wide = torch.promote_types(self._like.dtype, torch.float32)
         if self._total is None:
-            batch, heads, length, head_dim = self._like.shape
-            zeros = self._like.new_zeros(batch, length, heads, head_dim, dtype=wide)
-            self._total = zeros.transpose(1, 2)
+            self._total = _zeros(self._like, self._like.shape, wide)
         self._total = self._total.to(wide)
         return self._total
 
@@ -120,6 +116,12 @@ class GradientSum:
         """The sum in the tensor's dtype, token-major."""
         total = self.total() if self._total is None else self._total
         return token_major(total, self._like.dtype)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Token-major zeros of that shape, on the device of another tensor."""
+    batch, heads, length, head_dim = shape
+    return like.new_zeros(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
 def _region(x: Tensor, tile: Tile) -> Tensor:

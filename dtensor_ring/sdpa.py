@@ -76,7 +76,8 @@ def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
         for op in ops:
             if getattr(handlers.get(op), "rings", False):
                 continue
-            handlers[op] = make(handlers.get(op))
+            handlers[op] = handler = make(handlers.get(op))
+            handler.rings = True  # pyrefly: ignore[missing-attribute]
 
 
 def _forward_handler(previous: Handler | None) -> Handler:
@@ -92,7 +93,6 @@ def _forward_handler(previous: Handler | None) -> Handler:
         out, lse = forward(query, key, value, None, None, *scoring)
         return _like_returns(op, out, lse)
 
-    handle.rings = True  # pyrefly: ignore[missing-attribute]
     return handle
 
 
@@ -107,7 +107,6 @@ def _backward_handler(previous: Handler | None) -> Handler:
         *grads, _ = backward(grad_out, None, *tensors, None, None, *_scoring(bound))
         return (*grads, None)[: len(op._schema.returns)]
 
-    handle.rings = True  # pyrefly: ignore[missing-attribute]
     return handle
 
 
@@ -118,7 +117,6 @@ def _unfused_handler(previous: Handler | None) -> Handler:
             raise ValueError(UNFUSED)
         return _as_before(previous, op, args, kwargs)
 
-    handle.rings = True  # pyrefly: ignore[missing-attribute]
     return handle
 
 
@@ -137,7 +135,6 @@ def _masking_handler(previous: Handler | None) -> Handler:
         finally:
             handlers[op] = handle
 
-    handle.rings = True  # pyrefly: ignore[missing-attribute]
     return handle
 
 

@@ -21,7 +21,7 @@ GRACE_SECONDS = 15  # for the other ranks, once one has failed
 
 
 class RankError(AssertionError):
-    """What a rank raised, with its traceback; `messages` holds each rank's text or None."""
+    """What a rank raised, with its traceback; `tracebacks` holds each rank's text or None."""
 
     def __init__(self, tracebacks: list[str | None]) -> None:
         self.tracebacks = tracebacks

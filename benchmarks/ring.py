@@ -44,7 +44,7 @@ from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import Kernel
 from dtensor_ring.layout import ZigZag
 from dtensor_ring.mask import Mask
-from dtensor_ring.op import default_scale, ring_backward_op, ring_op
+from dtensor_ring.op import Options, default_scale, ring_backward_op, ring_op
 from dtensor_ring.plan import plan
 from dtensor_ring.ring import ring_backward, ring_forward
 
@@ -114,7 +114,14 @@ def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stag
     """Our op, as autograd calls it."""
     grad_out, *inputs = shards
     scale = default_scale(HEAD_DIM)
-    options = (None, None, case.seq_len, "zigzag", None, 0, scale, 0.0, None, group.group_name)
+    options = Options(
+        seq_len=case.seq_len,
+        key_seq_len=case.seq_len,
+        layout="zigzag",
+        right=0,
+        scale=scale,
+        group_name=group.group_name,
+    )
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:

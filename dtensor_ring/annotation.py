@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import Contiguous, Layout, as_layout
 
 _LAYOUTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
@@ -27,15 +28,16 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     Raises:
         ValueError: if the mesh is not 1-D, the layout unknown or another than before.
     """
-    chosen, ranks = as_layout(layout), _ranks(axis_group(mesh))
+    chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
+    ranks = _ranks(axis_group(mesh))
     assumed = _ASSUMED.get(_world(), {}).get(ranks, chosen)
-    if assumed != chosen:
+    if assumed.name != chosen.name:
         raise ValueError(
             f"sequences were sharded over {mesh} before it was annotated, which makes them "
             f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
         )
     known = _LAYOUTS.setdefault(_world(), {}).setdefault(ranks, chosen)
-    if known != chosen:
+    if known.name != chosen.name:
         raise ValueError(
             f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
             "already be sharded in that order; use the same layout, or another mesh"
@@ -59,6 +61,27 @@ def assumed_layout(group: ProcessGroup) -> Layout:
     if annotated is None:
         _ASSUMED.setdefault(_world(), {})[_ranks(group)] = layout
     return layout
+
+
+def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
+    """Name of the axis's layout, as the op takes it; with runs, the axis leaves it to them.
+
+    Raises:
+        ValueError: if the axis needs the runs of a batch and there are none, or the opposite.
+    """
+    annotated = group_layout(group)
+    belongs_to_batch = annotated is not None and annotated.name == Balanced.name
+    if with_runs and annotated is not None and not belongs_to_batch:
+        raise ValueError(
+            f"the axis is annotated {annotated.name}, so its tokens are in that order: leave runs "
+            "out, or annotate the axis with the Balanced layout of a batch"
+        )
+    if belongs_to_batch and not with_runs:
+        raise ValueError(
+            "the axis is annotated balanced, so the order of its tokens belongs to a batch: call "
+            "ring_attention(..., runs=sequence_runs(layout)), no other attention can take it"
+        )
+    return Balanced.name if with_runs else assumed_layout(group).name
 
 
 def _world() -> ProcessGroup:

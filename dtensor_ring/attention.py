@@ -5,15 +5,16 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.annotation import axis_group, sequence_layout
-from dtensor_ring.dtensor import ring_op
-from dtensor_ring.layout import Contiguous
+from dtensor_ring.agreement import check_agreement
+from dtensor_ring.annotation import axis_group, axis_layout, group_layout
+from dtensor_ring.dtensor import SEQUENCE
 from dtensor_ring.mask import Mask
-from dtensor_ring.op import default_scale
+from dtensor_ring.op import Options, default_scale, ring_op
 
 CAUSAL = Mask.causal()
 
@@ -31,6 +32,9 @@ def ring_attention(
     kernel: str | None = None,
     mesh: DeviceMesh | None = None,
     return_lse: bool = False,
+    key_cu_seqlens: Tensor | None = None,
+    runs: Tensor | None = None,
+    validate: bool = False,
 ) -> Any:
     """Attention over a sequence that is sharded over the ranks of a ring.
 
@@ -42,9 +46,9 @@ def ring_attention(
             DTensor it is `Shard(2)` over exactly one mesh axis, the ring; over other axes it may
             be `Shard(0)` (batch), `Shard(1)` (heads) or `Replicate`.
         key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention),
-            and nothing is repeated.
+            and nothing is repeated. Another length than the query's makes it cross attention.
         value: `(B, Nkv, S, Hv)`, placed as the query.
-        mask: how far back and ahead a query sees, in tokens; causal by default.
+        mask: which keys a query sees; causal by default.
         cu_seqlens: boundaries of packed documents in global positions, int32 on the CPU, shape
             `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens behind the last
             boundary see nothing, and their output is 0.
@@ -57,6 +61,14 @@ def ring_attention(
             `set_sequence_layout`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
             (float64 for float64), -inf for a row that sees nothing.
+        key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the
+            queries of document number d see the keys of number d. Keys may be as many as they
+            like, and the mask must be full.
+        runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
+            int32 on the CPU, `(W, R, 2)`. By default the layout of the mesh says.
+        validate: first compare this call with those of the other ranks, and raise on every rank
+            if they differ, where a ring would hang or be wrong. Costs a few small messages; for
+            eager calls.
 
     Returns:
         `out` `(B, N, S, Hv)`, placed as the query, or `(out, lse)`.
@@ -71,6 +83,8 @@ def ring_attention(
         >>> ring_attention(q, k, v, mask=Mask.sliding(3)).shape
         torch.Size([1, 2, 8, 4])
     """
+    if validate:
+        _validate(dict(locals()))
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
@@ -82,24 +96,53 @@ def ring_attention(
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
-    layout, group_name, seq_len = _ring(query, mesh)
-    out, lse = ring_op(
-        *(query, key, value, cu_seqlens, sinks, seq_len, layout, mask.left, mask.right),
-        *(default_scale(query.shape[-1]) if scale is None else scale, softcap, kernel, group_name),
+    options = Options(
+        cu_seqlens=cu_seqlens,
+        key_cu_seqlens=key_cu_seqlens,
+        runs=runs,
+        sinks=sinks,
+        left=mask.left,
+        right=mask.right,
+        chunk=mask.chunk,
+        prefix=mask.prefix,
+        scale=default_scale(query.shape[-1]) if scale is None else scale,
+        softcap=softcap,
+        kernel=kernel,
     )
+    out, lse = ring_op(query, key, value, *_placed(options, query, key, mesh))
     return (out, lse) if return_lse else out
 
 
-def _ring(query: Any, mesh: DeviceMesh | None) -> tuple[str, str, int]:
-    """Layout, group and global length; for DTensors their placements say, where they arrive."""
+def _validate(call: dict[str, Any]) -> None:
+    """Compare a call of `ring_attention`, by its arguments, with those of the other ranks."""
+    if torch.compiler.is_compiling():
+        raise ValueError("validate=True compares ranks in eager calls only; compile without it")
+    query, mesh = call["query"], call.pop("mesh")
+    if isinstance(query, DTensor):
+        axes = [axis for axis, where in enumerate(query.placements) if where == Shard(SEQUENCE)]
+        groups = [query.device_mesh.get_group(axis) for axis in axes]
+    else:
+        groups = [axis_group(mesh)] if mesh is not None else []
+    for group in groups:
+        layout = group_layout(group)
+        check_agreement(group, call | {"layout": layout and layout.name})
+
+
+def _placed(options: Options, query: Any, key: Any, mesh: DeviceMesh | None) -> Options:
+    """With layout, group and global lengths; of DTensors the placements say those, on arrival."""
     if isinstance(query, DTensor):
         if mesh is not None:
             raise ValueError("mesh is for local tensors: DTensors carry theirs; leave it out")
-        return "", "", 0
+        return options
     if mesh is None:
         raise ValueError(
             "ring_attention on plain tensors needs mesh=, the 1-D mesh that they are shards over; "
             "or pass DTensors, see shard_sequence"
         )
-    layout = sequence_layout(mesh) or Contiguous()
-    return layout.name, axis_group(mesh).group_name, query.shape[2] * mesh.size()
+    group = axis_group(mesh)
+    return options._replace(
+        seq_len=query.shape[2] * group.size(),
+        key_seq_len=key.shape[2] * group.size(),
+        layout=axis_layout(group, options.runs is not None),
+        group_name=group.group_name,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_ring.layout import RunTable
 from dtensor_ring.plan import Documents
 
 
@@ -27,8 +28,6 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {query.dtype}")
     if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"query, key and value disagree in batch, heads or length: {shapes}")
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(f"query and key must be shards of one sequence, got {shapes}")
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must have one head dim, got {shapes}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
@@ -47,22 +46,42 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
 
 
-def documents_of(cu_seqlens: Tensor, batch: int) -> Documents:
-    """The boundaries as the planner wants them.
+def documents_of(cu_seqlens: Tensor, name: str, batch: int) -> Documents:
+    """The boundaries as the planner wants them; errors call them by that name.
 
     Raises:
         ValueError: if they are not int32 on the CPU, of shape (D+1,) or (batch, D+1).
     """
-    if cu_seqlens.device.type != "cpu":
-        raise ValueError(
-            f"cu_seqlens must be on the CPU, where the ring is planned, got {cu_seqlens.device}; "
-            "move it once per batch with cu_seqlens.cpu()"
-        )
-    if cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}; use .int()")
+    _check_host(cu_seqlens, name)
     if cu_seqlens.ndim not in (1, 2) or (cu_seqlens.ndim == 2 and len(cu_seqlens) != batch):
         raise ValueError(
-            f"cu_seqlens must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
+            f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
         )
     rows = cu_seqlens.tolist()
     return tuple(map(tuple, rows)) if cu_seqlens.ndim == 2 else (tuple(rows),)
+
+
+def run_table(runs: Tensor) -> RunTable:
+    """The layout that was made for this batch.
+
+    Raises:
+        ValueError: if the runs are not int32 on the CPU, of shape (W, R, 2), or deal no sequence.
+    """
+    _check_host(runs, "runs")
+    if runs.ndim != 3 or runs.shape[2] != 2:
+        raise ValueError(
+            "runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
+            f"{tuple(runs.shape)}; see sequence_runs"
+        )
+    rows = ((run for run in row if run[1]) for row in runs.tolist())
+    return RunTable(tuple(tuple((start, length) for start, length in row) for row in rows))
+
+
+def _check_host(x: Tensor, name: str) -> None:
+    if x.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be on the CPU, where the ring is planned, got {x.device}; "
+            f"move it once per batch with {name}.cpu()"
+        )
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {x.dtype}; use .int()")

@@ -24,8 +24,8 @@ class Packet:
         for x in like:
             batch, heads, _, head_dim = x.shape
             numel = batch * num_cols * heads * head_dim
-            view = flat[offset : offset + numel].view(batch, num_cols, heads, head_dim)
-            tensors.append(view.transpose(1, 2))
+            view = flat[offset : offset + numel].view(batch, heads, num_cols, head_dim)
+            tensors.append(view)
             offset += numel
         self.flat = flat[:offset]
         self.pair = (tensors[0], tensors[1])

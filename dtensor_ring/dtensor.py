@@ -10,20 +10,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dtensor_ring import op as ops
-from dtensor_ring.annotation import assumed_layout
+from dtensor_ring.annotation import axis_layout
 from dtensor_ring.layout import shard_length
+from dtensor_ring.op import Options, ring_backward_op, ring_op
+from dtensor_ring.order import order_of, strides
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
-FROM_PLACEMENTS = ("seq_len", "layout", "group_name")
-
-ring_op, ring_backward_op = ops.ring_op, ops.ring_backward_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,10 @@ class Ring:
     layout: str
 
 
-def ring_of(query: Any, key: Any, value: Any) -> Ring:
+def ring_of(query: Any, key: Any, value: Any, runs: Tensor | None = None) -> Ring:
     """Read the ring off the placements of query, key and value.
+
+    Its layout is that of the axis, unless the runs are given.
 
     Raises:
         TypeError: if some are DTensors and others are not.
@@ -70,8 +69,8 @@ def ring_of(query: Any, key: Any, value: Any) -> Ring:
             )
     _check_heads(tensors)
     group = query.device_mesh.get_group(axes[0])
-    layout = assumed_layout(group)
-    return Ring(query.device_mesh, tuple(query.placements), group, layout.name)
+    layout = axis_layout(group, runs is not None)
+    return Ring(query.device_mesh, tuple(query.placements), group, layout)
 
 
 def _check_heads(tensors: dict[str, DTensor]) -> None:
@@ -96,13 +95,8 @@ def wrap(
     ring: Ring,
     placements: tuple[Placement, ...] | None = None,
 ) -> DTensor:
-    """A DTensor of that global shape around a token-major, or contiguous, local tensor."""
-    if len(shape) == 4:
-        _, heads, length, head_dim = shape
-        stride = (length * heads * head_dim, head_dim, heads * head_dim, 1)
-    else:
-        stride = make_contiguous_strides_for(shape)
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    """A DTensor of that global shape around a dense local tensor."""
+    meta = TensorMeta(torch.Size(shape), strides(shape, order_of(local)), local.dtype)
     spec = DTensorSpec(ring.mesh, placements or ring.placements, tensor_meta=meta)
     return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
 
@@ -117,14 +111,13 @@ def local_of(x: Any, ring: Ring) -> Any:
 
 
 def forward(
-    query: DTensor, key: DTensor, value: DTensor, cu_seqlens: Any, sinks: Any, *scoring: Any
+    query: DTensor, key: DTensor, value: DTensor, options: Options
 ) -> tuple[DTensor, DTensor]:
-    """The ring op on DTensors. `scoring` is left, right, scale, softcap and kernel."""
-    ring = ring_of(query, key, value)
+    """The ring op on DTensors, whose placements say what the options leave open."""
+    ring = ring_of(query, key, value, options.runs)
     out, lse = ring_op(
         *(local_of(x, ring) for x in (query, key, value)),
-        *_side_inputs(cu_seqlens, sinks, query, ring),
-        *(query.shape[SEQUENCE], ring.layout, *scoring, ring.group.group_name),
+        *_local_options(options, query, key, ring),
     )
     shape = tuple(query.shape[:3])
     return wrap(out, (*shape, value.shape[3]), ring), wrap(lse, shape, ring)
@@ -138,16 +131,13 @@ def backward(
     value: DTensor,
     out: DTensor,
     lse: DTensor,
-    cu_seqlens: Any,
-    sinks: Any,
-    *scoring: Any,
+    options: Options,
 ) -> tuple[DTensor, DTensor, DTensor, Any]:
-    """The ring's backward op on DTensors. `scoring` is as in `forward`."""
-    ring = ring_of(query, key, value)
+    """The ring's backward op on DTensors."""
+    ring, sinks = ring_of(query, key, value, options.runs), options.sinks
     *grads, grad_sinks = ring_backward_op(
         *(local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)),
-        *_side_inputs(cu_seqlens, sinks, query, ring),
-        *(query.shape[SEQUENCE], ring.layout, *scoring, ring.group.group_name),
+        *_local_options(options, query, key, ring),
     )
     grad_query, grad_key, grad_value = (
         wrap(grad, tuple(x.shape), ring) for grad, x in zip(grads, (query, key, value), strict=True)
@@ -162,11 +152,27 @@ def backward(
     return grad_query, grad_key, grad_value, grad_sinks
 
 
-def _side_inputs(cu_seqlens: Any, sinks: Any, query: DTensor, ring: Ring) -> tuple[Any, Any]:
-    """This rank's rows of the boundaries, and its heads' sinks."""
+def _local_options(options: Options, query: DTensor, key: DTensor, ring: Ring) -> Options:
+    """What the placements say, this rank's rows of the boundaries, and its heads' sinks."""
+    return options._replace(
+        cu_seqlens=_local_rows(options.cu_seqlens, query, ring),
+        key_cu_seqlens=_local_rows(options.key_cu_seqlens, query, ring),
+        sinks=_local_sinks(options.sinks, ring),
+        seq_len=query.shape[SEQUENCE],
+        key_seq_len=key.shape[SEQUENCE],
+        layout=ring.layout,
+        group_name=ring.group.group_name,
+    )
+
+
+def _local_rows(cu_seqlens: Any, query: DTensor, ring: Ring) -> Any:
     if cu_seqlens is not None and cu_seqlens.ndim == 2 and len(cu_seqlens) == query.shape[BATCH]:
         start, length = _batch_rows(query, ring)
-        cu_seqlens = cu_seqlens[start : start + length]
+        return cu_seqlens[start : start + length]
+    return cu_seqlens
+
+
+def _local_sinks(sinks: Any, ring: Ring) -> Any:
     if isinstance(sinks, DTensor):
         expected = tuple(
             Shard(0) if where == Shard(HEADS) else Replicate() for where in ring.placements
@@ -176,8 +182,8 @@ def _side_inputs(cu_seqlens: Any, sinks: Any, query: DTensor, ring: Ring) -> tup
                 f"sinks must be {expected} on {ring.mesh}, as the query's heads are, "
                 f"got {_describe(sinks)}"
             )
-        sinks = sinks._local_tensor
-    return cu_seqlens, sinks
+        return sinks._local_tensor
+    return sinks
 
 
 def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
@@ -199,11 +205,12 @@ def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def _handle(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler that leaves out what the placements say: length, layout and group."""
+    """A handler for an op of ours."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind(op, args, kwargs)
-        return run(*(x for name, x in bound.items() if name not in FROM_PLACEMENTS))
+        bound = tuple(bind(op, args, kwargs).values())
+        num_options = len(Options._fields)
+        return run(*bound[:-num_options], Options(*bound[-num_options:]))
 
     return handle
 

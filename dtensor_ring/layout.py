@@ -118,6 +118,43 @@ class ZigZag(Layout):
         return -(-seq_len // (2 * world_size)) * 2 * world_size
 
 
+@dataclass(frozen=True)
+class RunTable(Layout):
+    """Runs written out as data, as a layout that belongs to one batch travels.
+
+    `table` holds, for each rank, `(start, length)` of its runs of neighbouring positions; runs
+    without a token fill its rows up.
+
+    Raises:
+        ValueError: if the runs do not hold each position once, or not as many as `shard_length`
+            of them on each rank.
+    """
+
+    name: ClassVar[str] = "balanced"
+
+    table: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for start, length in sorted(run for row in self.table for run in row if run[1]):
+            if start != end or length < 0:
+                raise ValueError(f"runs must hold each position once, not so position {end}")
+            end += length
+        lengths = [sum(length for _, length in row) for row in self.table]
+        expected = [shard_length(rank, len(lengths), end) for rank in range(len(lengths))]
+        if lengths != expected:
+            raise ValueError(f"runs must give the ranks {expected} tokens, got {lengths}")
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        dealt = sum(length for row in self.table for _, length in row)
+        if (len(self.table), dealt) != (world_size, seq_len):
+            raise ValueError(
+                f"these runs deal {dealt} tokens to {len(self.table)} ranks, not {seq_len} tokens "
+                f"to {world_size}; make a layout for each batch, see sequence_runs"
+            )
+        return _non_empty(*(Run(start, length) for start, length in self.table[rank]))
+
+
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Striped(), ZigZag())}
 
 
@@ -125,13 +162,18 @@ def as_layout(layout: Layout | str) -> Layout:
     """The layout itself, or the one of that name.
 
     Raises:
-        ValueError: if no layout has that name.
+        ValueError: if no layout has that name, or what has it belongs to one batch.
         TypeError: if `layout` is neither a layout nor a name.
     """
     name = layout.name if isinstance(layout, Layout) else layout
     if not isinstance(name, str):
         raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
     known = LAYOUTS.get(name)
+    if name == RunTable.name:
+        raise ValueError(
+            "the balanced layout belongs to one batch, so it is passed with it: "
+            "ring_attention(..., runs=sequence_runs(Balanced(...))), and so to shard_sequence"
+        )
     if known is None or (isinstance(layout, Layout) and layout != known):
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(LAYOUTS)}")
     return known

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_ring.order import TOKEN_MAJOR, in_order, order_of, zeros
 from dtensor_ring.tile import Span, Tile
 
 
@@ -20,14 +21,6 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     weight = (block_lse - lse).sigmoid_().masked_fill_(block_lse == -torch.inf, 0.0)
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
-
-
-def token_major(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` `(B, N, L, H)` in that dtype with the strides of a transposed `(B, L, N, H)`.
-
-    That is what the projections around an attention want, and what the fake kernels promise.
-    """
-    return x.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
 
 
 class Partial:
@@ -48,7 +41,7 @@ class Partial:
         merge_(_region(total, tile), _region(total_lse, tile), out, lse)
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`out` `(B, N, L, Hv)`, token-major, in the query's dtype, and `lse` `(B, N, L)`.
+        """`out` `(B, N, L, Hv)`, in the query's dtype and order, and `lse` `(B, N, L)`.
 
         `sinks` `(N,)` are one more block of scores, which has no value.
         """
@@ -62,11 +55,11 @@ class Partial:
             weight = (lse - sink_lse).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)
             out.mul_(weight.unsqueeze(-1))
             lse = torch.logaddexp(lse, sink_lse)
-        return token_major(out, self._query.dtype), lse
+        return in_order(out, order_of(self._query), self._query.dtype), lse
 
     def _accumulators(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
-            self._out = _zeros(self._query, self._shape, dtype)
+            self._out = zeros(self._query, self._shape, order_of(self._query), dtype)
             self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=dtype)
         self._out = self._out.to(dtype)
         return self._out, self._lse
@@ -93,7 +86,7 @@ class GradientSum:
         """The sum so far, to be written to."""
         wide = torch.promote_types(self._like.dtype, torch.float32)
         if self._total is None:
-            self._total = _zeros(self._like, self._like.shape, wide)
+            self._total = zeros(self._like, self._like.shape, TOKEN_MAJOR, wide)
         self._total = self._total.to(wide)
         return self._total
 
@@ -115,13 +108,7 @@ class GradientSum:
     def result(self) -> Tensor:
         """The sum in the tensor's dtype, token-major."""
         total = self.total() if self._total is None else self._total
-        return token_major(total, self._like.dtype)
-
-
-def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Token-major zeros of that shape, on the device of another tensor."""
-    batch, heads, length, head_dim = shape
-    return like.new_zeros(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2)
+        return in_order(total, TOKEN_MAJOR, self._like.dtype)
 
 
 def _region(x: Tensor, tile: Tile) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from dtensor_ring.check import check_shapes, documents_of
+from dtensor_ring.check import check_shapes, documents_of, run_table
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import Problem, select_kernel
 from dtensor_ring.layout import as_layout, shard_length
 from dtensor_ring.mask import Mask
+from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
 
@@ -23,7 +24,8 @@ FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"
 
 _OPTIONS = (
-    "Tensor? cu_seqlens, Tensor? sinks, SymInt seq_len, str layout, int? left, int? right, "
+    "Tensor? cu_seqlens, Tensor? key_cu_seqlens, Tensor? runs, Tensor? sinks, SymInt seq_len, "
+    "SymInt key_seq_len, str layout, int? left, int? right, int? chunk, int? prefix, "
     "float scale, float softcap, str? kernel, str group_name"
 )
 torch.library.define(
@@ -39,40 +41,55 @@ ring_op = torch.ops.dtensor_ring.ring_attention.default
 ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 
 
+NUM_TENSORS = _OPTIONS.count("Tensor?")
+
+
 class Options(NamedTuple):
     """What both ops take behind their tensors, in the order of the schema."""
 
-    cu_seqlens: Tensor | None
-    sinks: Tensor | None
-    seq_len: int
-    layout: str
-    left: int | None
-    right: int | None
-    scale: float
-    softcap: float
-    kernel: str | None
-    group_name: Any
+    cu_seqlens: Tensor | None = None
+    key_cu_seqlens: Tensor | None = None
+    runs: Tensor | None = None
+    sinks: Tensor | None = None
+    seq_len: int = 0
+    key_seq_len: int = 0
+    layout: str = ""
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+    prefix: int | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    kernel: str | None = None
+    group_name: Any = ""
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.left, self.right)
+        return Mask(self.left, self.right, self.chunk, self.prefix)
 
     @property
     def group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.group_name)
 
-    def plan(self, query: Tensor) -> Plan:
-        """This rank's plan, once the length of its shard is seen to be right."""
+    def plan(self, query: Tensor, key: Tensor) -> Plan:
+        """This rank's plan, once the lengths of its shards are seen to be right."""
         batch, rank, world_size = query.shape[0], self.group.rank(), self.group.size()
-        documents = None if self.cu_seqlens is None else documents_of(self.cu_seqlens, batch)
-        layout = as_layout(self.layout)
-        result = plan(layout, self.mask, rank, world_size, self.seq_len, documents)
-        expected = shard_length(rank, world_size, self.seq_len)
-        if query.shape[2] != expected:
-            raise ValueError(
-                f"rank {rank} of {world_size} holds {query.shape[2]} tokens, but its shard of a "
-                f"sequence of {self.seq_len} has {expected}"
-            )
+        documents, key_documents = (
+            None if given is None else documents_of(given, name, batch)
+            for name, given in zip(self._fields[:2], self[:2], strict=True)
+        )
+        layout = as_layout(self.layout) if self.runs is None else run_table(self.runs)
+        result = plan(
+            *(layout, self.mask, rank, world_size, self.seq_len, documents),
+            *(self.key_seq_len, key_documents),
+        )
+        for x, seq_len in ((query, self.seq_len), (key, self.key_seq_len)):
+            expected = shard_length(rank, world_size, seq_len)
+            if x.shape[2] != expected:
+                raise ValueError(
+                    f"rank {rank} of {world_size} holds {x.shape[2]} tokens, but its shard of a "
+                    f"sequence of {seq_len} has {expected}"
+                )
         return result
 
     def scoring(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Scoring:
@@ -93,7 +110,7 @@ class Options(NamedTuple):
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options = Options(*rest)
     check_shapes(query, key, value, options.sinks)
-    schedule, scoring = options.plan(query), options.scoring(query, value)
+    schedule, scoring = options.plan(query, key), options.scoring(query, value)
     query, key, value = _unit_stride(query, key, value)
     return ring_forward(query, (key, value), schedule, scoring, options.group, options.sinks)
 
@@ -110,7 +127,7 @@ def _backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(*rest)
-    schedule = options.plan(query)
+    schedule = options.plan(query, key)
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, query, out, lse, grad_lse)
     scoring = options.scoring(query, value, differentiable_lse=grad_lse is not None)
@@ -140,7 +157,9 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     check_shapes(query, key, value, Options(*rest).sinks)
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=wide)
-    return _empty_token_major(query, value.shape[3]), lse
+    (query,) = _unit_stride(query)
+    out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
+    return out, lse
 
 
 @torch.library.register_fake(BACKWARD)
@@ -148,33 +167,28 @@ def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sinks = Options(*rest[2:]).sinks
-    grads = [_empty_token_major(x, x.shape[3]) for x in (query, key, value)]
+    grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (query, key, value)]
     grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return grads[0], grads[1], grads[2], grad_sinks
 
 
-def _empty_token_major(like: Tensor, head_dim: Any) -> Tensor:
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, sinks, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
+    query, key, value, *rest = inputs
+    ctx.save_for_backward(query, key, value, *output, *rest[:NUM_TENSORS])
+    ctx.options = rest[NUM_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-    none = (None,) * len(ctx.options)
+    query, key, value, out, lse, *rest = ctx.saved_tensors
+    options = Options(*rest, *ctx.options)
     if grad_out is None and grad_lse is None:
-        return (None,) * 5 + none
+        return (None,) * (3 + len(options))
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    *grads, grad_sinks = ring_backward_op(
-        grad_out, grad_lse, query, key, value, out, lse, cu_seqlens, sinks, *ctx.options
-    )
-    return *grads, None, None if sinks is None else grad_sinks, *none
+    *grads, grad_sinks = ring_backward_op(grad_out, grad_lse, query, key, value, out, lse, *options)
+    differentiable = {} if options.sinks is None else {"sinks": grad_sinks}
+    return *grads, *map(differentiable.get, Options._fields)
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> None:
@@ -208,7 +222,7 @@ _autocast("cuda")
 @register_flop_formula(torch.ops.dtensor_ring.ring_attention, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     """Two products of 2 flops per visible pair and head dim, of this rank."""
-    return 2 * _visible_pairs(query, Options(*rest)) * (query.shape[3] + value.shape[3])
+    return 2 * _visible_pairs(query, key, Options(*rest)) * (query.shape[3] + value.shape[3])
 
 
 @register_flop_formula(torch.ops.dtensor_ring.ring_attention_backward, get_raw=True)
@@ -216,14 +230,14 @@ def _backward_flops(
     grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
 ) -> int:
     """Five products: the scores again, and the gradients of scores, query, key and value."""
-    pairs = _visible_pairs(query, Options(*rest[2:]))
+    pairs = _visible_pairs(query, key, Options(*rest[2:]))
     return 2 * pairs * (3 * query.shape[3] + 2 * value.shape[3])
 
 
-def _visible_pairs(query: Tensor, options: Options) -> int:
+def _visible_pairs(query: Tensor, key: Tensor, options: Options) -> int:
     """Pairs of query and key that this rank scores, over batch and heads."""
     batch, heads = query.shape[:2]
-    tiles = [tile for step in options.plan(query).steps for tile in step.tiles]
+    tiles = [tile for step in options.plan(query, key).steps for tile in step.tiles]
     return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
 
 

@@ -6,16 +6,20 @@ no layout: it runs the tiles it is given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import cycle, pairwise
+from typing import Any
 
 from dtensor_ring.layout import Layout, Run
 from dtensor_ring.mask import Mask
-from dtensor_ring.tile import Span, Tile, moved, seen_cols, shard_tiles
+from dtensor_ring.tile import Bounds, Span, Tile, moved, seen_cols, shard_tiles
 
 Documents = tuple[tuple[int, ...], ...]
 """Boundaries of documents in global positions: one row for the whole batch, or one for each row."""
+
+Rows = tuple[tuple[int | None, Bounds], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +69,83 @@ def plan(
     world_size: int,
     seq_len: int,
     documents: Documents | None = None,
+    key_seq_len: int | None = None,
+    key_documents: Documents | None = None,
 ) -> Plan:
     """Plan of one rank.
 
     Args:
         layout: how the tokens are dealt.
-        mask: the band of lags, in tokens.
+        mask: what a query sees.
         rank: this rank's index on the ring.
         world_size: ranks on the ring.
         seq_len: global length, in tokens.
         documents: boundaries; a query sees keys of its own document only, and tokens behind the
             last boundary see nothing.
+        key_seq_len: global length of keys and values, for cross attention.
+        key_documents: their boundaries: document number d of the queries sees number d of these.
 
     Raises:
-        ValueError: if the layout cannot deal the length, or the documents are not boundaries.
+        ValueError: if the layout cannot deal the length, the documents are not boundaries, or
+            cross attention has a mask that is not full.
     """
+    key_seq_len = seq_len if key_seq_len is None else key_seq_len
     _check(world_size, seq_len, documents)
-    shards = tuple(layout.runs(other, world_size, seq_len) for other in range(world_size))
-    reaches = _reaches(shards, mask, documents)
+    _check(world_size, key_seq_len, key_documents)
+    if seq_len != key_seq_len or key_documents is not None:
+        _check_cross(mask, (seq_len, key_seq_len), documents, key_documents)
+    rows = _rows(mask, (seq_len, key_seq_len), documents, key_documents or documents)
+    queries, keys = (
+        tuple(layout.runs(other, world_size, length) for other in range(world_size))
+        for length in (seq_len, key_seq_len)
+    )
+    reaches = _reaches(queries, keys, mask, rows)
     steps = []
     for step in range(1 + max(reach.num_hops for reach in reaches)):
         source = (rank - step) % world_size
-        num_cols = sum(run.length for run in shards[source])
+        num_cols = sum(run.length for run in keys[source])
         cols = (0, num_cols) if step == 0 else reaches[source].cols
         tiles = tuple(
             replace(tile, cols=moved(tile.cols, -cols[0]))
-            for batch, bounds in _rows(documents)
-            for tile in shard_tiles(shards[rank], shards[source], mask, bounds, batch)
+            for batch, bounds in rows
+            for tile in shard_tiles(queries[rank], keys[source], mask, bounds, batch)
         )
         steps.append(Step(source, cols, tiles))
     return Plan(rank, world_size, tuple(steps), reaches)
 
 
+def visible_pairs(mask: Mask, seq_len: int, documents: Documents | None, run: Run) -> int:
+    """Pairs that the queries of a run see, summed over the rows of the documents."""
+    everything = (Run(0, seq_len),) if seq_len else ()
+    return sum(
+        tile.area
+        for _, bounds in _rows(mask, (seq_len, seq_len), documents, documents)
+        for tile in shard_tiles((run,), everything, mask, bounds)
+    )
+
+
+def as_documents(cu_seqlens: Any) -> Documents | None:
+    """Boundaries `(D+1,)` or `(B, D+1)`, a tensor or a sequence, as the planner wants them."""
+    if cu_seqlens is None:
+        return None
+    rows: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
+    nested = bool(rows) and isinstance(rows[0], Sequence)
+    return tuple(tuple(row) for row in rows) if nested else (tuple(rows),)
+
+
 @lru_cache(maxsize=64)
 def _reaches(
-    shards: tuple[tuple[Run, ...], ...], mask: Mask, documents: Documents | None
+    queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], mask: Mask, rows: Rows
 ) -> tuple[Reach, ...]:
     """How far each source's shard has to travel: nothing moves that nobody sees."""
-    world_size = len(shards)
+    world_size = len(keys)
     reaches = []
     for source in range(world_size):
         reach = Reach()
         for hop in range(1, world_size):
-            query = shards[(source + hop) % world_size]
-            for _, bounds in _rows(documents):
-                cols = seen_cols(query, shards[source], mask, bounds)
+            query = queries[(source + hop) % world_size]
+            for _, bounds in rows:
+                cols = seen_cols(query, keys[source], mask, bounds)
                 if cols and reach.num_hops:
                     cols = min(cols[0], reach.cols[0]), max(cols[1], reach.cols[1])
                 if cols:
@@ -118,11 +154,27 @@ def _reaches(
     return tuple(reaches)
 
 
-def _rows(documents: Documents | None) -> list[tuple[int | None, tuple[int, ...] | None]]:
-    """Batch row, `None` for all of them, and the boundaries in it."""
-    if documents is None or len(documents) == 1:
-        return [(None, documents[0] if documents else None)]
-    return list(enumerate(documents))
+@lru_cache(maxsize=64)
+def _rows(
+    mask: Mask,
+    seq_lens: tuple[int, int],
+    documents: Documents | None,
+    key_documents: Documents | None,
+) -> Rows:
+    """Batch row, `None` for all of them, and the bounds in it, those of the mask's chunks too."""
+    sides = [
+        tuple(_cut(row, seq_len, mask.chunk) for row in given or ((0, seq_len),))
+        for seq_len, given in zip(seq_lens, (documents, key_documents), strict=True)
+    ]
+    if max(map(len, sides)) == 1:
+        return ((None, (sides[0][0], sides[1][0])),)
+    bounds = zip(*(cycle(side) if len(side) == 1 else side for side in sides), strict=False)
+    return tuple(enumerate(bounds))
+
+
+def _cut(row: tuple[int, ...], seq_len: int, chunk: int | None) -> tuple[int, ...]:
+    """Boundaries of documents, and of the chunks within them."""
+    return row if chunk is None else tuple(sorted({*row, *range(0, row[-1], chunk)}))
 
 
 def _check(world_size: int, seq_len: int, documents: Documents | None) -> None:
@@ -135,3 +187,23 @@ def _check(world_size: int, seq_len: int, documents: Documents | None) -> None:
                 "cu_seqlens must start at 0, never decrease and end at or before the sequence "
                 f"length {seq_len}, got {list(bounds)}"
             )
+
+
+def _check_cross(
+    mask: Mask,
+    seq_lens: tuple[int, int],
+    documents: Documents | None,
+    key_documents: Documents | None,
+) -> None:
+    """Queries and keys of different sequences have no common positions."""
+    if mask != Mask.full():
+        raise ValueError(
+            f"{seq_lens[0]} query and {seq_lens[1]} key tokens, or documents of their own, are "
+            f"cross attention, which has no diagonal: it takes Mask.full() only, got {mask}"
+        )
+    counts = [None if rows is None else len(rows[0]) for rows in (documents, key_documents)]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            "cross attention of documents needs as many boundaries in cu_seqlens as in "
+            f"key_cu_seqlens, got {counts[0] or 'none'} and {counts[1] or 'none'}"
+        )

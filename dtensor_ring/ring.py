@@ -23,7 +23,7 @@ def ring_forward(
     """`(out, lse)` of the local queries over all keys and values of the ring."""
     partial = Partial(query, shard[1].shape[3])
     shards = Rotation(group, plan, shard, shard[0].dtype)
-    held, packet = shard, _pack(shards, shard, plan)
+    held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
         shards.post(hop, packet)
         forward_tiles(step.tiles, query, held, partial, scoring)
@@ -45,7 +45,7 @@ def ring_backward(
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     shards = Rotation(group, plan, shard, shard[0].dtype)
     sums = SumRotation(group, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
-    held, packet, grad_held = shard, _pack(shards, shard, plan), grad_shard
+    (held, packet), grad_held = _pack(shards, shard, plan), grad_shard
     for hop, step in enumerate(plan.steps, start=1):
         shards.post(hop, packet)
         backward_tiles(step.tiles, saved, held, grad_query, grad_held, scoring)
@@ -64,15 +64,20 @@ def ring_backward(
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
 
 
-def _pack(shards: Rotation, shard: Pair, plan: Plan) -> Packet | None:
-    """This rank's key and value side by side, as far as other ranks need them."""
+def _pack(shards: Rotation, shard: Pair, plan: Plan) -> tuple[Pair, Packet | None]:
+    """This rank's key and value side by side, as far as other ranks need them.
+
+    Also the pair to compute on: the packed one if it is whole, in which kernels find the tokens of
+    a head next to each other.
+    """
     reach = plan.reaches[plan.rank]
     if not reach.num_hops:
-        return None
+        return shard, None
     packet = shards.packet(plan.rank)
     for view, x in zip(packet.pair, shard, strict=True):
         view.copy_(x[:, :, slice(*reach.cols)])
-    return packet
+    whole = reach.cols == (0, shard[0].shape[2])
+    return packet.pair if whole else shard, packet
 
 
 def _add(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtensor_ring.layout import Layout, as_layout
+from dtensor_ring.balanced import Balanced
+from dtensor_ring.layout import LAYOUTS, Layout, as_layout
 from dtensor_ring.mask import Mask
-from dtensor_ring.plan import Documents, Plan, plan
+from dtensor_ring.plan import Documents, Plan, as_documents, plan
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Schedule:
     layout: Layout
     mask: Mask
     seq_len: int
+    documents: Documents | None
     plans: tuple[Plan, ...]
 
     @property
@@ -31,12 +32,24 @@ class Schedule:
         totals = [sum(steps) for steps in self.areas]
         return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
+    def imbalances(self) -> dict[str, float]:
+        """The imbalance of every layout that can deal this length, by name."""
+        problem = self.mask, self.seq_len, len(self.plans), self.documents
+        found = {self.layout.name: self.imbalance}
+        for name in (*LAYOUTS, Balanced.name):
+            if name not in found:
+                try:
+                    found[name] = describe_schedule(name, *problem).imbalance
+                except ValueError:  # striped, of a length that does not divide
+                    continue
+        return {name: found[name] for name in (*LAYOUTS, Balanced.name) if name in found}
+
     def __str__(self) -> str:
         areas = self.areas
         whole = max(1, sum(map(sum, areas)))
         num_steps = len(areas[0])
         lines = [
-            f"{self.layout.name}, left {_bound(self.mask.left)}, right {_bound(self.mask.right)}: "
+            f"{self.layout.name}, {_bounds(self.mask)}: "
             f"{self.seq_len} tokens on {len(areas)} ranks, {num_steps} steps",
             "share of all work, %  " + "".join(f"{f'step {i}':>9}" for i in range(num_steps)),
         ]
@@ -44,7 +57,8 @@ class Schedule:
         for rank, steps in enumerate(areas):
             cells = "".join(f"{100 * area / whole:9.2f}" for area in [*steps, sum(steps)])
             lines.append(f"{f'rank {rank}':<22}{cells}")
-        lines.append(f"busiest rank over mean: {self.imbalance:.3f}")
+        others = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances().items())
+        lines += [f"busiest rank over mean: {self.imbalance:.3f}", f"by layout: {others}"]
         return "\n".join(lines)
 
 
@@ -58,14 +72,15 @@ def describe_schedule(
     """What each rank computes at each step of a ring, in shares of the whole work.
 
     Args:
-        layout: a layout or its name.
-        mask: the band of lags, in tokens.
+        layout: a layout or its name; "balanced" is the one for this mask and these documents, in
+            small blocks.
+        mask: which keys a query sees.
         seq_len: global length, in tokens.
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
 
     Returns:
-        A `Schedule`; print it.
+        A `Schedule`; print it. The last line has the balance of the other layouts, too.
 
     Raises:
         TypeError: if the mask is no `Mask`.
@@ -78,24 +93,25 @@ def describe_schedule(
         rank 0                    27.78     0.00    27.78
         rank 1                    27.78    44.44    72.22
         busiest rank over mean: 1.444
+        by layout: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
-    chosen, documents = as_layout(layout), _documents(cu_seqlens)
+    documents, num_ranks = as_documents(cu_seqlens), max(1, world_size)
+    if layout == Balanced.name:
+        block = max(1, min(256, seq_len // (16 * num_ranks)))
+        layout = Balanced(mask, seq_len, num_ranks, documents, block)
+    chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
     plans = tuple(
         plan(chosen, mask, rank, world_size, seq_len, documents)
-        for rank in range(max(1, world_size))  # that there are no ranks is for plan to refuse
+        for rank in range(num_ranks)  # that there are no ranks is for plan to refuse
     )
-    return Schedule(chosen, mask, seq_len, plans)
+    return Schedule(chosen, mask, seq_len, documents, plans)
 
 
-def _documents(cu_seqlens: Any) -> Documents | None:
-    if cu_seqlens is None:
-        return None
-    rows: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
-    nested = bool(rows) and isinstance(rows[0], Sequence)
-    return tuple(tuple(row) for row in rows) if nested else (tuple(rows),)
-
-
-def _bound(bound: int | None) -> str:
-    return "-" if bound is None else str(bound)
+def _bounds(mask: Mask) -> str:
+    """The bounds of a mask, in words: left and right always, the others where there are."""
+    counts = {"left": mask.left, "right": mask.right}
+    counts |= {"chunk": mask.chunk} if mask.chunk else {}
+    counts |= {"prefix": mask.prefix} if mask.prefix else {}
+    return ", ".join(f"{name} {'-' if n is None else n}" for name, n in counts.items())

@@ -15,7 +15,7 @@ from dtensor_ring.annotation import annotate, group_layout
 from dtensor_ring.dtensor import SEQUENCE, backward, bind, forward
 from dtensor_ring.layout import Layout
 from dtensor_ring.mask import Mask
-from dtensor_ring.op import default_scale
+from dtensor_ring.op import Options, default_scale
 
 aten = torch.ops.aten
 
@@ -89,8 +89,7 @@ def _forward_handler(previous: Handler | None) -> Handler:
         _refuse(bound)
         if query.ndim != 4:  # only the composite op takes these: its parts come back here
             return op.decompose(*args, **kwargs)
-        scoring = _scoring(bound)
-        out, lse = forward(query, key, value, None, None, *scoring)
+        out, lse = forward(query, key, value, _options(bound))
         return _like_returns(op, out, lse)
 
     return handle
@@ -104,7 +103,7 @@ def _backward_handler(previous: Handler | None) -> Handler:
             return _as_before(previous, op, args, kwargs)
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
         tensors = (query, key, value, bound["out"], bound["logsumexp"])
-        *grads, _ = backward(grad_out, None, *tensors, None, None, *_scoring(bound))
+        *grads, _ = backward(grad_out, None, *tensors, _options(bound))
         return (*grads, None)[: len(op._schema.returns)]
 
     return handle
@@ -192,13 +191,13 @@ def _refuse(bound: dict[str, Any]) -> None:
         )
 
 
-def _scoring(bound: dict[str, Any]) -> tuple[Any, ...]:
-    """Left, right, scale, softcap and kernel of a call of an aten attention."""
+def _options(bound: dict[str, Any]) -> Options:
+    """Those of a call of an aten attention."""
     mask = Mask.causal() if bound["is_causal"] else Mask.full()
     scale = bound["scale"]
     if scale is None:
         scale = default_scale(bound["query"].shape[3])
-    return mask.left, mask.right, scale, 0.0, None
+    return Options(left=mask.left, right=mask.right, scale=scale)
 
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:

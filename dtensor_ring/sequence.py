@@ -8,7 +8,8 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.annotation import assumed_layout, axis_group
+from dtensor_ring.annotation import assumed_layout, axis_group, axis_layout
+from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import Layout
 from dtensor_ring.sdpa import set_sequence_layout
 
@@ -23,7 +24,7 @@ def shard_sequence(
         mesh: the 1-D mesh of the ring.
         dim: the dimension of the sequence.
         layout: annotates the mesh, see `set_sequence_layout`. By default the mesh's own layout,
-            contiguous if it has none.
+            contiguous if it has none. A `Balanced` one is for this tensor, the next may differ.
 
     Returns:
         A DTensor with `Shard(dim)` over the mesh. Backward gives each rank the gradient of its own
@@ -42,7 +43,8 @@ def shard_sequence(
     dim = _canonical(dim, tensor.ndim)
     if layout is not None:
         set_sequence_layout(mesh, layout)
-    local = local_tokens(tensor, mesh, dim, assumed_layout(axis_group(mesh)))
+    chosen = layout if isinstance(layout, Balanced) else assumed_layout(axis_group(mesh))
+    local = local_tokens(tensor, mesh, dim, chosen)
     return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
@@ -72,18 +74,20 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
     )
 
 
-def unshard_sequence(dtensor: DTensor, dim: int) -> Tensor:
+def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
     """Gather a DTensor whole, its tokens in their original order.
 
     Args:
         dtensor: sharded in `dim` over one axis of its mesh, and in any way over the others.
         dim: the dimension of the sequence.
+        layout: the one that it was sharded with, if that was a `Balanced` one.
 
     Returns:
         The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
 
     Raises:
-        ValueError: if `dim` is not sharded over exactly one axis.
+        ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
+            and is not given.
         IndexError: if the tensor has no such dimension.
     """
     dim = _canonical(dim, dtensor.ndim)
@@ -93,15 +97,37 @@ def unshard_sequence(dtensor: DTensor, dim: int) -> Tensor:
             f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}; a "
             "tensor that was gathered by other means keeps the order of its layout"
         )
-    full = dtensor.full_tensor()
     group = dtensor.device_mesh.get_group(axes[0])
-    layout, world_size = assumed_layout(group), group.size()
+    if layout is None:
+        axis_layout(group, with_runs=False)
+    full, chosen, world_size = dtensor.full_tensor(), layout or assumed_layout(group), group.size()
     positions = [
         torch.arange(run.length, device=full.device) * run.stride + run.start
         for rank in range(world_size)
-        for run in layout.runs(rank, world_size, full.shape[dim])
+        for run in chosen.runs(rank, world_size, full.shape[dim])
     ]
     return full.index_select(dim, torch.cat(positions).argsort()) if positions else full
+
+
+def sequence_runs(layout: Balanced) -> Tensor:
+    """The runs of a layout that belongs to one batch, as `ring_attention` takes them.
+
+    Returns:
+        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank; those
+        without a token fill up. R is that of as many runs as there could be for this length, world
+        size and block, so that other documents do not recompile a graph.
+
+    Example:
+        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=2)
+        >>> sequence_runs(layout).tolist()
+        [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    """
+    world_size, table = layout.world_size, []
+    for rank in range(world_size):
+        runs = layout.runs(rank, world_size, layout.seq_len)
+        filling = [(0, 0)] * (layout.max_runs - len(runs))
+        table.append([(run.start, run.length) for run in runs] + filling)
+    return torch.tensor(table, dtype=torch.int32).view(world_size, layout.max_runs, 2)
 
 
 def _canonical(dim: int, ndim: int) -> int:

@@ -12,6 +12,9 @@ from dtensor_ring.mask import Mask
 Span = tuple[int, int]
 """A half-open range of indices."""
 
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where documents begin and end: those of the queries, and those of the keys."""
+
 FULL = Mask.full()
 CAUSAL = Mask.causal()
 
@@ -47,17 +50,20 @@ def shard_tiles(
     query_runs: tuple[Run, ...],
     key_runs: tuple[Run, ...],
     mask: Mask,
-    bounds: tuple[int, ...] | None = None,
+    bounds: Bounds,
     batch: int | None = None,
 ) -> list[Tile]:
-    """The tiles that cover what the queries of one shard see of the keys of another."""
+    """The tiles that cover what the queries of one shard see of the keys of another.
+
+    The chunks of the mask are among the bounds.
+    """
     tiles: list[Tile] = []
     row = 0
     for query in query_runs:
         col = 0
         for key in key_runs:
-            for spans in _same_document(query, key, bounds):
-                for tile in _run_tiles(query, key, *spans, mask):
+            for spans in _same_document(query, key, bounds, mask):
+                for tile in _run_tiles(query, key, *spans):
                     rows, cols = moved(tile.rows, row), moved(tile.cols, col)
                     tiles.append(Tile(rows, cols, tile.mask, batch))
             col += key.length
@@ -66,10 +72,7 @@ def shard_tiles(
 
 
 def seen_cols(
-    query_runs: tuple[Run, ...],
-    key_runs: tuple[Run, ...],
-    mask: Mask,
-    bounds: tuple[int, ...] | None = None,
+    query_runs: tuple[Run, ...], key_runs: tuple[Run, ...], mask: Mask, bounds: Bounds
 ) -> Span | None:
     """The columns of one shard from the first to the last that the queries of another see.
 
@@ -80,8 +83,8 @@ def seen_cols(
         col = 0
         for key in key_runs:
             for backwards in (False, True):
-                for spans in _same_document(query, key, bounds, backwards):
-                    tiles = list(_run_tiles(query, key, *spans, mask))
+                for spans in _same_document(query, key, bounds, mask, backwards):
+                    tiles = list(_run_tiles(query, key, *spans))
                     seen += [moved(tile.cols, col) for tile in tiles]
                     if tiles:
                         break
@@ -99,21 +102,29 @@ def _run_tiles(
 
 
 def _same_document(
-    query: Run, key: Run, bounds: tuple[int, ...] | None, backwards: bool = False
-) -> Iterator[tuple[Span, Span]]:
-    """Pairs of index ranges of the two runs, one for each document that both hold tokens of."""
-    if bounds is None:
-        yield (0, query.length), (0, key.length)
-        return
-    first = bisect_right(bounds, max(query.start, key.start)) - 1
-    last_position = min(query.position(query.length - 1), key.position(key.length - 1))
-    last = min(bisect_right(bounds, last_position) - 1, len(bounds) - 2)
-    documents = range(first, last + 1)
+    query: Run, key: Run, bounds: Bounds, mask: Mask, backwards: bool = False
+) -> Iterator[tuple[Span, Span, Mask]]:
+    """Index ranges of the two runs, with a band, for each document that both hold tokens of."""
+    sides = tuple(zip(bounds, (query, key), strict=True))
+    first = max(bisect_right(ends, run.start) - 1 for ends, run in sides)
+    last = min(bisect_right(ends, run.position(run.length - 1)) - 1 for ends, run in sides)
+    documents = range(first, min(last, len(bounds[0]) - 2) + 1)
     for document in reversed(documents) if backwards else documents:
-        begin, end = bounds[document], bounds[document + 1]
-        query_span, key_span = query.indices(begin, end), key.indices(begin, end)
-        if length(query_span) and length(key_span):
-            yield query_span, key_span
+        query_span = query.indices(bounds[0][document], bounds[0][document + 1])
+        parts = list(_prefix_parts(bounds[1][document], bounds[1][document + 1], mask))
+        for begin, end, band in reversed(parts) if backwards else parts:
+            key_span = key.indices(begin, end)
+            if length(query_span) and length(key_span):
+                yield query_span, key_span, band
+
+
+def _prefix_parts(begin: int, end: int, mask: Mask) -> Iterator[tuple[int, int, Mask]]:
+    """The keys of a document in one piece, or its prefix and what follows it."""
+    inner = min(begin + (mask.prefix or 0), end)
+    if inner > begin:
+        yield begin, inner, Mask(mask.left, None)
+    if inner < end:
+        yield inner, end, Mask(mask.left, mask.right)
 
 
 def _index_band(

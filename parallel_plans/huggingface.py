@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtensor_ring.annotation import axis_group
 from dtensor_ring.layout import Layout, as_layout, shard_length
 from dtensor_ring.mask import Mask
-from dtensor_ring.op import default_scale, ring_op
+from dtensor_ring.op import Options, default_scale, ring_op
 from dtensor_ring.sdpa import set_sequence_layout
 from dtensor_ring.sequence import from_local_tokens, local_tokens
 
@@ -269,8 +269,14 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = Mask.causal() if causal else Mask.full()
     scale = default_scale(query.shape[-1]) if scaling is None else scaling
-    out, _lse = ring_op(
-        *(query, key, value, None, None, ring.seq_len, ring.layout, mask.left, mask.right),
-        *(scale, 0.0, None, ring.group_name),
+    options = Options(
+        seq_len=ring.seq_len,
+        key_seq_len=ring.seq_len,
+        layout=ring.layout,
+        left=mask.left,
+        right=mask.right,
+        scale=scale,
+        group_name=ring.group_name,
     )
+    out, _lse = ring_op(query, key, value, *options)
     return out.transpose(1, 2), None

@@ -6,6 +6,7 @@ Built from the mask's definition alone (positions and document ids), without pla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,22 +30,41 @@ class Result:
         return list(torch.autograd.grad(outputs, self.inputs, grads, retain_graph=True))
 
 
-def visible(mask: Mask, seq_len: int, batch: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """`(B, 1, S, S)`: which query (row) sees which key (column)."""
-    position = torch.arange(seq_len)
-    lag = position.unsqueeze(1) - position
-    seen = torch.ones(batch, 1, seq_len, seq_len, dtype=torch.bool)
+def visible(
+    mask: Mask,
+    seq_lens: tuple[int, int],
+    batch: int,
+    cu_seqlens: Tensor | None = None,
+    key_cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`(B, 1, S, T)`: which query (row) sees which key (column); both count from position 0."""
+    query, key = torch.arange(seq_lens[0]).unsqueeze(1), torch.arange(seq_lens[1])
+    lag = query - key
+    seen = torch.ones(batch, 1, *seq_lens, dtype=torch.bool)
     if mask.left is not None:
         seen &= lag <= mask.left
+    if mask.chunk is not None:
+        seen &= query // mask.chunk == key // mask.chunk
+    query_ids, _ = document_ids(seq_lens[0], batch, cu_seqlens)
+    key_ids, key_starts = document_ids(
+        seq_lens[1], batch, cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+    )
     if mask.right is not None:
-        seen &= -lag <= mask.right
+        in_prefix = (key - key_starts < (mask.prefix or 0))[:, None, None]
+        seen &= (-lag <= mask.right) | in_prefix
+    same_document = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
+    return seen & (same_document & (query_ids >= 0).unsqueeze(2)).unsqueeze(1)
+
+
+def document_ids(seq_len: int, batch: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each token's document, -1 if it is in none, and where that starts: both `(B, S)`."""
+    ids = torch.full((batch, seq_len), 0 if cu_seqlens is None else -1)
+    starts = torch.zeros(batch, seq_len, dtype=torch.int)
     if cu_seqlens is not None:
-        rows = cu_seqlens if cu_seqlens.ndim == 2 else cu_seqlens.expand(batch, -1)
-        for row, bounds in enumerate(rows):
-            document = (position.unsqueeze(1) >= bounds).sum(1)
-            inside = position < bounds[-1]
-            seen[row] &= (document.unsqueeze(1) == document) & inside & inside.unsqueeze(1)
-    return seen
+        for row, bounds in enumerate(cu_seqlens.expand(batch, -1).tolist()):
+            for document, (begin, end) in enumerate(pairwise(bounds)):
+                ids[row, begin:end], starts[row, begin:end] = document, begin
+    return ids, starts
 
 
 def dense_attention(
@@ -54,14 +74,12 @@ def dense_attention(
     mask: Mask,
     *,
     cu_seqlens: Tensor | None = None,
+    key_cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Result:
-    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf).
-
-    Where query and key differ in length, both count from position 0.
-    """
+    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf)."""
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     if sinks is not None:
         inputs.append(sinks.detach().double().requires_grad_())
@@ -71,8 +89,7 @@ def dense_attention(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     num_rows, num_cols = scores.shape[2:]
-    seen = visible(mask, max(num_rows, num_cols), q.shape[0], cu_seqlens)
-    seen = seen[:, :, :num_rows, :num_cols]
+    seen = visible(mask, (num_rows, num_cols), q.shape[0], cu_seqlens, key_cu_seqlens)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = inputs[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_ring import Mask
+from dtensor_ring import Balanced, Mask, sequence_runs
 from dtensor_ring.layout import Layout
-from dtensor_ring.op import ring_op
+from dtensor_ring.op import Options, ring_op
 from dtensor_ring.plan import Documents, Plan, plan
 from tests.dense import Result, dense_attention, visible
 
@@ -28,28 +28,40 @@ class Ring:
     seq_len: int
     mask: Mask
     documents: Documents | None = None
+    key_seq_len: int | None = None
+    key_documents: Documents | None = None
 
     @property
     def batch(self) -> int:
-        return max(2, len(self.documents or ()))
+        return max(2, len(self.documents or ()), len(self.key_documents or ()))
+
+    @property
+    def seq_lens(self) -> tuple[int, int]:
+        """Of the queries, and of the keys."""
+        return self.seq_len, self.seq_len if self.key_seq_len is None else self.key_seq_len
 
     def plans(self) -> list[Plan]:
         return [
-            plan(self.layout, self.mask, rank, self.world_size, self.seq_len, self.documents)
+            plan(
+                *(self.layout, self.mask, rank, self.world_size, self.seq_len, self.documents),
+                *(self.key_seq_len, self.key_documents),
+            )
             for rank in range(self.world_size)
         ]
 
-    def positions(self, rank: int) -> Tensor:
-        return torch.tensor(self.layout.positions(rank, self.world_size, self.seq_len)).long()
+    def positions(self, rank: int, of_keys: bool = False) -> Tensor:
+        seq_len = self.seq_lens[of_keys]
+        return torch.tensor(self.layout.positions(rank, self.world_size, seq_len)).long()
 
-    def cu_seqlens(self) -> Tensor | None:
+    def cu_seqlens(self, of_keys: bool = False) -> Tensor | None:
         """One row is for the whole batch."""
-        rows = self.documents
+        rows = self.key_documents if of_keys else self.documents
         return None if rows is None else torch.tensor(rows if len(rows) > 1 else rows[0]).int()
 
     def visible(self) -> Tensor:
-        """`(B, S, S)`, from positions and document ids alone."""
-        return visible(self.mask, self.seq_len, self.batch, self.cu_seqlens())[:, 0]
+        """`(B, S, T)`, from positions and document ids alone."""
+        bounds = self.cu_seqlens(), self.cu_seqlens(of_keys=True)
+        return visible(self.mask, self.seq_lens, self.batch, *bounds)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -74,11 +86,15 @@ class Case:
     def inputs(self) -> list[Tensor]:
         """Global query, key, value, and sinks if there are any."""
         (heads, kv_heads), (head_dim, value_dim) = self.heads, self.head_dims
-        shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+        seq_len, key_seq_len = self.ring.seq_lens
+        shapes = (
+            (heads, seq_len, head_dim),
+            (kv_heads, key_seq_len, head_dim),
+            (kv_heads, key_seq_len, value_dim),
+        )
         generator = torch.Generator().manual_seed(1)
         tensors = [
-            torch.randn(self.batch, n, self.ring.seq_len, h, generator=generator).to(self.dtype)
-            for n, h in shapes
+            torch.randn(self.batch, *shape, generator=generator).to(self.dtype) for shape in shapes
         ]
         return tensors + ([torch.tensor(self.sinks, dtype=self.wide)] if self.sinks else [])
 
@@ -92,18 +108,34 @@ class Case:
 
     def shards(self, rank: int) -> list[Tensor]:
         """A rank's inputs: token-major, as projections yield them, and not contiguous."""
-        return [local(x, self.ring.positions(rank)).requires_grad_() for x in self.inputs()]
+        query, *keys = self.inputs()
+        shards = [local(query, self.ring.positions(rank))]
+        shards += [local(x, self.ring.positions(rank, of_keys=True)) for x in keys]
+        return [x.requires_grad_() for x in shards]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
         """`(out, lse)` of a rank's shards."""
         return ring_op(query, key, value, *self.options(sinks))
 
-    def options(self, sinks: Tensor | None = None) -> tuple[Any, ...]:
+    def options(self, sinks: Tensor | None = None) -> Options:
         """What the op takes behind query, key and value."""
         ring, mask = self.ring, self.ring.mask
-        return (
-            *(ring.cu_seqlens(), sinks, ring.seq_len, ring.layout.name, mask.left, mask.right),
-            *(self.scale, self.softcap, self.kernel, dist.group.WORLD.group_name),
+        return Options(
+            cu_seqlens=ring.cu_seqlens(),
+            key_cu_seqlens=ring.cu_seqlens(of_keys=True),
+            runs=sequence_runs(ring.layout) if isinstance(ring.layout, Balanced) else None,
+            sinks=sinks,
+            seq_len=ring.seq_lens[0],
+            key_seq_len=ring.seq_lens[1],
+            layout=ring.layout.name,
+            left=mask.left,
+            right=mask.right,
+            chunk=mask.chunk,
+            prefix=mask.prefix,
+            scale=self.scale,
+            softcap=self.softcap,
+            kernel=self.kernel,
+            group_name=dist.group.WORLD.group_name,
         )
 
     def dense(self) -> Result:
@@ -111,6 +143,7 @@ class Case:
         return dense_attention(
             *(query, key, value, self.ring.mask),
             cu_seqlens=self.ring.cu_seqlens(),
+            key_cu_seqlens=self.ring.cu_seqlens(of_keys=True),
             sinks=sinks[0] if sinks else None,
             scale=self.scale,
             softcap=self.softcap,

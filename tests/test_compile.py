@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.op import default_scale, ring_backward_op, ring_op
+from dtensor_ring.op import Options, default_scale, ring_backward_op, ring_op
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
 
@@ -36,7 +36,9 @@ class ThreeAttentions(nn.Module):
         super().__init__()
         self.projections = nn.ModuleList(nn.Linear(features, 2 * features) for _ in range(3))
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, runs: Tensor | None = None
+    ) -> Tensor:
         """`x` is `(B, L, features)`: four query and two key heads."""
         for project, mask in zip(self.projections, (CAUSAL, Mask.sliding(5), FULL), strict=True):
             query, key, value = (
@@ -44,10 +46,18 @@ class ThreeAttentions(nn.Module):
                 for part in project(x).split((x.shape[-1], x.shape[-1] // 2, x.shape[-1] // 2), -1)
             )
             seq_len = x.shape[1] * dist.get_world_size()
-            out, _ = ring_op(
-                *(query, key, value, cu_seqlens, None, seq_len, "zigzag", mask.left, mask.right),
-                *(default_scale(8), 0.0, None, dist.group.WORLD.group_name),
+            options = Options(
+                cu_seqlens=cu_seqlens,
+                runs=runs,
+                seq_len=seq_len,
+                key_seq_len=seq_len,
+                layout="zigzag",
+                left=mask.left,
+                right=mask.right,
+                scale=default_scale(8),
+                group_name=dist.group.WORLD.group_name,
             )
+            out, _ = ring_op(query, key, value, *options)
             x = out.transpose(1, 2).flatten(2)
         return x
 

@@ -33,7 +33,7 @@ def test_named_masks(mask: Mask, seen_by_4: list[int]) -> None:
 def test_sees_what_the_dense_mask_shows(left: int | None, right: int | None) -> None:
     mask = Mask.local(left, right)
     seen = [[mask.sees(query, key) for key in range(10)] for query in range(10)]
-    assert torch.equal(torch.tensor(seen), visible(mask, 10, 1)[0, 0])
+    assert torch.equal(torch.tensor(seen), visible(mask, (10, 10), 1)[0, 0])
 
 
 def test_masks_are_values() -> None:
@@ -45,8 +45,8 @@ def test_masks_are_values() -> None:
 @pytest.mark.parametrize(
     ("left", "right", "error", "message"),
     [
-        (-1, 0, ValueError, "Mask left counts tokens and is not negative, got -1; None means"),
-        (None, -2, ValueError, "Mask right counts tokens and is not negative, got -2; None means"),
+        (-1, 0, ValueError, "Mask left counts tokens and is at least 0, got -1; None means"),
+        (None, -2, ValueError, "Mask right counts tokens and is at least 0, got -2; None means"),
         (1.5, 0, TypeError, "Mask left is an int or None, got float"),
         (None, True, TypeError, "Mask right is an int or None, got bool"),
     ],

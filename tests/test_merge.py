@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtensor_ring import Mask
 from dtensor_ring.merge import GradientSum, Partial, cols_of, merge_, rows_of
+from dtensor_ring.order import TOKEN_MAJOR, Order, in_order
 from dtensor_ring.tile import FULL, Tile
 from tests.dense import dense_attention
 
@@ -78,10 +79,14 @@ def tiles_of(num_rows: int, num_cols: int, batch: int) -> list[Tile]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [1, -1], ids=["whole first", "whole last"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_partial_merges_tiles(dtype: torch.dtype, order: int, with_sinks: bool) -> None:
+@pytest.mark.parametrize("memory_order", [TOKEN_MAJOR, (0, 1, 2, 3)])
+def test_partial_merges_tiles(
+    dtype: torch.dtype, order: int, with_sinks: bool, memory_order: Order
+) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, n, 4).to(dtype) for n in (ROWS, COLS, COLS))
     sinks = torch.randn(3) if with_sinks else None
+    query = in_order(query, memory_order, dtype)
     partial, wide = Partial(query, 4), torch.promote_types(dtype, torch.float32)
     for tile in tiles_of(ROWS, COLS, 2)[::order]:
         rows, cols = rows_of(tile), cols_of(tile)
@@ -90,7 +95,7 @@ def test_partial_merges_tiles(dtype: torch.dtype, order: int, with_sinks: bool) 
     out, lse = partial.result(sinks)
     expected = dense_attention(query, key, value, Mask.full(), sinks=sinks)
     assert out.dtype == dtype
-    assert out.transpose(1, 2).is_contiguous(), "token-major"
+    assert out.permute(memory_order).is_contiguous(), "in the query's order"
     assert lse.dtype == wide
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected.out.detach(), rtol=0, atol=8 * eps)
@@ -110,7 +115,7 @@ def test_partial_of_nothing(sinks: Tensor | None) -> None:
 
 def test_a_single_whole_tile_is_kept_as_it_is() -> None:
     query = torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
-    out, lse = torch.randn(1, 3, 2, 4).bfloat16().transpose(1, 2), torch.randn(1, 2, 3)
+    out, lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
     partial = Partial(query, 4)
     partial.add(Tile((0, 3), (0, 3), FULL), out, lse)
     result = partial.result()

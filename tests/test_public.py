@@ -46,16 +46,28 @@ class TestSurface(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped),
             """\
+Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Any' = None, block: 'int'
+        = 256) -> None
+    .block
+    .cu_seqlens
+    .max_runs
+    .name
+    .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
 ContextParallel(layout: 'Layout | str' = 'zigzag', *, inputs: 'tuple[str, ...]' = ('query',
         'key', 'value')) -> 'None'
 Contiguous() -> None
     .name
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
-Mask(left: 'int | None', right: 'int | None') -> None
+Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix: 'int | None' =
+        None) -> None
     .causal() -> 'Mask'
+    .chunk
+    .chunked(chunk: 'int') -> 'Mask'
     .full() -> 'Mask'
     .left
     .local(left: 'int | None', right: 'int | None') -> 'Mask'
+    .prefix
+    .prefix_causal(prefix: 'int') -> 'Mask'
     .right
     .sees(self, query: 'int', key: 'int') -> 'bool'
     .sliding(window: 'int') -> 'Mask'
@@ -70,14 +82,16 @@ available_kernels() -> 'dict[str, str | None]'
 describe_schedule(layout: 'Layout | str', mask: 'Mask', seq_len: 'int', world_size: 'int',
         cu_seqlens: 'Any' = None) -> 'Schedule'
 ring_attention(query: 'Any', key: 'Any', value: 'Any', *, mask: 'Mask' = Mask(left=None,
-        right=0), cu_seqlens: 'Tensor | None' = None, sinks: 'Any' = None, scale: 'float | None'
-        = None, softcap: 'float' = 0.0, kernel: 'str | None' = None, mesh: 'DeviceMesh | None' =
-        None, return_lse: 'bool' = False) -> 'Any'
+        right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None, sinks: 'Any' =
+        None, scale: 'float | None' = None, softcap: 'float' = 0.0, kernel: 'str | None' = None,
+        mesh: 'DeviceMesh | None' = None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor |
+        None' = None, runs: 'Tensor | None' = None, validate: 'bool' = False) -> 'Any'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
+sequence_runs(layout: 'Balanced') -> 'Tensor'
 set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str') -> 'None'
 shard_sequence(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', layout: 'Layout | str | None' =
         None) -> 'DTensor'
-unshard_sequence(dtensor: 'DTensor', dim: 'int') -> 'Tensor'""",
+unshard_sequence(dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'""",
         )
 
 
@@ -200,11 +214,11 @@ def test_import_loads_nothing_else() -> None:
 
 # Layers 0 to 5: a module imports from its own layer and those below, and never in a circle.
 LAYERS = (
-    {"layout", "mask", "tile", "plan", "schedule"},
-    {"kernels", "merge", "execute"},
+    {"layout", "mask", "tile", "plan", "balanced", "schedule"},
+    {"order", "kernels", "merge", "execute"},
     {"buffer", "comm", "ring"},
     {"check", "op"},
-    {"annotation", "dtensor", "sdpa", "sequence", "attention", "style"},
+    {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
 )
 OPTIONAL = {"flash_attn", "flash_attn_interface", "torchtitan", "transformers", "triton"}
 OPTIONAL |= {"matplotlib", "rich"}

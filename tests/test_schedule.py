@@ -24,7 +24,8 @@ rank 0                     7.35     0.00     0.00     0.00     7.35
 rank 1                     7.35    11.76     0.00     0.00    19.12
 rank 2                     7.35    11.76    11.76     0.00    30.88
 rank 3                     7.35    11.76    11.76    11.76    42.65
-busiest rank over mean: 1.706""",
+busiest rank over mean: 1.706
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
     )
 
 
@@ -38,7 +39,8 @@ rank 0                     7.35     4.41     4.41     4.41    20.59
 rank 1                     7.35     7.35     4.41     4.41    23.53
 rank 2                     7.35     7.35     7.35     4.41    26.47
 rank 3                     7.35     7.35     7.35     7.35    29.41
-busiest rank over mean: 1.176""",
+busiest rank over mean: 1.176
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
     )
 
 
@@ -52,7 +54,8 @@ rank 0                     7.35     5.88     5.88     5.88    25.00
 rank 1                     7.35     5.88     5.88     5.88    25.00
 rank 2                     7.35     5.88     5.88     5.88    25.00
 rank 3                     7.35     5.88     5.88     5.88    25.00
-busiest rank over mean: 1.000""",
+busiest rank over mean: 1.000
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
     )
 
 
@@ -66,7 +69,8 @@ zigzag, left 3, right 2: 16 tokens on 2 ranks, 2 steps
 share of all work, %     step 0   step 1    total
 rank 0                    36.36     9.09    45.45
 rank 1                    47.27     7.27    54.55
-busiest rank over mean: 1.091""",
+busiest rank over mean: 1.091
+by layout: contiguous 1.091, striped 1.018, zigzag 1.091, balanced 1.006""",
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dtensor_ring.kernels.band import hidden, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
+from dtensor_ring.order import empty, order_of
 
 aten = torch.ops.aten
 
@@ -51,10 +52,9 @@ class CpuFlash(Kernel):
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         if mask in (Mask.full(), Mask.causal()):
             return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
-        batch, heads, num_rows, head_dim = query.shape
-        out = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
+        out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_empty(batch, heads, num_rows, dtype=wide)
+        lse = query.new_empty(query.shape[:3], dtype=wide)
         for rows, cols, bias in _blocks(query, key, mask):
             tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
             out[:, :, rows], lse[:, :, rows] = kernel(*tensors, attn_mask=bias, scale=scale)

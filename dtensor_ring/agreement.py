@@ -1,0 +1,58 @@
+"""Whether all ranks of a ring make the same call: else it would hang, or be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+LONGEST = 200
+"""Characters of a description that an error quotes."""
+
+
+def check_agreement(group: ProcessGroup, call: dict[str, Any]) -> None:
+    """Compare the arguments of a call, by name, over the ranks of a group.
+
+    Of query, key, value and sinks only what they are is compared, of other tensors the content.
+
+    Raises:
+        ValueError: on every rank, if some ranks pass something else; says who passes what.
+    """
+    mine = {name: _describe(name, x) for name, x in call.items()}
+    mine["gradients"] = _wants_gradients(call)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group)
+    differing = []
+    for name in mine:
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            ranks_by_text.setdefault(theirs[name], []).append(rank)
+        if len(ranks_by_text) > 1:
+            sides = (f"{_shortened(text)} on {ranks}" for text, ranks in ranks_by_text.items())
+            differing.append(f"{name}: " + ", ".join(sides))
+    if differing:
+        listed = "; ".join(differing)
+        raise ValueError(f"the ranks of a ring must make the same call, they differ in {listed}")
+
+
+def _describe(name: str, x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    kind = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {x.device.type}"
+    if isinstance(x, DTensor):
+        return f"{kind} {tuple(x.placements)}"
+    has_content = name in ("cu_seqlens", "key_cu_seqlens", "runs") and x.device.type == "cpu"
+    return f"{kind} {x.tolist()}" if has_content else kind
+
+
+def _wants_gradients(call: dict[str, Any]) -> str:
+    tensors = [x for x in call.values() if isinstance(x, Tensor)]
+    return str(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."

@@ -31,8 +31,9 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed ## measure the ring
+bench: $(VENV)/.installed ## measure the ring, and what masks cost
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
+	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -7,23 +7,14 @@ ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
 import argparse
-import json
-import os
-import platform
-import re
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from baselines import (
     Stages,
     StubKernels,
@@ -34,24 +25,23 @@ from baselines import (
     transfers,
     zigzag_shard,
 )
+from harness import HEAD_DIM, NUM_HEADS, ORDERS, STAGES, in_order, op_stages, origin, publish, spawn
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import Kernel
 from dtensor_ring.layout import ZigZag
 from dtensor_ring.mask import Mask
-from dtensor_ring.op import Options, default_scale, ring_backward_op, ring_op
+from dtensor_ring.op import Options, default_scale
 from dtensor_ring.plan import plan
 from dtensor_ring.ring import ring_backward, ring_forward
 
-ROOT = Path(__file__).resolve().parent.parent
-NUM_HEADS, HEAD_DIM = 8, 64
-STAGES = ("forward", "forward + backward")
-ORDERS = ("B, L, N, H", "B, N, L, H")
+MAX_SECONDS = 100
+"""For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +88,6 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def in_order(x: Tensor, order: str) -> Tensor:
-    """The same tensor with its dimensions in that order in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2) if order == ORDERS[0] else x.contiguous()
-
-
 def random_inputs(case: Case) -> list[Tensor]:
     """Gradient of the output, query, key and value of the whole sequence, alike on every rank."""
     torch.manual_seed(0)
@@ -111,27 +96,16 @@ def random_inputs(case: Case) -> list[Tensor]:
 
 
 def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
-    """Our op, as autograd calls it."""
-    grad_out, *inputs = shards
-    scale = default_scale(HEAD_DIM)
+    """Our op under a causal mask."""
     options = Options(
         seq_len=case.seq_len,
         key_seq_len=case.seq_len,
         layout="zigzag",
         right=0,
-        scale=scale,
+        scale=default_scale(HEAD_DIM),
         group_name=group.group_name,
     )
-    kept: list[Tensor] = []
-
-    def forward() -> list[Tensor]:
-        kept[:] = ring_op(*inputs, *options)
-        return kept[:1]
-
-    def backward() -> list[Tensor]:
-        return ring_backward_op(grad_out, None, *inputs, *kept, *options)[:3]
-
-    return forward, backward
+    return op_stages(shards, options)
 
 
 class StubKernel(Kernel):
@@ -201,37 +175,28 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     else:
         contenders["ours"] = our_ring(case, shards, group)
         contenders["single"] = single_process(whole, case.world_size)
-        check_agreement(contenders, case, rank)
+        case = affordable(case, lambda: check_agreement(contenders, case, rank))
     seconds = time_paired(
         contenders, case.repeats, lambda: dist.barrier(group), warmups=3 if case.stub else 0
     )
     return Measurement(case, seconds)
 
 
-def work(rank: int, world_size: int, folder: str, todo: list[Case]) -> None:
-    """Measure the cases of one world size; rank 0 leaves the results in the folder."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store{world_size}", world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
-    )
-    mesh = init_device_mesh("cpu", (world_size,))
-    with torch.no_grad():
-        results = [asdict(measure(case, mesh)) for case in todo]
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+def affordable(case: Case, warm_up: Callable[[], None]) -> Case:
+    """The case with as many repeats as its time allows, by what a first round takes on rank 0."""
+    start = time.perf_counter()
+    warm_up()
+    num = [max(2, min(case.repeats, int(MAX_SECONDS / (time.perf_counter() - start))))]
+    dist.broadcast_object_list(num)
+    return replace(case, repeats=num[0])
 
 
 def run(todo: list[Case]) -> list[Measurement]:
     """Measure the cases, each in a group of processes as large as it asks for."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     measurements = []
     for world_size in sorted({case.world_size for case in todo}):
         now = [case for case in todo if case.world_size == world_size]
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, (world_size, folder, now), nprocs=world_size)
-            results = json.loads(Path(folder, "results.json").read_text())
+        results = spawn(world_size, measure, now)
         measurements += [Measurement(Case(**r["case"]), r["seconds"]) for r in results]
     return measurements
 
@@ -250,20 +215,6 @@ def table(measurements: list[Measurement], columns: Columns, names: list[str]) -
                 *case, what, *times, *(f"{m.ratio(*pair, stage):.3f}" for pair in ratios)
             )
     return result
-
-
-def origin() -> dict[str, str]:
-    """Where the numbers come from: versions and hardware, no names of hosts or folders."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return {
-        "command": " ".join(["python benchmarks/ring.py", *sys.argv[1:]]),
-        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "processor": f"{os.cpu_count()} x {model[1] if model else platform.machine()}",
-        "load before": f"{os.getloadavg()[0]:.2f}",
-    }
 
 
 def report(console: Console, about: dict[str, str], measurements: list[Measurement]) -> None:
@@ -293,13 +244,8 @@ def main() -> None:
     quick = parser.parse_args().quick
     about = origin()
     measurements = run(cases(quick))
-    folder = ROOT / "out" if quick else ROOT / "benchmarks" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
     record = {"about": about, "measurements": [asdict(m) for m in measurements]}
-    (folder / "ring-cpu.json").write_text(json.dumps(record) + "\n")
-    with (folder / "ring-cpu.md").open("w") as file:
-        report(Console(file=file, width=120), about, measurements)
-    report(Console(width=120), about, measurements)
+    publish("ring-cpu", quick, record, lambda console: report(console, about, measurements))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _ASSUMED: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakK
 
 
 def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
-    """Remember the layout of a 1-D mesh.
+    """Remember the layout of a 1-D mesh; of the Balanced ones of its batches, the last.
 
     Raises:
         ValueError: if the mesh is not 1-D, the layout unknown or another than before.
@@ -36,12 +36,14 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
             f"sequences were sharded over {mesh} before it was annotated, which makes them "
             f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
         )
-    known = _LAYOUTS.setdefault(_world(), {}).setdefault(ranks, chosen)
+    layouts = _LAYOUTS.setdefault(_world(), {})
+    known = layouts.get(ranks, chosen)
     if known.name != chosen.name:
         raise ValueError(
             f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
             "already be sharded in that order; use the same layout, or another mesh"
         )
+    layouts[ranks] = chosen
 
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:

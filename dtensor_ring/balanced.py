@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dtensor_ring.layout import Layout, Run, ZigZag, shard_length
 from dtensor_ring.mask import Mask
-from dtensor_ring.plan import as_documents, visible_pairs
+from dtensor_ring.plan import as_documents, check_documents, visible_pairs
 
 TOLERANCE = 0.01
 """A busiest rank this much above the mean is balanced: trading further would only add runs."""
@@ -32,7 +32,7 @@ class Balanced(Layout):
             runs, hence fewer tiles.
 
     Raises:
-        ValueError: if `block` is not positive, or the boundaries are none.
+        ValueError: if `block` is not positive, or the boundaries are none of that sequence.
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
     >>> [layout.positions(rank, 2, 16) for rank in range(2)]
@@ -51,6 +51,7 @@ class Balanced(Layout):
         if self.block < 1:
             raise ValueError(f"a block holds at least one token, got {self.block}")
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
+        check_documents(self.world_size, self.seq_len, self.cu_seqlens)
 
     @property
     def max_runs(self) -> int:

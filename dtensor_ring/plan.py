@@ -90,8 +90,8 @@ def plan(
             cross attention has a mask that is not full.
     """
     key_seq_len = seq_len if key_seq_len is None else key_seq_len
-    _check(world_size, seq_len, documents)
-    _check(world_size, key_seq_len, key_documents)
+    check_documents(world_size, seq_len, documents)
+    check_documents(world_size, key_seq_len, key_documents, "key_cu_seqlens")
     if seq_len != key_seq_len or key_documents is not None:
         _check_cross(mask, (seq_len, key_seq_len), documents, key_documents)
     rows = _rows(mask, (seq_len, key_seq_len), documents, key_documents or documents)
@@ -177,14 +177,17 @@ def _cut(row: tuple[int, ...], seq_len: int, chunk: int | None) -> tuple[int, ..
     return row if chunk is None else tuple(sorted({*row, *range(0, row[-1], chunk)}))
 
 
-def _check(world_size: int, seq_len: int, documents: Documents | None) -> None:
+def check_documents(
+    world_size: int, seq_len: int, documents: Documents | None, name: str = "cu_seqlens"
+) -> None:
+    """Refuse boundaries that are none, calling them by that name; and a ring of no ranks."""
     if world_size < 1 or seq_len < 0:
         raise ValueError(f"cannot plan {seq_len} tokens on {world_size} ranks")
     for bounds in documents or ():
         steps_back = any(end < begin for begin, end in pairwise(bounds))
         if not bounds or bounds[0] != 0 or bounds[-1] > seq_len or steps_back:
             raise ValueError(
-                "cu_seqlens must start at 0, never decrease and end at or before the sequence "
+                f"{name} must start at 0, never decrease and end at or before the sequence "
                 f"length {seq_len}, got {list(bounds)}"
             )
 
@@ -201,6 +204,8 @@ def _check_cross(
             f"{seq_lens[0]} query and {seq_lens[1]} key tokens, or documents of their own, are "
             f"cross attention, which has no diagonal: it takes Mask.full() only, got {mask}"
         )
+    if () in (documents, key_documents):
+        return  # an empty batch has no boundaries to count
     counts = [None if rows is None else len(rows[0]) for rows in (documents, key_documents)]
     if counts[0] != counts[1]:
         raise ValueError(

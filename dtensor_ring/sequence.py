@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.annotation import assumed_layout, axis_group, axis_layout
+from dtensor_ring.annotation import assumed_layout, axis_group, group_layout
 from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import Layout
 from dtensor_ring.sdpa import set_sequence_layout
@@ -24,15 +25,16 @@ def shard_sequence(
         mesh: the 1-D mesh of the ring.
         dim: the dimension of the sequence.
         layout: annotates the mesh, see `set_sequence_layout`. By default the mesh's own layout,
-            contiguous if it has none. A `Balanced` one is for this tensor, the next may differ.
+            contiguous if it has none. A `Balanced` one is for this tensor, the next may differ, so
+            it has to be given each time.
 
     Returns:
         A DTensor with `Shard(dim)` over the mesh. Backward gives each rank the gradient of its own
         tokens, and zero for the others.
 
     Raises:
-        ValueError: if the mesh is not 1-D or has another layout, or the layout cannot deal the
-            length.
+        ValueError: if the mesh is not 1-D or has another layout, the layout cannot deal the
+            length, or it belongs to a batch and is not given.
         IndexError: if the tensor has no such dimension.
 
     Example:
@@ -43,8 +45,8 @@ def shard_sequence(
     dim = _canonical(dim, tensor.ndim)
     if layout is not None:
         set_sequence_layout(mesh, layout)
-    chosen = layout if isinstance(layout, Balanced) else assumed_layout(axis_group(mesh))
-    local = local_tokens(tensor, mesh, dim, chosen)
+    batch_layout = layout if isinstance(layout, Balanced) else None
+    local = local_tokens(tensor, mesh, dim, _chosen_layout(axis_group(mesh), batch_layout))
     return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
@@ -87,7 +89,7 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
 
     Raises:
         ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
-            and is not given.
+            and is not given, or is given and does not.
         IndexError: if the tensor has no such dimension.
     """
     dim = _canonical(dim, dtensor.ndim)
@@ -98,9 +100,8 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
             "tensor that was gathered by other means keeps the order of its layout"
         )
     group = dtensor.device_mesh.get_group(axes[0])
-    if layout is None:
-        axis_layout(group, with_runs=False)
-    full, chosen, world_size = dtensor.full_tensor(), layout or assumed_layout(group), group.size()
+    chosen, world_size = _chosen_layout(group, layout), group.size()
+    full = dtensor.full_tensor()
     positions = [
         torch.arange(run.length, device=full.device) * run.stride + run.start
         for rank in range(world_size)
@@ -128,6 +129,22 @@ def sequence_runs(layout: Balanced) -> Tensor:
         filling = [(0, 0)] * (layout.max_runs - len(runs))
         table.append([(run.start, run.length) for run in runs] + filling)
     return torch.tensor(table, dtype=torch.int32).view(world_size, layout.max_runs, 2)
+
+
+def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
+    """The given layout of a batch, else that of the axis."""
+    annotated = group_layout(group)
+    if given is not None and annotated is not None and annotated.name != given.name:
+        raise ValueError(
+            f"the axis is annotated {annotated.name}, so its tokens are in that order: leave the "
+            "layout out, or use a mesh that is annotated with a Balanced one"
+        )
+    if given is None and annotated is not None and annotated.name == Balanced.name:
+        raise ValueError(
+            "the axis is annotated balanced, so the order of its tokens belongs to a batch: pass "
+            "the Balanced layout of this one, layout=..."
+        )
+    return given or assumed_layout(group)
 
 
 def _canonical(dim: int, ndim: int) -> int:

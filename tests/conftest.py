@@ -1,8 +1,10 @@
-"""Fixtures: the pool of worker processes, and skipping what needs a GPU."""
+"""The pool of worker processes, skipping what needs a GPU, and counts of what was tried."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,23 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # the workers use the other cores, and small tensors want no threads
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-cases", type=int, default=100, help="by layout and ranks: 20 times")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How much was tried, where a test says so."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        counts.update(dict(report.user_properties))
+    for what, count in counts.items():
+        terminalreporter.write_line(f"{what}: {count:,}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +27,23 @@ class RankError(AssertionError):
         super().__init__("\n".join(failed))
 
 
+class Place(NamedTuple):
+    """Where the ranks of one run meet."""
+
+    port: int
+    prefix: str
+    world_size: int
+
+
 class Pool:
     """Runs a function on each rank of a fresh gloo group."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._workers: list[tuple[Any, Connection]] = []
+        # Not a FileStore: its readers, which poll, can keep a writer from its lock for minutes.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_runs = 0
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
@@ -45,10 +54,11 @@ class Pool:
             RankError: if any rank raised, or did not answer in time.
         """
         self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                pipe.send((Path(folder) / "store", rank, world_size, function, args))
-            answers = self._collect(world_size, timeout)
+        self._num_runs += 1
+        place = Place(self._store.port, f"run {self._num_runs}", world_size)
+        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            pipe.send((place, rank, function, args))
+        answers = self._collect(world_size, timeout)
         tracebacks = [error for _, error in answers]
         if any(tracebacks):
             raise RankError(tracebacks)
@@ -100,25 +110,24 @@ def _serve(pipe: Connection) -> None:
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
     while True:
         try:
-            store, rank, world_size, function, args = pipe.recv()
+            place, rank, function, args = pipe.recv()
         except EOFError:
             return
         try:
-            answer = _run_rank(store, rank, world_size, function, args), None
+            answer = _run_rank(place, rank, function, args), None
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
 
 
-def _run_rank(
-    store: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _run_rank(place: Place, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.manual_seed(0)
+    store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), world_size),
+        store=dist.PrefixStore(place.prefix, store),
         rank=rank,
-        world_size=world_size,
+        world_size=place.world_size,
         timeout=timedelta(seconds=60),
     )
     try:

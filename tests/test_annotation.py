@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from dtensor_ring import Contiguous, Striped, ZigZag, sequence_layout, set_sequence_layout
+from dtensor_ring import (
+    Balanced,
+    Contiguous,
+    Mask,
+    Striped,
+    ZigZag,
+    ring_attention,
+    sequence_layout,
+    sequence_runs,
+    set_sequence_layout,
+)
+from dtensor_ring.annotation import axis_layout
+from dtensor_ring.layout import Layout
+from tests.meshes import SEQUENCE
 from tests.pool import Pool
 
 SIZES, NAMES = (2, 2), ("dp", "cp")
@@ -45,6 +63,85 @@ def _check_forgotten(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sequence_layout(mesh) is None
     set_sequence_layout(mesh, layout)
+
+
+BALANCED = Balanced(Mask.causal(), 16, 2, (0, 10, 16), block=2)
+ANOTHER = Balanced(Mask.causal(), 16, 2, (0, 13, 16), block=2)
+
+# Two layouts of an axis one after the other, and the error; `None` is a use without one.
+TWICE: dict[str, tuple[Any, Any, str]] = {
+    "another batch": (BALANCED, ANOTHER, ""),
+    "balanced, zigzag": (BALANCED, ZigZag(), "is annotated balanced, it cannot become zigzag"),
+    "zigzag, balanced": (ZigZag(), BALANCED, "is annotated zigzag, it cannot become balanced"),
+    "used, balanced": (None, BALANCED, "contiguous, it cannot become balanced: annotate it first"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_annotated_twice(pool: Pool, name: str) -> None:
+    pool.run(2, _check_twice, *TWICE[name])
+
+
+def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    if first is None:
+        axis_layout(mesh.get_group(), with_runs=False)
+    else:
+        set_sequence_layout(mesh, first)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        set_sequence_layout(mesh, second)
+    assert sequence_layout(mesh) == (first if message else second)
+
+
+NEEDS_RUNS = r"is annotated balanced, .*call ring_attention\(\.\.\., runs=sequence_runs\(layout\)\)"
+# Annotation of the axis, whether the call brings runs, and its layout or the error.
+RESOLVED: dict[str, tuple[Layout | None, bool, Layout | str]] = {
+    "none": (None, False, Contiguous()),
+    "none, runs": (None, True, BALANCED),
+    "striped": (Striped(), False, Striped()),
+    "zigzag, runs": (ZigZag(), True, "is annotated zigzag, .* in that order: leave runs out, or"),
+    "balanced": (BALANCED, False, NEEDS_RUNS),
+    "balanced, runs of another batch": (ANOTHER, True, BALANCED),
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_layout_of_a_call(pool: Pool, name: str) -> None:
+    pool.run(2, _check_resolved, *RESOLVED[name])
+
+
+def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout | str) -> None:
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(3, 1, 2, 16, 4)
+    if annotated:
+        set_sequence_layout(mesh, annotated)
+    layout = Contiguous() if isinstance(expected, str) else expected
+    mine = layout.positions(dist.get_rank(), 2, 16)
+    local = [x[:, :, mine].clone() for x in whole]
+    sharded = [DTensor.from_local(x, mesh, [SEQUENCE], run_check=False) for x in local]
+    runs = sequence_runs(BALANCED) if with_runs else None
+    if isinstance(expected, str):
+        for inputs, options in (local, {"mesh": mesh}), (sharded, {}):
+            with pytest.raises(ValueError, match=expected):
+                ring_attention(*inputs, runs=runs, **options)
+    else:
+        assert axis_layout(mesh.get_group(), with_runs) == expected.name
+        dense = F.scaled_dot_product_attention(*whole, is_causal=True)[:, :, mine]
+        torch.testing.assert_close(ring_attention(*local, runs=runs, mesh=mesh), dense)
+        torch.testing.assert_close(ring_attention(*sharded, runs=runs).to_local(), dense)
+
+
+def test_unmodified_attention_has_no_runs(pool: Pool) -> None:
+    pool.run(2, _check_unmodified)
+
+
+def _check_unmodified() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, BALANCED)
+    x = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [SEQUENCE], run_check=False)
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        for options in ({}, {"is_causal": True}):
+            with mode(), pytest.raises(ValueError, match=NEEDS_RUNS):
+                F.scaled_dot_product_attention(x, x, x, **options)
 
 
 REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
 from dtensor_ring.layout import as_layout
 from tests.dense import dense_attention
+from tests.meshes import eager_and_compiled, random_inputs
 from tests.pool import Pool
-from tests.test_dtensor import eager_and_compiled, random_inputs
 
 SEQ_LEN = 12
 
@@ -100,7 +100,7 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
     "length of the key": (
         lambda x, mesh: {"query": x[:, :, :3]},
         ValueError,
-        "query and key must be shards of one sequence",
+        "6 query and 8 key tokens, .*cross attention, which has no diagonal: it takes Mask.full",
     ),
     "cu_seqlens of int64": (
         lambda x, mesh: {"cu_seqlens": torch.tensor([0, 8])},
@@ -111,6 +111,26 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         lambda x, mesh: {"cu_seqlens": torch.tensor([0, 9]).int()},
         ValueError,
         r"length 8, got \[0, 9\]",
+    ),
+    "key_cu_seqlens under a causal mask": (
+        lambda x, mesh: {"key_cu_seqlens": torch.tensor([0, 8]).int()},
+        ValueError,
+        "documents of their own, are cross attention, which has no diagonal: it takes Mask.full",
+    ),
+    "key_cu_seqlens alone": (
+        lambda x, mesh: {"key_cu_seqlens": torch.tensor([0, 8]).int(), "mask": Mask.full()},
+        ValueError,
+        "as many boundaries in cu_seqlens as in key_cu_seqlens, got none and 2",
+    ),
+    "runs of int64": (
+        lambda x, mesh: {"runs": torch.tensor([[[0, 4]], [[4, 4]]])},
+        ValueError,
+        r"runs must be int32, got torch.int64; use \.int\(\)",
+    ),
+    "runs of another batch": (
+        lambda x, mesh: {"runs": torch.tensor([[[0, 3]], [[3, 3]]]).int()},
+        ValueError,
+        "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",
     ),
     "sinks": (
         lambda x, mesh: {"sinks": torch.zeros(1)},

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring import Mask, ZigZag
-from dtensor_ring.check import documents_of
+from dtensor_ring.check import documents_of, run_table
+from dtensor_ring.layout import RunTable
 from dtensor_ring.op import Options, ring_op
 from tests.pool import Pool
 from tests.rings import Case, Ring
@@ -52,6 +53,16 @@ def bounds(*values: Any, dtype: torch.dtype = torch.int32) -> Change:
     return options(cu_seqlens=torch.tensor(values, dtype=dtype))
 
 
+def key_bounds(*values: Any, dtype: torch.dtype = torch.int32) -> Change:
+    """With one query document and the mask of cross attention."""
+    key_cu_seqlens = torch.tensor(values, dtype=dtype)
+    return options(right=None, cu_seqlens=torch.tensor([0, 8]).int(), key_cu_seqlens=key_cu_seqlens)
+
+
+def runs(*values: Any, dtype: torch.dtype = torch.int32, **changes: Any) -> Change:
+    return options(layout="balanced", runs=torch.tensor(values, dtype=dtype), **changes)
+
+
 def to(*args: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     return dict.fromkeys(("query", "key", "value"), lambda x: x.to(*args))
 
@@ -75,7 +86,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "value length": (tensors(value=lambda x: x[:, :, :3]), "in batch, heads or length: query (2,"),
     "key length": (
         tensors(key=lambda x: x[:, :, :3], value=lambda x: x[:, :, :3]),
-        "query and key must be shards of one sequence, got query (2, 4, 4, 8), key (2, 2, 3, 8)",
+        " of 2 holds 3 tokens, but its shard of a sequence of 8 has 4",
     ),
     "head dim": (tensors(key=lambda x: x[..., :6]), "query and key must have one head dim, got"),
     "heads": (
@@ -92,13 +103,23 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "sinks with dims": (options(sinks=torch.zeros(1, 4)), "shape (4,), got (1, 4)"),
     "local length": (
-        options(seq_len=12),
+        options(seq_len=12, key_seq_len=12),
         " of 2 holds 4 tokens, but its shard of a sequence of 12 has 6",
     ),
     "layout": (options(layout="ring"), "unknown layout 'ring'; known layouts: contiguous, striped"),
     "layout of DTensors": (options(layout=""), "unknown layout ''; known layouts: contiguous, st"),
-    "striped": (options(layout="striped", seq_len=7), "got 7; pad it to 8 tokens or use zigzag or"),
-    "mask": (options(left=-1), "Mask left counts tokens and is not negative, got -1; None means"),
+    "striped": (options(layout="striped", seq_len=7, key_seq_len=7), "got 7; pad it to 8 tokens or use zigzag or"),
+    "mask": (options(left=-1), "Mask left counts tokens and is at least 0, got -1; None means"),
+    "chunk and prefix": (options(chunk=4, prefix=2), "a mask has chunks or a prefix, not both"),
+    "causal cross attention": (
+        options(key_seq_len=6),
+        "8 query and 6 key tokens, or documents of their own, are cross attention, which has no "
+        "diagonal: it takes Mask.full() only, got Mask(left=None, right=0",
+    ),
+    "keys' length in cross attention": (
+        options(key_seq_len=6, right=None),
+        " of 2 holds 4 tokens, but its shard of a sequence of 6 has 3",
+    ),
     "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: flash_attn2, cuda_"),
     "kernel's reason": (
         options(kernel="cpu_flash", softcap=1.0),
@@ -115,6 +136,38 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         "cu_seqlens must have shape (D+1,) or (2, D+1), got (3, 2)",
     ),
     "0-d bounds": (options(cu_seqlens=torch.tensor(0).int()), "or (2, D+1), got ()"),
+    "int64 key bounds": (
+        key_bounds(0, 8, dtype=torch.int64),
+        "key_cu_seqlens must be int32, got torch.int64; use .int()",
+    ),
+    "key bounds beyond": (key_bounds(0, 9), "key_" + BOUNDS + "got [0, 9]"),
+    "key bounds of another batch": (
+        key_bounds([0, 8], [0, 8], [0, 8]),
+        "key_cu_seqlens must have shape (D+1,) or (2, D+1), got (3, 2)",
+    ),
+    "more key documents": (
+        key_bounds(0, 5, 8),
+        "as many boundaries in cu_seqlens as in key_cu_seqlens, got 2 and 3",
+    ),
+    "balanced without runs": (options(layout="balanced"), "the balanced layout belongs to one bat"),
+    "int64 runs": (runs([[0, 4]], [[4, 4]], dtype=torch.int64), "runs must be int32, got torch.in"),
+    "runs of one rank": (runs([0, 4], [4, 4]), "of each rank, shape (W, R, 2), got (2, 2); see"),
+    "runs with strides": (runs([[0, 4, 2]], [[1, 4, 2]]), "shape (W, R, 2), got (2, 1, 3); see"),
+    "runs with a gap": (runs([[0, 4]], [[5, 4]]), "hold each position once, not so position 4"),
+    "runs that overlap": (runs([[0, 4]], [[3, 4]]), "each position once, not so position 4"),
+    "uneven runs": (runs([[0, 3]], [[3, 5]]), "runs must give the ranks [4, 4] tokens, got [3, 5]"),
+    "runs that do not cover": (
+        runs([[0, 3]], [[3, 3]]),
+        "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",
+    ),
+    "runs of another ring": (
+        runs([[0, 3]], [[3, 3]], [[6, 2]]),
+        "these runs deal 8 tokens to 3 ranks, not 8 tokens to 2; make a layout for each batch",
+    ),
+    "runs of the queries only": (
+        runs([[0, 4]], [[4, 4]], key_seq_len=6, right=None),
+        "these runs deal 8 tokens to 2 ranks, not 6 tokens to 2; make a layout for each batch",
+    ),
 }
 
 
@@ -144,20 +197,36 @@ def _refusals() -> tuple[dict[str, str], bool]:
     return messages, bool(out.isfinite().all())
 
 
-def test_boundaries_on_another_device() -> None:
-    elsewhere = torch.zeros(2, dtype=torch.int32, device="meta")
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("cu_seqlens", lambda x: documents_of(x, "cu_seqlens", 2)),
+        ("key_cu_seqlens", lambda x: documents_of(x, "key_cu_seqlens", 2)),
+        ("runs", run_table),
+    ],
+)
+def test_on_another_device(name: str, read: Callable[[Tensor], Any]) -> None:
     message = (
-        "cu_seqlens must be on the CPU, where the ring is planned, got meta; move it once per "
-        "batch with cu_seqlens.cpu()"
+        f"{name} must be on the CPU, where the ring is planned, got meta; move it once per "
+        f"batch with {name}.cpu()"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        documents_of(elsewhere, 2)
+        read(torch.zeros(2, dtype=torch.int32, device="meta"))
 
 
 @pytest.mark.parametrize(
-    ("cu_seqlens", "documents"),
-    [([0, 3, 8], ((0, 3, 8),)), ([[0, 3, 8], [0, 8, 8]], ((0, 3, 8), (0, 8, 8)))],
-    ids=["for all rows", "by row"],
+    ("cu_seqlens", "batch", "documents"),
+    [
+        (torch.tensor([0, 3, 8]), 2, ((0, 3, 8),)),
+        (torch.tensor([[0, 3, 8], [0, 8, 8]]), 2, ((0, 3, 8), (0, 8, 8))),
+        (torch.zeros(0, 3), 0, ()),
+    ],
+    ids=["for all rows", "by row", "empty batch"],
 )
-def test_documents_of(cu_seqlens: list[Any], documents: Any) -> None:
-    assert documents_of(torch.tensor(cu_seqlens).int(), 2) == documents
+def test_documents_of(cu_seqlens: Tensor, batch: int, documents: Any) -> None:
+    assert documents_of(cu_seqlens.int(), "cu_seqlens", batch) == documents
+
+
+def test_run_table_leaves_out_what_fills_up() -> None:
+    table = run_table(torch.tensor([[[0, 2], [6, 2]], [[2, 4], [0, 0]]]).int())
+    assert table == RunTable((((0, 2), (6, 2)), ((2, 4),)))

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -16,17 +17,20 @@ from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 
-from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, ring_attention, sequence_runs
 from dtensor_ring.op import Options, default_scale, ring_backward_op, ring_op
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
+DOCUMENTS = ((0, 30, 64),)
 
 
 class ThreeAttentions(nn.Module):
@@ -63,23 +67,24 @@ class ThreeAttentions(nn.Module):
 
 
 def test_three_attentions_are_three_nodes_forward_and_backward(pool: Pool) -> None:
+    """Boundaries of documents and runs are inputs of the graph: in0 and in1."""
     forward, backward = pool.run(1, _graphs)[0]
     assert_expected_inline(
         forward,
         """\
-x0 = dtensor_ring.ring_attention.default(input0, input1, input2)
-x1 = dtensor_ring.ring_attention.default(x0[0], input1, input2)
-x2 = dtensor_ring.ring_attention.default(x1[0], input1, input2)
+x0 = dtensor_ring.ring_attention.default(in2, in3, in4, in0, in1)
+x1 = dtensor_ring.ring_attention.default(x0[0], in3, in4, in0, in1)
+x2 = dtensor_ring.ring_attention.default(x1[0], in3, in4, in0, in1)
 return x2[0]""",
     )
     assert_expected_inline(
         backward,
         """\
-x0 = dtensor_ring.ring_attention_backward.default(input11, input6, input1, input2, input9, input10)
-x1 = dtensor_ring.ring_attention_backward.default(x0[0], input3, input1, input2, input7, input8)
+x0 = dtensor_ring.ring_attention_backward.default(in13, in8, in3, in4, in11, in12, in0, in1)
+x1 = dtensor_ring.ring_attention_backward.default(x0[0], in5, in3, in4, in9, in10, in0, in1)
 x2 = aten.add.Tensor(x0[1], x1[1])
 x3 = aten.add.Tensor(x0[2], x1[2])
-x4 = dtensor_ring.ring_attention_backward.default(x1[0], input0, input1, input2, input4, input5)
+x4 = dtensor_ring.ring_attention_backward.default(x1[0], in2, in3, in4, in6, in7, in0, in1)
 x5 = aten.add.Tensor(x2, x4[1])
 x6 = aten.add.Tensor(x3, x4[2])
 return x4[0]""",
@@ -89,20 +94,24 @@ return x4[0]""",
 def _graphs() -> list[str]:
     """The forward and the backward graph of three attentions in a row, on rank 3 of 8."""
     graphs: list[str] = []
+    layout = Balanced(CAUSAL, 64, 8, DOCUMENTS, block=2)
+    case = Case(Ring(layout, 8, 64, CAUSAL, DOCUMENTS), torch.float32)
 
     def capture(module: GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(printed(module))
         return make_boxed_func(module.forward)
 
     @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=capture, bw_compiler=capture))
-    def three_attentions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def three_attentions(query: Tensor, key: Tensor, value: Tensor, **data: Tensor) -> Tensor:
+        call = options._replace(**data)
         for _ in range(3):
-            query, _ = case.attend(query, key, value)
+            query, _ = ring_op(query, key, value, *call)
         return query
 
     with fake_group(8, rank=3):
-        case = Case(Ring(ZigZag(), 8, 64, CAUSAL), torch.float32)
-        three_attentions(*case.shards(3)).sum().backward()
+        options = case.options()
+        data = {"cu_seqlens": options.cu_seqlens, "runs": options.runs}
+        three_attentions(*case.shards(3), **data).sum().backward()
     return graphs
 
 
@@ -113,7 +122,7 @@ def printed(module: GraphModule) -> str:
     for node in module.graph.nodes:
         arguments = [names[x] for x in node.args if isinstance(x, Node) and x in names]
         if node.op == "placeholder":
-            names[node] = f"input{len(names)}"
+            names[node] = f"in{len(names)}"
         elif node.op == "call_function" and node.target is getitem:
             names[node] = f"{arguments[0]}[{node.args[1]}]"
         elif node.op == "call_function" and node.target is torch.ops.aten.detach.default:
@@ -122,31 +131,30 @@ def printed(module: GraphModule) -> str:
             names[node] = f"x{len(lines)}"
             lines.append(f"{names[node]} = {node.target}({', '.join(arguments)})")
     (output,) = module.graph.find_nodes(op="output")
-    return "\n".join([*lines, f"return {names[output.args[0][0]]}"])
+    first = next(x for x in output.args[0] if x is not None)  # no gradient of the data
+    return "\n".join([*lines, f"return {names[first]}"])
 
 
 def test_inductor_equals_eager(pool: Pool) -> None:
-    for rank, errors in enumerate(pool.run(2, _inductor_errors, timeout=300)):
-        assert max(errors.values()) < 1e-5, f"rank {rank}: {errors}"
+    for errors in pool.run(2, _inductor_errors, timeout=300):
+        assert max(errors) < 1e-5, errors
 
 
-def _inductor_errors() -> dict[str, float]:
-    """Relative to the largest entry: of the output, of the gradients of input and parameters."""
-    module, x = ThreeAttentions(), torch.randn(2, 6, 32, requires_grad=True)
-    errors = {}
+def _inductor_errors() -> list[float]:
+    """Of the output, of the gradients of input and parameters."""
+    module, x, results = ThreeAttentions(), torch.randn(2, 6, 32, requires_grad=True), []
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
     with fresh_cache(), torch._inductor.config.patch(compile_threads=1):
-        results = [
-            [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
-            for out in (
-                module(x, cu_seqlens),
-                torch.compile(module, fullgraph=True)(x, cu_seqlens),
-            )
-        ]
-    for index, (eager, compiled) in enumerate(zip(*results, strict=True)):
-        error = (eager - compiled).abs().max() / eager.abs().max()
-        errors[f"{index}"] = error.item()
-    return errors
+        for attend in (module, torch.compile(module, fullgraph=True)):
+            out = attend(x, cu_seqlens)
+            grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+            results.append([out, *grads])
+    return [relative_error(*pair) for pair in zip(*results, strict=True)]
+
+
+def relative_error(eager: Tensor, compiled: Tensor) -> float:
+    """Relative to the largest entry."""
+    return ((eager - compiled).abs().max() / eager.abs().max()).item()
 
 
 def test_five_batch_sizes_compile_three_times_at_most(pool: Pool) -> None:
@@ -162,31 +170,50 @@ def _batch_sizes() -> tuple[int, list[tuple[int, ...]]]:
         for batch in (1, 2, 3, 4, 7):
             x = torch.randn(batch, 8, 32, requires_grad=True)
             compiled(x).sum().backward()
-            assert x.grad is not None, "no gradient"
             shapes.append(tuple(x.grad.shape))
     return counter.frame_count, shapes
 
 
-def test_five_cu_seqlens_compile_once(pool: Pool) -> None:
-    num_compiled, errors = pool.run(1, _five_cu_seqlens)[0]
-    assert num_compiled == 1
-    assert max(errors) < 1e-6, errors
+def test_five_batches_of_documents_compile_once(pool: Pool) -> None:
+    """Whatever their boundaries, and the runs that balance them."""
+    for num_compiled, num_layouts, errors in pool.run(2, _five_batches):
+        assert (num_compiled, num_layouts) == (1, 5)
+        assert max(errors) < 1e-6, errors
 
 
-def _five_cu_seqlens() -> tuple[int, list[float]]:
+def _five_batches() -> tuple[int, int, list[float]]:
+    """How often it compiled, how many layouts differed, and errors of output and gradient."""
     counter = CompileCounterWithBackend("aot_eager")
-    module, x, errors = ThreeAttentions(), torch.randn(2, 8, 32), []
+    module, layouts, errors = ThreeAttentions(), set(), []
     compiled = torch.compile(module, backend=counter, fullgraph=True)
-    for end in (1, 2, 3, 5, 8):
-        cu_seqlens = torch.tensor([0, end, 8], dtype=torch.int32)
-        errors.append((compiled(x, cu_seqlens) - module(x, cu_seqlens)).abs().max().item())
-    return counter.frame_count, errors
+    for end in (3, 10, 13, 22, 32):
+        x = torch.randn(2, 16, 32, requires_grad=True)
+        layout = Balanced(CAUSAL, 32, 2, (0, end, 32), block=2)
+        layouts.add(tuple(layout.positions(0, 2, 32)))
+        data = torch.tensor([0, end, 32], dtype=torch.int32), sequence_runs(layout)
+        outputs = module(x, *data), compiled(x, *data)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
+        errors += [relative_error(*outputs), relative_error(*grads)]
+    return counter.frame_count, len(layouts), errors
+
+
+def test_validation_is_for_eager_calls(pool: Pool) -> None:
+    pool.run(1, _check_validation)
+
+
+def _check_validation() -> None:
+    attention = partial(ring_attention, mesh=init_device_mesh("cpu", (1,)), validate=True)
+    attention(*(x := torch.randn(3, 1, 2, 8, 4)))
+    with pytest.raises(Unsupported, match="compares ranks in eager calls only; compile without"):
+        torch.compile(attention, backend="eager", fullgraph=True)(*x)
 
 
 SINKS = (0.5, -1.0, 2.0, 0.0)
 CHECKED = {
     "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
     "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
+    "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
+    "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
     "sinks and lse": Case(
         Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True
     ),
@@ -231,6 +258,7 @@ PROMISED = {
     "one head, batch of one": replace(BASE, heads=(1, 1), batch=1),
     "one token": replace(BASE, ring=Ring(ZigZag(), 2, 2, CAUSAL)),
     "an empty shard": replace(BASE, ring=Ring(ZigZag(), 2, 1, CAUSAL)),
+    "cross": replace(BASE, ring=Ring(ZigZag(), 2, 8, FULL, key_seq_len=5)),
     "one tile": replace(BASE, ring=Ring(Contiguous(), 2, 8, CAUSAL, ((0, 4, 8),))),
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,16 +13,24 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from dtensor_ring import Contiguous, Mask, ring_attention, set_sequence_layout, unshard_sequence
-from dtensor_ring.annotation import group_layout
+from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs
+from dtensor_ring.order import Order, in_order, order_of, strides
 from tests.dense import dense_attention
+from tests.meshes import (
+    BATCH,
+    HEADS,
+    REPLICATE,
+    SEQUENCE,
+    annotated_mesh,
+    assert_same,
+    place,
+    random_inputs,
+)
 from tests.pool import Pool
 
-BATCH, HEADS, SEQUENCE = Shard(0), Shard(1), Shard(2)
-REPLICATE = Replicate()
+CAUSAL, FULL = Mask.causal(), Mask.full()
 
 
 @dataclass(frozen=True)
@@ -32,54 +41,99 @@ class Case:
     placements: tuple[Placement, ...]
     layout: str = "zigzag"
     seq_len: int = 16
+    key_seq_len: int | None = None
     batch: int = 2
     heads: tuple[int, int] = (4, 2)
     value_head_dim: int = 8
+    mask: Mask = CAUSAL
     cu_seqlens: list[Any] | None = None
+    key_cu_seqlens: list[Any] | None = None
     sinks: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    lse: bool = False
+    grad_lse: bool = False
 
     @property
     def world_size(self) -> int:
         return math.prod(self.sizes)
 
+    def balanced(self) -> Balanced | None:
+        """Where the layout belongs to a batch, that of this one."""
+        if self.layout != Balanced.name:
+            return None
+        ring_size = self.sizes[self.placements.index(SEQUENCE)]
+        return Balanced(self.mask, self.seq_len, ring_size, self.cu_seqlens, block=2)
+
+    def boundaries(self) -> dict[str, Tensor | None]:
+        given = {"cu_seqlens": self.cu_seqlens, "key_cu_seqlens": self.key_cu_seqlens}
+        return {k: None if rows is None else torch.tensor(rows).int() for k, rows in given.items()}
+
 
 DP_CP = (2, 2), (BATCH, SEQUENCE)
 CP_TP = (2, 2), (SEQUENCE, HEADS)
 CP = (4,), (SEQUENCE,)
+ROWS = [[0, 2, 16, 16], [0, 9, 11, 16], [0, 4, 6, 13]]
 
 CASES = {
-    "cp": Case(*CP, layout="striped", lse=True),
+    "cp": Case(*CP, layout="striped", grad_lse=True),
     "cp of three": Case((3,), (SEQUENCE,), seq_len=12),
     "cp of one": Case((1,), (SEQUENCE,)),
-    "dp, cp": Case(*DP_CP, options={"scale": 0.3}, lse=True),
-    "cp, tp": Case(*CP_TP, layout="striped", options={"mask": Mask.full()}, lse=True),
     "replicate, cp": Case((2, 2), (REPLICATE, SEQUENCE), layout="contiguous"),
     "dp, cp, tp of one": Case((2, 2, 1), (BATCH, SEQUENCE, HEADS)),
-    "dp of one, cp, tp": Case((1, 2, 2), (BATCH, SEQUENCE, HEADS), lse=True),
-    "multi-query": Case(*DP_CP, heads=(3, 1), options={"mask": Mask.local(3, 2)}),
-    "value head dim": Case(*CP_TP, value_head_dim=4, options={"softcap": 2.0}),
-    "uneven contiguous": Case(*CP, layout="contiguous", seq_len=13, lse=True),
-    "uneven zigzag": Case(*CP, seq_len=13, options={"mask": Mask.sliding(4)}),
+    "dp of one, cp, tp": Case((1, 2, 2), (BATCH, SEQUENCE, HEADS), grad_lse=True),
+    "uneven contiguous": Case(*CP, layout="contiguous", seq_len=13, grad_lse=True),
+    "uneven zigzag": Case(*CP, seq_len=13, mask=Mask.sliding(4)),
     "uneven dp, cp": Case(*DP_CP, batch=3, seq_len=15),
-    "empty sequence shard": Case(*CP, seq_len=5, sinks="tensor", lse=True),
+    "empty sequence shard": Case(*CP, seq_len=5, sinks="tensor", grad_lse=True),
     "empty batch shard": Case(*DP_CP, batch=1, cu_seqlens=[[0, 7, 12]], sinks="dtensor"),
-    "documents": Case(*CP_TP, cu_seqlens=[0, 3, 9, 16], lse=True),
-    "documents and a tail": Case(*DP_CP, cu_seqlens=[0, 5, 11], lse=True),
-    "documents by row": Case(
-        *DP_CP, batch=3, cu_seqlens=[[0, 2, 16, 16], [0, 9, 11, 16], [0, 4, 6, 13]], lse=True
+    "empty batch shard, cross": Case(
+        *DP_CP, batch=1, mask=FULL, cu_seqlens=[[0, 7, 12]], key_cu_seqlens=[[0, 9, 16]]
     ),
+    "balanced on four": Case(*CP, "balanced", 32, cu_seqlens=[0, 18, 26, 32], grad_lse=True),
+    "cross on four, empty shard": Case(*CP, seq_len=13, key_seq_len=5, mask=FULL),
     "documents by row, replicated": Case(
         (2, 2), (SEQUENCE, REPLICATE), cu_seqlens=[[0, 2, 16], [0, 9, 16]]
     ),
-    "sinks, batch": Case(*DP_CP, sinks="tensor"),
-    "sinks, heads": Case(*CP_TP, sinks="tensor", lse=True),
     "sinks, replicated": Case((2, 2), (REPLICATE, SEQUENCE), sinks="tensor"),
-    "DTensor sinks, batch": Case(*DP_CP, sinks="dtensor", lse=True),
-    "DTensor sinks, heads": Case(*CP_TP, sinks="dtensor", cu_seqlens=[0, 6, 14]),
     "DTensor sinks, replicated": Case((2, 2), (REPLICATE, SEQUENCE), sinks="dtensor"),
 }
+
+# What each mesh of two axes takes.
+EVERYWHERE: dict[str, dict[str, Any]] = {
+    "scale": {"options": {"scale": 0.3}, "grad_lse": True},
+    "full, striped": {"mask": FULL, "layout": "striped", "grad_lse": True},
+    "multi-query": {"heads": (6, 2), "mask": Mask.local(3, 2)},
+    "window": {"mask": Mask.sliding(4), "grad_lse": True},
+    "documents and a tail": {"cu_seqlens": [0, 5, 11], "grad_lse": True},
+    "documents by row": {"batch": 3, "cu_seqlens": ROWS, "grad_lse": True},
+    "chunk": {"mask": Mask.chunked(6), "grad_lse": True},
+    "chunk, window, documents": {"mask": Mask(3, 1, chunk=5), "batch": 3, "cu_seqlens": ROWS},
+    "prefix": {"mask": Mask.prefix_causal(9), "grad_lse": True},
+    "prefix, documents": {"mask": Mask(4, 0, prefix=3), "batch": 3, "cu_seqlens": ROWS},
+    "sinks": {"sinks": "tensor", "grad_lse": True},
+    "DTensor sinks": {"sinks": "dtensor", "cu_seqlens": [0, 6, 14], "grad_lse": True},
+    "softcap": {"options": {"softcap": 2.0}, "grad_lse": True},
+    "value head dim": {"value_head_dim": 4, "mask": Mask.chunked(6)},
+    "cross": {"key_seq_len": 6, "mask": FULL, "grad_lse": True},
+    "cross, documents": {
+        "key_seq_len": 23, "mask": FULL, "sinks": "dtensor",
+        "cu_seqlens": [0, 3, 9, 15], "key_cu_seqlens": [0, 8, 8, 21],
+    },
+    "cross, documents by row": {
+        "batch": 3, "mask": FULL, "cu_seqlens": ROWS, "grad_lse": True,
+        "key_cu_seqlens": [[0, 8, 12, 16], [0, 0, 14, 16], [0, 1, 2, 3]],
+    },
+    "balanced": {"layout": "balanced", "cu_seqlens": [0, 12, 16], "grad_lse": True},
+    "balanced, every option": {
+        "layout": "balanced", "batch": 3, "mask": Mask(6, 1, prefix=2), "cu_seqlens": ROWS,
+        "sinks": "dtensor", "value_head_dim": 4, "options": {"softcap": 2.0, "scale": 0.4},
+        "grad_lse": True,
+    },
+    "uneven contiguous, chunk": {"layout": "contiguous", "seq_len": 13, "mask": Mask.chunked(4)},
+    "uneven zigzag, prefix": {"seq_len": 13, "mask": Mask.prefix_causal(5), "grad_lse": True},
+}  # fmt: skip
+for name, fields in EVERYWHERE.items():
+    CASES[f"dp, cp: {name}"] = Case(*DP_CP, **fields)
+    CASES[f"cp, tp: {name}"] = Case(*CP_TP, **fields)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,76 +141,49 @@ def test_dense_result(pool: Pool, name: str) -> None:
     pool.run(CASES[name].world_size, _check_case, CASES[name])
 
 
-def _check_case(case: Case) -> None:
-    mesh = annotated_mesh(case.sizes, case.placements, case.layout)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp, cp: window",
+        "cp, tp: DTensor sinks",
+        "dp, cp: cross, documents by row",
+        "cp, tp: chunk, window, documents",
+        "cp, tp: uneven zigzag, prefix",
+        "dp, cp: balanced, every option",
+    ],
+)
+def test_compiled(pool: Pool, name: str) -> None:
+    pool.run(CASES[name].world_size, _check_case, CASES[name], True)
+
+
+def _check_case(case: Case, compiled: bool = False) -> None:
+    balanced = case.balanced()
+    mesh = annotated_mesh(case.sizes, case.placements, balanced or case.layout)
     query, key, value, grad_out = random_inputs(
-        case.batch, case.seq_len, *case.heads, case.value_head_dim
+        case.batch, case.seq_len, *case.heads, case.value_head_dim, case.key_seq_len
     )
     sinks = torch.randn(case.heads[0]) if case.sinks else None
-    grad_lse = torch.randn(grad_out.shape[:3]) if case.lse else None
-    cu_seqlens = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens).int()
-    options = {"mask": Mask.causal(), "cu_seqlens": cu_seqlens, **case.options}
+    grads = [grad_out, torch.randn(grad_out.shape[:3])][: 1 + case.grad_lse]
+    options = {"mask": case.mask, **case.boundaries(), **case.options}
     dense = dense_attention(query, key, value, sinks=sinks, **options)
-    expected = [dense.out, dense.lse][: 1 + case.lse] + dense.backward(grad_out, grad_lse)
+    expected = [dense.out, dense.lse, *dense.backward(*grads)]
+    options["runs"] = None if balanced is None else sequence_runs(balanced)
 
     def run(query: Any, key: Any, value: Any, sinks: Any = None) -> tuple[Any, ...]:
         out, lse = ring_attention(query, key, value, sinks=sinks, return_lse=True, **options)
-        return (out, lse) if case.lse else (out,)
+        # A compiled backward wants a gradient for every output that could have one.
+        return out, lse if case.grad_lse else lse.detach()
 
-    placed = [place(x, mesh, case.placements) for x in (query, key, value)]
-    placed += [] if sinks is None else [place_sinks(sinks, mesh, case)]
-    grads = [place(x, mesh, case.placements) for x in (grad_out, grad_lse) if x is not None]
-    for attention in eager_and_compiled(run):
-        inputs = [x.detach().requires_grad_() for x in placed]
-        outputs = attention(*inputs)
-        results = [*outputs, *torch.autograd.grad(outputs, inputs, grads)]
-        if sinks is not None:
-            results.append(summed_over_ranks(results.pop(), mesh, case))
-        for actual, dense_result in zip(results, expected, strict=True):
-            assert_same(actual, dense_result, case.placements)
-
-
-def eager_and_compiled(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The function itself, then compiled to one graph; without what earlier runs left on disk."""
-    yield function
-    with fresh_cache():
-        yield torch.compile(function, fullgraph=True)
-
-
-def annotated_mesh(
-    sizes: tuple[int, ...], placements: Sequence[Placement], layout: str
-) -> DeviceMesh:
-    """A mesh whose axis of the sequence has that layout."""
-    # DTensor remembers equal meshes of earlier tests, whose groups are gone.
-    _clear_sharding_prop_cache()
-    names = tuple(f"axis{axis}" for axis in range(len(sizes)))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    set_sequence_layout(mesh[names[list(placements).index(SEQUENCE)]], layout)
-    return mesh
-
-
-def random_inputs(
-    batch: int = 2, seq_len: int = 16, heads: int = 4, kv_heads: int = 2, value_head_dim: int = 8
-) -> list[Tensor]:
-    """Query, key, value and the gradient of the output."""
-    shapes = (heads, 8), (kv_heads, 8), (kv_heads, value_head_dim), (heads, value_head_dim)
-    return [torch.randn(batch, n, seq_len, head_dim) for n, head_dim in shapes]
-
-
-def place(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A tensor that every rank holds whole as a DTensor, its tokens in layout order."""
-    local = x
-    for axis, where in enumerate(placements):
-        rank, size, group = mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis)
-        if where == SEQUENCE:
-            layout = group_layout(group) or Contiguous()
-            local = local[:, :, layout.positions(rank, size, local.shape[2])]
-        elif isinstance(where, Shard):
-            chunks = local.chunk(size, where.dim)
-            local = chunks[rank] if rank < len(chunks) else local.narrow(where.dim, 0, 0)
-    return DTensor.from_local(
-        local.clone(), mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    attention = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    inputs = [place(x, mesh, case.placements).requires_grad_() for x in (query, key, value)]
+    inputs += [] if sinks is None else [place_sinks(sinks, mesh, case).requires_grad_()]
+    outputs = attention(*inputs)
+    placed_grads = [place(x, mesh, case.placements) for x in grads]
+    results = [*outputs, *torch.autograd.grad(outputs[: len(grads)], inputs, placed_grads)]
+    if sinks is not None:
+        results.append(summed_over_ranks(results.pop(), mesh, case))
+    for actual, dense_result in zip(results, expected, strict=True):
+        assert_same(actual, dense_result, case.placements)
 
 
 def place_sinks(sinks: Tensor, mesh: DeviceMesh, case: Case) -> Any:
@@ -176,13 +203,33 @@ def summed_over_ranks(grad_sinks: Any, mesh: DeviceMesh, case: Case) -> Tensor:
     return grad_sinks.full_tensor()
 
 
-def assert_same(actual: Any, expected: Tensor, placements: Sequence[Placement]) -> None:
-    """A float32 result equals the dense one; a DTensor is placed like the query."""
-    assert actual.dtype == torch.float32
-    if isinstance(actual, DTensor):
-        assert actual.placements == tuple(placements)
-        actual = unshard_sequence(actual, 2)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+ORDERS = {"heads first": (0, 1, 2, 3), "token-major": (0, 2, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("order", "backend"), [*product(ORDERS, ("", "aot_eager")), ("token-major", "inductor")]
+)
+def test_memory_order_of_the_query_is_kept(pool: Pool, order: str, backend: str) -> None:
+    pool.run(4, _check_order, ORDERS[order], backend)
+
+
+def _check_order(order: Order, backend: str) -> None:
+    """Both a DTensor and its local tensor say how the dimensions lie in memory."""
+    mesh = annotated_mesh(*DP_CP, "zigzag")
+    query, key, value, grad_out = (
+        place(in_order(x, order, x.dtype), mesh, DP_CP[1]) for x in random_inputs(4, 13)
+    )
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    attention = partial(ring_attention, mask=CAUSAL)
+    with fresh_cache():
+        if backend:
+            attention = torch.compile(attention, fullgraph=True, backend=backend)
+        out = attention(*inputs)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+    assert out.stride() == query.stride() == strides((4, 4, 13, 8), order)
+    assert out.to_local().stride() == query.to_local().stride()
+    for x in (out, *grads):
+        assert order_of(x) == order_of(x.to_local())
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtensor_ring import Balanced, Mask
 from dtensor_ring.layout import (
     LAYOUTS,
     Contiguous,
     Layout,
     Run,
+    RunTable,
     Striped,
     ZigZag,
     as_layout,
@@ -50,6 +52,9 @@ def positions(layout: Layout, world_size: int, seq_len: int) -> list[list[int]]:
         (ZigZag(), 4, 5, [[0, 4], [1, 3], [2], []]),
         (ZigZag(), 1, 3, [[0, 1, 2]]),
         (ZigZag(), 2, 0, [[], []]),
+        (RunTable((((0, 2), (6, 2)), ((2, 4), (0, 0)))), 2, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (RunTable((((3, 2),), ((2, 1), (0, 1)), ((1, 1),))), 3, 5, [[3, 4], [2, 0], [1]]),
+        (RunTable(((), ())), 2, 0, [[], []]),
     ],
 )
 def test_positions(
@@ -108,6 +113,37 @@ def test_striped_says_which_length_to_pad_to() -> None:
         Striped().runs(0, 4, 10)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ((((0, 2),), ((3, 2),)), "runs must hold each position once, not so position 2"),  # a gap
+        ((((1, 2),), ((3, 2),)), "each position once, not so position 0"),
+        ((((0, 3),), ((2, 3),)), "each position once, not so position 3"),  # an overlap
+        ((((0, 2),), ((0, 2),)), "each position once, not so position 2"),
+        ((((-2, 4),),), "each position once, not so position 0"),
+        ((((0, 4), (4, -2)),), "each position once, not so position 4"),
+        ((((0, 3),), ((3, 5),)), r"runs must give the ranks \[4, 4\] tokens, got \[3, 5\]"),
+        ((((0, 1),), ((1, 2),)), r"runs must give the ranks \[2, 1\] tokens, got \[1, 2\]"),
+        ((((0, 2),), ()), r"runs must give the ranks \[1, 1\] tokens, got \[2, 0\]"),
+    ],
+)
+def test_runs_that_deal_no_sequence(
+    table: tuple[tuple[tuple[int, int], ...], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunTable(table)
+
+
+@pytest.mark.parametrize(("world_size", "seq_len"), [(3, 4), (1, 4), (2, 5), (2, 2)])
+def test_runs_of_another_sequence_or_ring(world_size: int, seq_len: int) -> None:
+    message = f"runs deal 4 tokens to 2 ranks, not {seq_len} tokens to {world_size}; make a layout"
+    with pytest.raises(ValueError, match=message):
+        RunTable((((0, 2),), ((2, 2),))).runs(0, world_size, seq_len)
+
+
+BELONGS_TO_BATCH = "the balanced layout belongs to one batch, so it is passed with it"
+
+
 @dataclass(frozen=True)
 class Impostor(Contiguous):
     """Not a layout of ours, in spite of its name."""
@@ -125,6 +161,9 @@ def test_as_layout(layout: Layout) -> None:
     [
         ("ring", ValueError, "unknown layout 'ring'; known layouts: contiguous, striped, zigzag"),
         (Impostor(), ValueError, r"unknown layout Impostor\(shift=1\); known layouts: contiguous,"),
+        ("balanced", ValueError, BELONGS_TO_BATCH),
+        (Balanced(Mask.causal(), 8, 2), ValueError, BELONGS_TO_BATCH),
+        (RunTable(()), ValueError, BELONGS_TO_BATCH),
         (2, TypeError, "a layout is a Layout or its name, got int"),
         (None, TypeError, "a layout is a Layout or its name, got NoneType"),
     ],

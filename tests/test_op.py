@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.layout import Layout
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
@@ -34,6 +34,7 @@ def errors_of(cases: list[Case]) -> list[Errors]:
 
 def _errors(case: Case) -> Errors:
     dense, positions = case.dense(), case.ring.positions(dist.get_rank())
+    key_positions = case.ring.positions(dist.get_rank(), of_keys=True)
     expected = [dense.out, dense.lse, *dense.backward(*case.grads())]
     shards = case.shards(dist.get_rank())
     outputs = case.attend(*shards)
@@ -43,7 +44,9 @@ def _errors(case: Case) -> Errors:
     if case.sinks:
         dist.all_reduce(actual[-1])
         expected[-1] = expected[-1].nan_to_num(0.0)  # dense has none for a sink of -inf
-    expected = [local(x, positions) for x in expected]
+    expected = [
+        local(x, positions if index < 3 else key_positions) for index, x in enumerate(expected)
+    ]
     assert [x.dtype for x in actual] == [x.dtype for x in (shards[0], *outputs[1:], *shards)]
     return errors(actual, expected)
 
@@ -99,13 +102,24 @@ class Edge:
     mask: Mask = CAUSAL
     documents: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    key_seq_len: int | None = None
+    key_documents: Any = None
 
-    def case(self, layout: Layout, world_size: int, kernel: str | None) -> Case:
-        """At the next length that the layout can deal."""
-        striped = layout == Striped()
-        seq_len = layout.padded_length(self.seq_len, world_size) if striped else self.seq_len
-        ring = Ring(layout, world_size, seq_len, self.mask, self.documents)
+    def case(self, layout: Layout | None, world_size: int, kernel: str | None) -> Case:
+        """At the next lengths that the layout can deal; `None` is balanced for this very case."""
+        layout = layout or Balanced(self.mask, self.seq_len, world_size, self.documents, block=2)
+        seq_lens = [self.seq_len, self.key_seq_len]
+        if layout == Striped():
+            seq_lens = [n and layout.padded_length(n, world_size) for n in seq_lens]
+        ring = Ring(
+            *(layout, world_size, seq_lens[0], self.mask, self.documents),
+            *(seq_lens[1], self.key_documents),
+        )
         return Case(ring, kernel=kernel, **self.options)
+
+    def can_be_balanced(self) -> bool:
+        """One layout deals queries and keys, so it is for one length."""
+        return self.key_seq_len in (None, self.seq_len)
 
 
 EDGES = {
@@ -123,12 +137,29 @@ EDGES = {
     "documents and a tail": Edge(20, FULL, ((0, 3, 13),), {"grad_lse": True}),
     "documents by row": Edge(20, Mask(6, 1), ((0, 3, 20, 20), (0, 9, 11, 14))),
     "no documents": Edge(8, CAUSAL, ((0,),)),
+    "a row of padding": Edge(20, CAUSAL, ((0, 7, 20), (0, 0, 0)), {"grad_lse": True}),
+    "chunks": Edge(19, Mask.chunked(5)),
+    "chunks, a band and documents": Edge(20, Mask(3, 1, chunk=6), ((0, 4, 13),)),
+    "prefix": Edge(19, Mask.prefix_causal(7), options={"grad_lse": True}),
+    "prefix of documents": Edge(20, Mask.prefix_causal(2), ((0, 3, 4, 4, 11, 19),)),
+    "prefix, a band and documents": Edge(20, Mask(6, 1, prefix=9), ((0, 3, 20), (0, 11, 14))),
+    "cross, more keys": Edge(9, FULL, key_seq_len=21),
+    "cross, fewer keys": Edge(21, FULL, options={"sinks": SINKS, "grad_lse": True}, key_seq_len=3),
+    "cross, no key": Edge(6, FULL, key_seq_len=0),
+    "cross, documents, one without keys": Edge(
+        12, FULL, ((0, 4, 9, 12),), key_seq_len=20, key_documents=((0, 7, 7, 15),)
+    ),
+    "cross, documents by row": Edge(
+        16, FULL, ((0, 5, 16), (0, 9, 12)), key_seq_len=16, key_documents=((0, 16, 16), (0, 2, 13))
+    ),
     "sinks": Edge(options={"sinks": SINKS}),
     "sinks and all": Edge(20, Mask(4, 1), ((0, 3, 13),), {"sinks": SINKS, "grad_lse": True}),
     "a sink of no weight": Edge(9, CAUSAL, ((0, 3),), {"sinks": (0.5, -torch.inf, 2.0, 0.0)}),
     "softcap": Edge(options={"softcap": 1.5}),
     "gradient of lse": Edge(options={"grad_lse": True}),
     "head dim of value": Edge(options={"head_dims": (8, 4)}),
+    "head dim of 256": Edge(options={"head_dims": (256, 256)}),
+    "head dims of latent attention": Edge(options={"head_dims": (576, 512), "heads": (2, 1)}),
     "batch of one": Edge(11, CAUSAL, ((0, 3, 9),), {"batch": 1}),
     "empty batch": Edge(options={"batch": 0}),
 }
@@ -137,10 +168,13 @@ EDGES = {
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_edges(pool: Pool, world_size: int) -> None:
     cases = {
-        f"{name}, {layout.name}, {kernel or 'default'}": edge.case(layout, world_size, kernel)
+        f"{name}, {layout or 'balanced'}, {kernel or 'default'}": edge.case(
+            layout, world_size, kernel
+        )
         for name, edge in EDGES.items()
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, None)
         for kernel in (None, "reference")
+        if layout or edge.can_be_balanced()
     }
     answers = pool.run(world_size, errors_of, list(cases.values()))
     too_large = {
@@ -202,8 +236,10 @@ BY_ROW = ((0, 3, 16), (0, 9, 14))
         Ring(Contiguous(), 4, 13, Mask(5, 1)),
         Ring(Striped(), 2, 16, CAUSAL, DOCUMENTS),
         Ring(ZigZag(), 4, 16, FULL, BY_ROW),
+        Ring(ZigZag(), 4, 16, Mask.prefix_causal(2), BY_ROW),
+        Ring(ZigZag(), 2, 16, FULL, DOCUMENTS, 9, ((0, 5, 5, 9),)),
     ],
-    ids=["causal", "band", "documents", "by row"],
+    ids=["causal", "band", "documents", "by row", "prefix", "cross"],
 )
 def test_flops_are_those_of_the_visible_pairs(pool: Pool, ring: Ring) -> None:
     flops = [pool.run(1, _flops, ring, rank)[0] for rank in range(ring.world_size)]

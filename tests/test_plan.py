@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,32 +11,53 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.layout import Layout
-from dtensor_ring.plan import Plan, plan
+from dtensor_ring.plan import Documents, Plan, plan
 from dtensor_ring.tile import Tile
+from tests.dense import document_ids
 from tests.rings import Ring
 from tests.test_layout import dealings
+from tests.test_mask import masks
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 LAYOUTS = [Contiguous(), Striped(), ZigZag()]
 
 
-def bounds_of(seq_len: int, num_ends: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Boundaries as in a row of `cu_seqlens`: empty documents are its padding."""
+def documents_of(
+    seq_len: int, num_ends: int, num_rows: st.SearchStrategy[int]
+) -> st.SearchStrategy[Documents]:
+    """Boundaries as in `cu_seqlens`: empty documents are its padding."""
     ends = st.lists(st.integers(0, seq_len), min_size=num_ends, max_size=num_ends)
-    return ends.map(lambda ends: (0, *sorted(ends)))
+    row = ends.map(lambda ends: (0, *sorted(ends)))
+    return num_rows.flatmap(lambda n: st.tuples(*[row] * n))
 
 
 @st.composite
 def rings(draw: st.DrawFn) -> Ring:
     layout, world_size, seq_len = draw(dealings())
-    bound = st.integers(0, 10) | st.integers(0, seq_len + 2)
-    left, right = draw(st.none() | bound), draw(st.sampled_from([0, None]) | bound)
-    num_ends = draw(st.integers(1, 5))
-    rows = st.lists(bounds_of(seq_len, num_ends), min_size=1, max_size=3)
-    documents = draw(st.none() | rows.map(tuple))
-    return Ring(layout, world_size, seq_len, Mask(left, right), documents)
+    mask = draw(masks(st.integers(0, 10) | st.integers(0, seq_len + 2)))
+    documents = draw(st.none() | documents_of(seq_len, draw(st.integers(1, 5)), st.integers(1, 3)))
+    if draw(st.booleans()):
+        layout = Balanced(mask, seq_len, world_size, documents, draw(st.integers(1, 6)))
+    return Ring(layout, world_size, seq_len, mask, documents)
+
+
+@st.composite
+def cross_rings(draw: st.DrawFn) -> Ring:
+    """Queries and keys of different sequences: only a balanced layout wants one length."""
+    layout, world_size, seq_len = draw(dealings())
+    key_seq_len = draw(st.integers(0, 60))
+    if isinstance(layout, Striped):
+        key_seq_len -= key_seq_len % world_size
+    num_ends, num_rows = draw(st.integers(1, 5)), draw(st.sampled_from([(1, 1), (3, 1), (1, 3)]))
+    documents = draw(st.none() | documents_of(seq_len, num_ends, st.just(num_rows[0])))
+    if draw(st.booleans()):
+        key_seq_len = seq_len
+        layout = Balanced(CAUSAL, seq_len, world_size, documents, draw(st.integers(1, 6)))
+    of_keys = documents_of(key_seq_len, num_ends, st.just(num_rows[1]))
+    key_documents = None if documents is None else draw(of_keys)
+    return Ring(layout, world_size, seq_len, FULL, documents, key_seq_len, key_documents)
 
 
 def band(tile: Tile) -> Tensor:
@@ -64,12 +86,12 @@ def check_tile(tile: Tile, num_rows: int, num_held: int) -> None:
 
 
 def covered(ring: Ring) -> Tensor:
-    """`(B, S, S)`: how often the tiles of all ranks cover a pair; checks each tile on the way."""
-    count = torch.zeros(ring.batch, ring.seq_len, ring.seq_len, dtype=torch.int)
+    """`(B, S, T)`: how often the tiles of all ranks cover a pair; checks each tile on the way."""
+    count = torch.zeros(ring.batch, *ring.seq_lens, dtype=torch.int)
     for schedule in ring.plans():
         query_positions = ring.positions(schedule.rank)
         for step in schedule.steps:
-            key_positions = ring.positions(step.source)[slice(*step.cols)]
+            key_positions = ring.positions(step.source, of_keys=True)[slice(*step.cols)]
             for tile in step.tiles:
                 check_tile(tile, len(query_positions), len(key_positions))
                 rows = query_positions[slice(*tile.rows)].unsqueeze(1)
@@ -80,7 +102,7 @@ def covered(ring: Ring) -> Tensor:
 
 
 @settings(deadline=None, max_examples=400)
-@given(rings())
+@given(rings() | cross_rings())
 @example(Ring(Contiguous(), 2, 10, Mask(4, None), ((0, 3, 10),)))  # more rows than columns
 def test_every_visible_pair_is_covered_once(ring: Ring) -> None:
     count, seen = covered(ring), ring.visible()
@@ -89,25 +111,28 @@ def test_every_visible_pair_is_covered_once(ring: Ring) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(rings())
+@given(rings() | cross_rings())
 def test_shards_travel_as_far_as_they_are_seen(ring: Ring) -> None:
     plans, seen = ring.plans(), ring.visible().any(0)
-    positions = [ring.positions(rank) for rank in range(ring.world_size)]
+    queries, keys = (
+        [ring.positions(rank, of_keys) for rank in range(ring.world_size)]
+        for of_keys in (False, True)
+    )
     for source, reach in enumerate(plans[0].reaches):
         cols_seen_at = {
-            hop: seen[positions[(source + hop) % ring.world_size]][:, positions[source]].any(0)
+            hop: seen[queries[(source + hop) % ring.world_size]][:, keys[source]].any(0)
             for hop in range(1, ring.world_size)
         }
         needed = [hop for hop, cols in cols_seen_at.items() if cols.any()]
         assert reach.num_hops == max(needed, default=0), f"source {source}"
-        cols = sum(cols_seen_at.values(), torch.zeros(len(positions[source]))).nonzero()[:, 0]
+        cols = sum(cols_seen_at.values(), torch.zeros(len(keys[source]))).nonzero()[:, 0]
         hull = (int(cols[0]), int(cols[-1]) + 1) if len(cols) else (0, 0)
         assert reach.cols == hull, f"source {source}"
     num_steps = 1 + max(reach.num_hops for reach in plans[0].reaches)
     for schedule in plans:
         assert schedule.reaches == plans[0].reaches
         assert schedule.num_steps == num_steps
-        check_steps(schedule, len(positions[schedule.rank]))
+        check_steps(schedule, len(keys[schedule.rank]))
 
 
 def check_steps(schedule: Plan, num_local: int) -> None:
@@ -132,33 +157,70 @@ def test_one_tile_per_step_without_documents(layout: Layout, mask: Mask, world_s
         assert idle or min(num_tiles) == 1, f"{seq_len} tokens: {num_tiles}"
 
 
-@settings(deadline=None)
-@given(
-    layout=st.sampled_from([Contiguous(), ZigZag()]),
-    world_size=st.integers(2, 5),
-    bounds=st.integers(1, 8).flatmap(lambda num_ends: bounds_of(60, num_ends)),
-)
-def test_documents_cost_one_tile_each_and_one_per_pair_of_chunks(
-    layout: Layout, world_size: int, bounds: tuple[int, ...]
-) -> None:
-    ring = Ring(layout, world_size, 60, CAUSAL, (bounds,))
+def documents_held(ring: Ring, of_keys: bool) -> list[list[list[set[tuple[int, int]]]]]:
+    """By batch row, rank and run: the documents, cut by the mask's chunks, that it has tokens of.
+
+    Rows are all alike where one row of boundaries is for the whole batch.
+    """
+    seq_len, chunk = ring.seq_lens[of_keys], ring.mask.chunk or ring.seq_lens[of_keys] + 1
+    bounds = ring.cu_seqlens(of_keys)
+    bounds = ring.cu_seqlens() if bounds is None else bounds
+    ids = document_ids(seq_len, ring.batch, bounds)[0].tolist()
+    return [
+        [
+            [
+                {(row[p], p // chunk) for p in map(run.position, range(run.length)) if row[p] >= 0}
+                for run in ring.layout.runs(rank, ring.world_size, seq_len)
+            ]
+            for rank in range(ring.world_size)
+        ]
+        for row in ids
+    ]
+
+
+def most_pieces(mask: Mask, stride: int) -> int:
+    """Tiles of one document in one pair of runs: a rectangle with a band, cut to what tiles allow.
+
+    A band with a left bound only may be cut into a rectangle and a tile no taller than wide; one
+    with a right bound only into a causal square and the rectangles left of it and below. Causal
+    runs of stride 1 are aligned: the square is all there is. A prefix is a band of its own.
+    """
+    if mask.prefix is not None:
+        parts = Mask(mask.left, None), Mask(mask.left, mask.right)
+        return sum(most_pieces(part, stride) for part in parts)
+    if mask.right is None:
+        return 1 if mask.left is None else 2
+    if mask.right == 0:
+        return 1 if mask.left is None and stride == 1 else 2
+    return 3
+
+
+@settings(deadline=None, max_examples=200)
+@given(rings() | cross_rings())
+def test_few_tiles(ring: Ring) -> None:
+    """At most `most_pieces` tiles for each document that a run of queries shares with one of keys.
+
+    So a striped rank has a few per document, and for layouts made of chunks, k of the queries and
+    l of the keys, a step off the diagonal has at most `most_pieces * k * l`, however many the
+    documents: different chunks share at most one.
+    """
+    is_cross = ring.key_seq_len is not None
+    queries, keys = documents_held(ring, False), documents_held(ring, is_cross)
+    stride = ring.world_size if isinstance(ring.layout, Striped) else 1
+    pieces = most_pieces(ring.mask, stride)
     for schedule in ring.plans():
-        runs = layout.runs(schedule.rank, world_size, 60)
-        inside = sum(
-            min(end, run.start + run.length) > max(begin, run.start)
-            for begin, end in pairwise(bounds)
-            for run in runs
-        )
-        first, *others = (len(step.tiles) for step in schedule.steps)
-        # Two runs of one rank see each other once, two ranks at most once for each pair of runs.
-        assert first <= inside + len(runs) - 1
-        assert all(num_tiles <= len(runs) ** 2 for num_tiles in others)
+        for index, step in enumerate(schedule.steps):
+            for row in range(ring.batch):
+                num_tiles = sum(tile.batch in (None, row) for tile in step.tiles)
+                sides = queries[row][schedule.rank], keys[row][step.source]
+                shared = sum(len(mine & theirs) for mine, theirs in product(*sides))
+                assert num_tiles <= pieces * shared, f"step {index} of rank {schedule.rank}"
+                if index and stride == 1 and not is_cross:
+                    assert num_tiles <= pieces * len(sides[0]) * len(sides[1])
 
 
 WINDOW = Mask.sliding(1024)
 SHORT_DOCUMENTS = (tuple(range(0, 64 * 256 + 1, 256)),)
-
-
 HOPS = {
     "window": (Ring(Contiguous(), 4, 16384, WINDOW), [1, 1, 1, 0]),
     "documents": (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
@@ -174,6 +236,15 @@ HOPS = {
     "striped alone": (Ring(Striped(), 1, 64, FULL), [0]),
     "zigzag alone": (Ring(ZigZag(), 1, 64, CAUSAL), [0]),
     "no token": (Ring(ZigZag(), 3, 0, FULL), [0, 0, 0]),
+    "a chunk each": (Ring(Contiguous(), 4, 16384, Mask.chunked(4096)), [0, 0, 0, 0]),
+    "chunks": (Ring(Contiguous(), 4, 16384, Mask.chunked(8192)), [1, 0, 1, 0]),
+    "prefix": (Ring(Contiguous(), 4, 16384, Mask.prefix_causal(5000)), [3, 3, 1, 0]),
+    "prefix in a window": (Ring(Contiguous(), 4, 64, Mask(4, 0, prefix=64)), [1, 3, 3, 3]),
+    "cross": (Ring(Contiguous(), 4, 64, FULL, None, 8), [3, 3, 3, 3]),
+    "cross, a document each": (
+        Ring(Contiguous(), 4, 64, FULL, ((0, 16, 32, 48, 64),), 8, ((0, 2, 4, 6, 8),)),
+        [0, 0, 0, 0],
+    ),
 }
 
 
@@ -191,57 +262,37 @@ def test_only_columns_that_others_see_travel() -> None:
     assert [reach.cols for reach in window] == [(11, 16)] * 3 + [(0, 0)]
 
 
-def areas(ring: Ring) -> list[list[int]]:
-    """By rank, then step."""
-    return [[sum(t.area for t in step.tiles) for step in p.steps] for p in ring.plans()]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_zigzag_is_balanced_under_causal(world_size: int, chunk: int) -> None:
-    by_rank = areas(Ring(ZigZag(), world_size, 2 * world_size * chunk, CAUSAL))
-    for steps in zip(*by_rank, strict=True):
-        assert len(set(steps)) == 1, "all ranks work the same at each step"
-
-
-@given(world_size=st.integers(1, 8), seq_len=st.integers(1, 200))
-def test_zigzag_is_near_balance_at_any_length(world_size: int, seq_len: int) -> None:
-    totals = [sum(steps) for steps in areas(Ring(ZigZag(), world_size, seq_len, CAUSAL))]
-    padded = Contiguous().padded_length(seq_len, world_size)
-    # A rank's halves differ by one token at most: W-1 diagonals of a shard. Padding that is not
-    # there saves at most one row and column per rank.
-    assert max(totals) - sum(totals) / world_size <= 1.5 * padded
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("shard", [1, 2, 7])
-def test_striped_is_balanced_within_a_diagonal(world_size: int, shard: int) -> None:
-    by_rank = areas(Ring(Striped(), world_size, world_size * shard, CAUSAL))
-    for steps in zip(*by_rank, strict=True):
-        assert max(steps) - min(steps) <= shard, "one diagonal of a tile"
-    totals = [sum(steps) for steps in by_rank]
-    assert max(totals) - min(totals) == (world_size - 1) * shard
-
-
-def test_areas_sum_to_all_visible_pairs() -> None:
-    for layout in LAYOUTS:
-        total = sum(chain.from_iterable(areas(Ring(layout, 4, 64, CAUSAL))))
-        assert total == 64 * 65 // 2, layout
+BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the sequence length "
 
 
 @pytest.mark.parametrize(
-    "bounds", [(1, 4), (0, 4, 3), (0, 9), ()], ids=["start", "decreasing", "beyond", "empty"]
+    ("wrong", "message"),
+    [
+        ({"documents": ((1, 4),)}, f"^{BOUNDS}8, got [1, 4]"),
+        ({"documents": ((0, 4, 3),)}, f"^{BOUNDS}8, got [0, 4, 3]"),
+        ({"documents": ((0, 9),)}, f"^{BOUNDS}8, got [0, 9]"),
+        ({"documents": ((0, 8), ())}, f"^{BOUNDS}8, got []"),
+        ({"documents": ((0, 8),), "key_documents": ((0, 7),)}, f"^key_{BOUNDS}6, got [0, 7]"),
+        ({"key_documents": ((0, 6),)}, "as many boundaries in .* got none and 2"),
+        ({"documents": ((0, 4),)}, "as many boundaries in .* got 2 and none"),
+        ({"documents": ((0, 4),), "key_documents": ((0, 3, 6),)}, "boundaries .* got 2 and 3"),
+        ({"mask": CAUSAL}, "8 query and 6 key tokens, .* has no diagonal: it takes Mask.full"),
+        (
+            {"mask": CAUSAL, "key_seq_len": 8, "documents": ((0, 4),), "key_documents": ((0, 8),)},
+            "or documents of their own, are cross attention",
+        ),
+        ({"world_size": 0}, "cannot plan 8 tokens on 0 ranks"),
+        ({"seq_len": -1}, "cannot plan -1 tokens on 2 ranks"),
+        ({"key_seq_len": -2}, "cannot plan -2 tokens on 2 ranks"),
+    ],
 )
-def test_documents_that_are_no_boundaries(bounds: tuple[int, ...]) -> None:
-    message = (
-        r"cu_seqlens must start at 0, never decrease and end at or before the sequence length 8, "
-        rf"got \[{', '.join(map(str, bounds))}\]"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan(Contiguous(), CAUSAL, 0, 2, 8, (bounds,))
+def test_refusals(wrong: dict[str, Any], message: str) -> None:
+    """Of a cross attention of 8 queries and 6 keys, but for what is wrong."""
+    right = {"mask": FULL, "world_size": 2, "seq_len": 8, "key_seq_len": 6}
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        plan(Contiguous(), rank=0, **(right | wrong))
 
 
-@pytest.mark.parametrize(("world_size", "seq_len"), [(0, 8), (2, -1)])
-def test_nothing_to_plan(world_size: int, seq_len: int) -> None:
-    with pytest.raises(ValueError, match=f"cannot plan {seq_len} tokens on {world_size} ranks"):
-        plan(Contiguous(), CAUSAL, 0, world_size, seq_len)
+@pytest.mark.parametrize("key_documents", [(), ((0, 6),)])
+def test_an_empty_batch_has_no_boundaries(key_documents: Documents) -> None:
+    assert plan(Contiguous(), FULL, 0, 2, 8, (), 6, key_documents).num_steps == 2

@@ -18,8 +18,7 @@ from torch.torch_version import TorchVersion
 
 from dtensor_ring import Mask, sdpa, set_sequence_layout, shard_sequence, unshard_sequence
 from tests.dense import dense_attention
-from tests.pool import Pool
-from tests.test_dtensor import (
+from tests.meshes import (
     BATCH,
     HEADS,
     REPLICATE,
@@ -30,6 +29,7 @@ from tests.test_dtensor import (
     place,
     random_inputs,
 )
+from tests.pool import Pool
 
 aten = torch.ops.aten
 HANDLERS = DTensor._op_dispatcher._custom_op_handlers
@@ -223,7 +223,7 @@ def _check_as_before() -> None:
     with handlers_of_others():
         before = list(_outcomes(mesh["dp"], query, key, value))
         set_sequence_layout(mesh["cp"], "zigzag")
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # what the first half has left would be looked up
         assert all(getattr(HANDLERS[op], "rings", False) for op in sdpa.FORWARD_OPS)
         after = list(_outcomes(mesh["dp"], query, key, value))
     assert len(before) == len(after)

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_ring import sequence_layout, set_sequence_layout, shard_sequence, unshard_sequence
+from dtensor_ring import (
+    Balanced,
+    Mask,
+    sequence_layout,
+    set_sequence_layout,
+    shard_sequence,
+    unshard_sequence,
+)
 from tests.pool import Pool
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -39,50 +46,110 @@ DEALT: dict[str, list[tuple[int, int, list[list[int]]]]] = {
 }
 
 
+CAUSAL = Mask.causal()
+BALANCED = [
+    Balanced(CAUSAL, 3, 1, block=2),
+    Balanced(CAUSAL, 16, 2, (0, 12, 16), block=2),
+    Balanced(CAUSAL, 12, 3, (0, 8, 12), block=1),
+    Balanced(CAUSAL, 9, 4, (0, 7, 9), block=1),  # the last rank holds nothing
+]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_round_trip(pool: Pool, layout: str) -> None:
     for world_size, seq_len, dealt in DEALT[layout]:
         pool.run(world_size, _check_round_trip, layout, seq_len, dealt)
 
 
-def _check_round_trip(layout: str, seq_len: int, dealt: list[list[int]]) -> None:
+@pytest.mark.parametrize("layout", BALANCED, ids=lambda layout: f"{layout.world_size} ranks")
+def test_round_trip_of_a_batch(pool: Pool, layout: Balanced) -> None:
+    world_size, seq_len = layout.world_size, layout.seq_len
+    dealt = [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
+    pool.run(world_size, _check_round_trip, layout, seq_len, dealt)
+
+
+def _check_round_trip(layout: Balanced | str, seq_len: int, dealt: list[list[int]]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     mine = torch.tensor(dealt[dist.get_rank()], dtype=torch.int64)
+    again = of_batch(layout)
     for dim in (0, 1, 2, -1, -2):
         shape = [2, 3, 4]
         shape[dim] = seq_len
         for whole in (torch.randn(shape), torch.arange(whole_size(shape)).view(shape)):
             sharded = shard_sequence(whole, mesh, dim, layout)
-            assert sequence_layout(mesh).name == layout
+            assert sequence_layout(mesh).name == getattr(layout, "name", layout)
             assert sharded.placements == (Shard(dim % 3),)
             assert (sharded.shape, sharded.dtype) == (whole.shape, whole.dtype)
             assert torch.equal(sharded.to_local(), whole.index_select(dim, mine))
-            assert torch.equal(unshard_sequence(sharded, dim), whole)
-            assert torch.equal(unshard_sequence(shard_sequence(whole, mesh, dim), dim), whole)
+            assert torch.equal(unshard_sequence(sharded, dim, again), whole)
+            sharded = shard_sequence(whole, mesh, dim, again)
+            assert torch.equal(unshard_sequence(sharded, dim, again), whole)
+
+
+def of_batch(layout: Balanced | str) -> Balanced | None:
+    """What has to be said again, on a mesh that is annotated."""
+    return layout if isinstance(layout, Balanced) else None
 
 
 def whole_size(shape: list[int]) -> int:
     return int(torch.tensor(shape).prod())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(pool: Pool, layout: str) -> None:
+@pytest.mark.parametrize("layout", [*LAYOUTS, Balanced(CAUSAL, 8, 4, (0, 6, 8), block=1)])
+def test_gradients(pool: Pool, layout: Balanced | str) -> None:
     pool.run(4, _check_gradients, layout)
 
 
-def _check_gradients(layout: str) -> None:
-    mesh = init_device_mesh("cpu", (4,))
+def _check_gradients(layout: Balanced | str) -> None:
+    mesh, again = init_device_mesh("cpu", (4,)), of_batch(layout)
     weight = torch.randn(2, 8, 3)
     whole = torch.randn(2, 8, 3, requires_grad=True)
     sharded = shard_sequence(whole, mesh, 1, layout)
     sharded.retain_grad()
-    (unshard_sequence(sharded, 1) * weight).sum().backward()
-    assert torch.equal(unshard_sequence(sharded.grad, 1), weight)
+    (unshard_sequence(sharded, 1, again) * weight).sum().backward()
+    assert torch.equal(unshard_sequence(sharded.grad, 1, again), weight)
     # Each rank has the gradient of its own tokens, and zeros.
     mine = sequence_layout(mesh).positions(dist.get_rank(), 4, 8)
     expected = torch.zeros_like(weight)
     expected[:, mine] = weight[:, mine]
     assert torch.equal(whole.grad, expected)
+
+
+def test_two_batches_on_one_mesh(pool: Pool) -> None:
+    pool.run(2, _check_two_batches)
+
+
+def _check_two_batches() -> None:
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(16)
+    layouts = [Balanced(CAUSAL, 16, 2, (0, end, 16), block=2) for end in (10, 12)]
+    first, second = (shard_sequence(whole, mesh, 0, layout) for layout in layouts)
+    assert not torch.equal(first.to_local(), second.to_local())
+    assert sequence_layout(mesh) == layouts[1]
+    for sharded, layout in zip((first, second), layouts, strict=True):
+        assert torch.equal(unshard_sequence(sharded, 0, layout), whole)
+
+
+def test_refusals_of_a_batch(pool: Pool) -> None:
+    pool.run(4, _check_refusals_of_a_batch)
+
+
+def _check_refusals_of_a_batch() -> None:
+    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), torch.arange(16)
+    layout, longer = (Balanced(CAUSAL, seq_len, 2, block=2) for seq_len in (16, 18))
+    zigzag = shard_sequence(whole, mesh["dp"], 0, "zigzag")
+    sharded = shard_sequence(whole, mesh["cp"], 0, layout)
+    for message, function, *args in (
+        ("batch: pass the Balanced layout of this one", unshard_sequence, sharded, 0),
+        ("batch: pass the Balanced layout of this one", shard_sequence, whole, mesh["cp"], 0),
+        ("18 tokens on 2 ranks, it cannot deal 16", unshard_sequence, sharded, 0, longer),
+        ("18 tokens .* deal 16", shard_sequence, whole, mesh["cp"], 0, longer),
+        ("balanced, it cannot become zigzag", shard_sequence, whole, mesh["cp"], 0, "zigzag"),
+        ("zigzag, it cannot become balanced", shard_sequence, whole, mesh["dp"], 0, layout),
+        ("annotated zigzag, .*: leave the layout out", unshard_sequence, zigzag, 0, layout),
+        ("balanced layout belongs to one batch", shard_sequence, whole, mesh["cp"], 0, "balanced"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*args)
 
 
 def test_unaligned_default_is_contiguous(pool: Pool) -> None:

@@ -21,8 +21,8 @@ from dtensor_ring import ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.layout import as_layout
 from dtensor_ring.op import ring_backward_op, ring_op
 from tests.dense import dense_attention
+from tests.meshes import random_inputs
 from tests.pool import Pool
-from tests.test_dtensor import random_inputs
 
 NUM_LAYERS, WIDTH, HEADS, SEQ_LEN = 2, 16, 2, 12
 

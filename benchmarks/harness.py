@@ -1,0 +1,100 @@
+"""What the benchmarks share: the processes, the tensors, and how results are kept."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from baselines import Stages
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring.op import Options, ring_backward_op, ring_op
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_HEADS, HEAD_DIM = 8, 64
+STAGES = ("forward", "forward + backward")
+ORDERS = ("B, L, N, H", "B, N, L, H")
+
+Measure = Callable[[Any, DeviceMesh], Any]
+"""Measures a case, and returns a dataclass."""
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    """The same tensor with its dimensions in that order in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if order == ORDERS[0] else x.contiguous()
+
+
+def op_stages(shards: list[Tensor], options: Options) -> Stages:
+    """Our op, as autograd calls it."""
+    grad_out, *inputs = shards
+    kept: list[Tensor] = []
+
+    def forward() -> list[Tensor]:
+        kept[:] = ring_op(*inputs, *options)
+        return kept[:1]
+
+    def backward() -> list[Tensor]:
+        return ring_backward_op(grad_out, None, *inputs, *kept, *options)[:3]
+
+    return forward, backward
+
+
+def work(rank: int, world_size: int, folder: str, measure: Measure, todo: list[Any]) -> None:
+    """Measure the cases of one world size; rank 0 leaves the results in the folder."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+    )
+    mesh = init_device_mesh("cpu", (world_size,))
+    with torch.no_grad():
+        results = [asdict(measure(case, mesh)) for case in todo]
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def spawn(world_size: int, measure: Measure, todo: list[Any]) -> list[dict[str, Any]]:
+    """What is measured of each case, in a new group of processes of one thread each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (world_size, folder, measure, todo), nprocs=world_size)
+        return json.loads(Path(folder, "results.json").read_text())
+
+
+def origin() -> dict[str, str]:
+    """Where the numbers come from: versions and hardware, no names of hosts or folders."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return {
+        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "processor": f"{os.cpu_count()} x {model[1] if model else platform.machine()}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "load before": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def publish(name: str, quick: bool, record: object, show: Callable[[Console], None]) -> None:
+    """Write what was measured, and show it; what was measured quickly is not kept as a result."""
+    folder = ROOT / "out" if quick else ROOT / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
+    with (folder / f"{name}.md").open("w") as file:
+        show(Console(file=file, width=120))
+    show(Console(width=120))

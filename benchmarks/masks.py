@@ -1,0 +1,151 @@
+"""Measure what a visible pair costs under windows and packed documents, next to dense causal.
+
+Run ``python benchmarks/masks.py``: it starts two processes itself, prints a table, and writes it
+with every single time to ``benchmarks/results``. With ``--quick`` it repeats less and writes to
+``out`` instead. All attentions are timed in turns, and ratios are medians of the ratios of
+neighbouring times. Leave the machine alone meanwhile.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from random import Random
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from baselines import Stages, median_ratio, time_paired
+from harness import HEAD_DIM, NUM_HEADS, ORDERS, STAGES, in_order, op_stages, origin, publish, spawn
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import Balanced, Contiguous, Mask, ZigZag, describe_schedule, sequence_runs
+from dtensor_ring.layout import Layout
+from dtensor_ring.op import Options, default_scale
+from dtensor_ring.schedule import Schedule
+
+WORLD_SIZE, SEQ_LEN = 2, 16384
+WINDOW, NUM_DOCUMENTS = 1024, 16
+DENSE = "causal, zigzag"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Which pairs are visible, and how their tokens are dealt."""
+
+    mask: Mask
+    layout: Layout
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def schedule(self) -> Schedule:
+        return describe_schedule(self.layout, self.mask, SEQ_LEN, WORLD_SIZE, self.cu_seqlens)
+
+    def options(self, group: dist.ProcessGroup) -> Options:
+        documents = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
+        return Options(
+            cu_seqlens=documents,
+            runs=sequence_runs(self.layout) if isinstance(self.layout, Balanced) else None,
+            seq_len=SEQ_LEN,
+            key_seq_len=SEQ_LEN,
+            layout=self.layout.name,
+            left=self.mask.left,
+            right=self.mask.right,
+            scale=default_scale(HEAD_DIM),
+            group_name=group.group_name,
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds by attention, stage and repeat."""
+
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
+def attentions() -> dict[str, Attention]:
+    """What is compared, dense causal first."""
+    causal, window = Mask.causal(), Mask.sliding(WINDOW)
+    cuts = Random(0).sample(range(1, SEQ_LEN), NUM_DOCUMENTS - 1)
+    bounds = (0, *sorted(cuts), SEQ_LEN)
+    zigzag, contiguous = ZigZag(), Contiguous()
+    balanced, balanced_window = (
+        Balanced(mask, SEQ_LEN, WORLD_SIZE, bounds) for mask in (causal, window)
+    )
+    return {
+        DENSE: Attention(causal, zigzag),
+        "window, zigzag": Attention(window, zigzag),
+        "window, contiguous": Attention(window, contiguous),
+        "documents, zigzag": Attention(causal, zigzag, bounds),
+        "documents, balanced": Attention(causal, balanced, bounds),
+        "window + documents, balanced": Attention(window, balanced_window, bounds),
+    }
+
+
+def random_shards(rank: int) -> list[Tensor]:
+    """Gradient of the output, query, key and value of this rank's tokens."""
+    torch.manual_seed(rank)
+    shape = (1, NUM_HEADS, SEQ_LEN // WORLD_SIZE, HEAD_DIM)
+    return [in_order(torch.randn(shape), ORDERS[0]) for _ in range(4)]
+
+
+def measure(repeats: int, mesh: DeviceMesh) -> Measurement:
+    group = mesh.get_group()
+    shards = random_shards(group.rank())
+    contenders: dict[str, Stages] = {
+        name: op_stages(shards, attention.options(group))
+        for name, attention in attentions().items()
+    }
+    return Measurement(time_paired(contenders, repeats, lambda: dist.barrier(group)))
+
+
+def table(measurement: Measurement) -> Table:
+    """Two rows for each attention, with its times per pair, also relative to dense causal."""
+    left = ("attention", "what")
+    right = ("M pairs", "busiest/mean", "ms", "ps a pair", "to causal")
+    result = Table(*left, box=MARKDOWN)
+    for heading in right:
+        result.add_column(heading, justify="right", no_wrap=True)
+    schedules = {name: attention.schedule() for name, attention in attentions().items()}
+    pairs = {name: NUM_HEADS * sum(map(sum, s.areas)) for name, s in schedules.items()}
+    for name, schedule in schedules.items():
+        for stage, what in enumerate(STAGES):
+            times = measurement.seconds[name][stage]
+            ratio = median_ratio(times, measurement.seconds[DENSE][stage])
+            result.add_row(
+                *(name, what, f"{pairs[name] / 1e6:.0f}", f"{schedule.imbalance:.3f}"),
+                *(f"{1e3 * median(times):.1f}", f"{1e12 * median(times) / pairs[name]:.0f}"),
+                f"{ratio * pairs[DENSE] / pairs[name]:.2f}",
+            )
+    return result
+
+
+def report(console: Console, about: dict[str, str], measurement: Measurement) -> None:
+    """Print the table, in Markdown."""
+    console.print("# Masks on CPUs\n")
+    for what, text in about.items():
+        console.print(f"- {what}: {text}", highlight=False)
+    console.print(
+        f"\n{SEQ_LEN:,} tokens, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, float32, {WORLD_SIZE} "
+        f"ranks of one thread, gloo.\nThe window is {WINDOW:,} tokens; the {NUM_DOCUMENTS} packed "
+        "documents are of uneven length. Pairs are those that\nare visible, over all heads and "
+        "ranks; busiest/mean is how evenly they are dealt. A time is\nthat of the slowest rank. "
+        "The last column is the time per pair over that of dense causal.\n"
+    )
+    console.print(table(measurement))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take less than a minute")
+    quick = parser.parse_args().quick
+    about = origin()
+    (result,) = spawn(WORLD_SIZE, measure, [2 if quick else 15])
+    measurement = Measurement(**result)
+    record = {"about": about, **asdict(measurement)}
+    publish("masks-cpu", quick, record, lambda console: report(console, about, measurement))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Random attentions over rings against dense float64, of every kind at once.
+
+`pytest tests/test_fuzz.py --fuzz-cases 1000` tries 20,000 of them instead of 2,000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs, set_sequence_layout
+from dtensor_ring.layout import LAYOUTS
+from tests.pool import Pool
+from tests.rings import Case, Ring, local
+
+BATCH_OF_CASES = 25
+LONGEST = 200
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ranks in all, and on the ring; with more than one ring they are a 2-D mesh of DTensors."""
+
+    num_ranks: int
+    world_size: int
+
+
+SETTINGS = [Setting(1, 1), Setting(2, 2), Setting(3, 3), Setting(4, 4), Setting(4, 2)]
+
+
+def bounds_of(seq_len: int, num_ends: int) -> st.SearchStrategy[tuple[int, ...]]:
+    ends = st.lists(st.integers(0, seq_len), min_size=num_ends, max_size=num_ends)
+    return ends.map(lambda ends: (0, *sorted(ends)))
+
+
+@st.composite
+def documents_of(draw: st.DrawFn, seq_len: int, batch: int, num_ends: int) -> tuple:
+    """For the whole batch, or by row."""
+    num_rows = draw(st.sampled_from(sorted({1, batch})))
+    return tuple(draw(bounds_of(seq_len, num_ends)) for _ in range(num_rows))
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    bound = st.none() | st.integers(0, 10) | st.integers(0, LONGEST)
+    right = draw(st.sampled_from([0, 0, None]) | bound)
+    cut = draw(st.sampled_from(["", "", "chunk", "prefix"]))
+    counts = {cut: draw(st.integers(1, 40))} if cut else {}
+    return Mask(draw(bound), right, **counts)
+
+
+@st.composite
+def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
+    """A ring of that layout; one in eight is cross attention."""
+    lengths = st.integers(1, LONGEST)
+    if layout == "striped":
+        lengths = st.integers(1, LONGEST // world_size).map(lambda n: n * world_size)
+    seq_len, num_ends = draw(lengths), draw(st.integers(1, 8))
+    documents = draw(st.none() | documents_of(seq_len, batch, num_ends))
+    if layout == Balanced.name:
+        mask = draw(masks())
+        block = draw(st.integers(1, 20))
+        dealt = Balanced(mask, seq_len, world_size, documents, block)
+        return Ring(dealt, world_size, seq_len, mask, documents)
+    if draw(st.integers(0, 7)):
+        return Ring(LAYOUTS[layout], world_size, seq_len, draw(masks()), documents)
+    key_seq_len = draw(lengths)
+    key_documents = documents and draw(documents_of(key_seq_len, batch, num_ends))
+    ring = Ring(LAYOUTS[layout], world_size, seq_len, Mask.full(), documents)
+    return Ring(ring.layout, world_size, seq_len, ring.mask, documents, key_seq_len, key_documents)
+
+
+@st.composite
+def cases(draw: st.DrawFn, layout: str, world_size: int) -> Case:
+    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    options = {
+        "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
+        "grad_lse": draw(st.sampled_from([False, False, True])),
+        "head_dims": draw(st.sampled_from([(8, 8), (8, 8), (8, 4), (4, 12)])),
+    }
+    special = any((options["softcap"], options["grad_lse"], len(set(options["head_dims"])) > 1))
+    sinks = st.lists(st.floats(-3, 3, width=32), min_size=heads[0], max_size=heads[0])
+    return Case(
+        draw(rings(layout, world_size, batch)),
+        draw(st.sampled_from(list(TOLERANCES))),
+        heads,
+        batch=batch,
+        kernel=draw(st.sampled_from([None, "reference"] + ([] if special else ["cpu_flash"]))),
+        sinks=tuple(draw(st.just([]) | sinks)),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.num_ranks} ranks, {s.world_size}")
+@pytest.mark.parametrize("layout", [*LAYOUTS, Balanced.name])
+def test_fuzz(pool: Pool, request: pytest.FixtureRequest, layout: str, setting: Setting) -> None:
+    wanted = request.config.getoption("--fuzz-cases")
+    tried = different(cases(layout, setting.world_size), wanted)
+    for start in range(0, wanted, BATCH_OF_CASES):
+        batch = tried[start : start + BATCH_OF_CASES]
+        answers = pool.run(setting.num_ranks, results_of, batch, setting, timeout=300)
+        for case, by_rank in zip(batch, zip(*answers, strict=True), strict=True):
+            check(case, by_rank)
+    request.node.user_properties.append(("different attentions tried", len(tried)))
+
+
+def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
+    """That many different ones, the same in every run: they go to the workers in batches."""
+    found: dict[Case, None] = {}
+
+    @settings(
+        max_examples=2 * wanted,  # hypothesis repeats some
+        deadline=None,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def collect(case: Case) -> None:
+        found[case] = None
+
+    collect()
+    assert len(found) >= wanted
+    return list(found)[:wanted]
+
+
+def check(case: Case, by_rank: tuple[list[Tensor], ...]) -> None:
+    """Compare the results of each rank, its own part or the whole, with the dense ones."""
+    dense = case.dense()
+    expected = [dense.out.detach(), dense.lse.detach(), *dense.backward(*case.grads())]
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    for rank, results in enumerate(by_rank):
+        for name, actual, whole in zip(names, results, expected, strict=False):
+            part = whole
+            if actual.shape != whole.shape:
+                part = whole[:, :, case.ring.positions(rank, of_keys=name in ("dk", "dv"))]
+            assert actual.shape == part.shape, (case, rank, name)
+            difference = (actual.double() - part).abs().masked_fill(actual == part, 0.0)
+            error = difference.nan_to_num(torch.inf).max() if actual.numel() else 0.0
+            largest = whole.abs().nan_to_num(posinf=0.0).max()
+            assert error <= TOLERANCES[case.dtype] * (1 + largest), (case, rank, name, error)
+
+
+def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
+    """By case: out, lse and all gradients, those of this rank or, from a mesh, whole ones."""
+    through = _through_op if setting.num_ranks == setting.world_size else _on_mesh
+    return [through(case) for case in batch]
+
+
+def _through_op(case: Case) -> list[Tensor]:
+    """Results of this rank, the gradient of sinks summed up."""
+    rank = dist.get_rank()
+    shards = case.shards(rank)
+    outputs = case.attend(*shards)
+    grads = [local(x, case.ring.positions(rank)) for x in case.grads()]
+    used = outputs if case.grad_lse else outputs[:1]
+    results = [*outputs, *torch.autograd.grad(used, shards, grads)]
+    if case.sinks:
+        dist.all_reduce(results[-1])
+    return [x.detach() for x in results]
+
+
+def _on_mesh(case: Case) -> list[Tensor]:
+    """Whole results, in the order of positions, of DTensors over a mesh of two rings."""
+    ring, mesh = (
+        case.ring,
+        init_device_mesh("cpu", (2, case.ring.world_size), mesh_dim_names=("dp", "cp")),
+    )
+    set_sequence_layout(mesh["cp"], ring.layout)
+    places: list[Placement] = [Shard(0) if case.batch % 2 == 0 else Replicate(), Shard(2)]
+    orders = [_order(ring, of_keys) for of_keys in (False, True, True)]
+    query, key, value, *sinks = case.inputs()
+    tensors = [
+        _distribute(x, order, mesh, places)
+        for x, order in zip((query, key, value), orders, strict=True)
+    ]
+    tensors += [_distribute(x, None, mesh, [Replicate(), Replicate()]) for x in sinks]
+    options = {"cu_seqlens": ring.cu_seqlens(), "key_cu_seqlens": ring.cu_seqlens(of_keys=True)}
+    if isinstance(ring.layout, Balanced):
+        options["runs"] = sequence_runs(ring.layout)
+    outputs = ring_attention(
+        *tensors[:3],
+        mask=ring.mask,
+        sinks=tensors[3] if sinks else None,
+        scale=case.scale,
+        softcap=case.softcap,
+        kernel=case.kernel,
+        return_lse=True,
+        **options,
+    )
+    grads = [_distribute(x, orders[0], mesh, places).detach() for x in case.grads()]
+    used = outputs if case.grad_lse else outputs[:1]
+    results = [*outputs, *torch.autograd.grad(used, tensors, grads)]
+    whole = [x.detach().full_tensor() for x in results]
+    for index, order in enumerate([orders[0], orders[0], *orders]):
+        whole[index] = whole[index][:, :, order.argsort()]
+    return whole
+
+
+def _order(ring: Ring, of_keys: bool) -> Tensor:
+    """Positions in the order of the ranks that hold them."""
+    return torch.cat([ring.positions(rank, of_keys) for rank in range(ring.world_size)])
+
+
+def _distribute(
+    x: Tensor, order: Tensor | None, mesh: DeviceMesh, places: list[Placement]
+) -> DTensor:
+    """A whole tensor as a DTensor, its tokens in that order."""
+    dealt = x if order is None else x[:, :, order]
+    return distribute_tensor(dealt.detach(), mesh, places).requires_grad_()

@@ -1,0 +1,82 @@
+"""The page on numerics: how it measures, and what it says."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from docs.numerics import (
+    DTYPES,
+    KERNEL,
+    LAYOUTS,
+    PAGE,
+    PROBLEMS,
+    RESULTS,
+    WORLD_SIZES,
+    Problem,
+    Row,
+    measure,
+    single_kernel,
+)
+from tests.pool import Pool
+
+CASES = {
+    "causal": Problem(48),
+    "all": Problem(48, window=9, cu_seqlens=(0, 7, 31, 48), sinks=(0.5, -1.0, 2.0, 0.0)),
+}
+
+
+def _tolerance(dtype: str) -> float:
+    return 16 * torch.finfo(getattr(torch, dtype)).eps
+
+
+def _measured(problem: Problem, layout: str, world_size: int) -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return [measure(problem, dtype, layout, mesh) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_ring_is_as_exact_as_its_dtype(pool: Pool, case: str, layout: str) -> None:
+    for found in pool.run(2, _measured, CASES[case], layout, 2):
+        for dtype, errors in zip(DTYPES, found, strict=True):
+            assert all(0 < error < _tolerance(dtype) for error in errors), (dtype, errors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_single_kernel_is_as_exact_as_its_dtype(case: str, dtype: str) -> None:
+    errors = single_kernel(CASES[case], dtype)
+    assert all(0 < error < _tolerance(dtype) for error in errors), errors
+
+
+def _rows_of_page() -> list[Row]:
+    """The rows of the large tables, read back from the page."""
+    rows, title = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("### "):
+            title = line.removeprefix("### ")
+        cells = line.strip("|").replace(" ", "").split("|")
+        if len(cells) == 3 + len(RESULTS) and cells[0] in DTYPES:
+            dtype, ranks, layout, *errors = cells
+            rows.append(Row(title, dtype, int(ranks), layout, [float(x) for x in errors]))
+    return rows
+
+
+def test_page_has_a_row_for_each_case() -> None:
+    found = [(row.problem, row.dtype, row.ranks, row.layout) for row in _rows_of_page()]
+    expected = {*product(PROBLEMS, DTYPES, WORLD_SIZES, LAYOUTS)}
+    expected |= {*product(PROBLEMS, DTYPES, (1,), (KERNEL.replace(" ", ""),))}
+    assert len(found) == len(expected)
+    assert {*found} == expected
+
+
+def test_float32_errors_in_the_page_are_those_of_the_kernel() -> None:
+    rows = [row for row in _rows_of_page() if row.dtype == "float32"]
+    of_kernel = {row.problem: row.errors for row in rows if row.layout.startswith("aten")}
+    for row in rows:
+        for name, error, kernel in zip(RESULTS, row.errors, of_kernel[row.problem], strict=True):
+            assert error <= 4 * kernel, (row, name)

@@ -170,3 +170,15 @@ def _check_side_by_side(as_dtensors: bool) -> None:
     told = "softcap: 0.0 on .0., 1.0 on .1.$"
     with pytest.raises(ValueError, match=BEGINNING + told):
         attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
+
+
+def test_compiled_calls_are_not_compared(pool: Pool) -> None:
+    pool.run(1, _check_compiled)
+
+
+def _check_compiled() -> None:
+    mesh, x = init_device_mesh("cpu", (1,)), torch.ones(1, 2, 4, 8)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    told = "validate=True compares ranks in eager calls only; compile without it"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+        compiled([x] * 3, mesh, False, {})

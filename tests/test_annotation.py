@@ -120,9 +120,9 @@ def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout 
     sharded = [DTensor.from_local(x, mesh, [SEQUENCE], run_check=False) for x in local]
     runs = sequence_runs(BALANCED) if with_runs else None
     if isinstance(expected, str):
-        for inputs, options in (local, {"mesh": mesh}), (sharded, {}):
+        for inputs, over in ((local, mesh), (sharded, None)):
             with pytest.raises(ValueError, match=expected):
-                ring_attention(*inputs, runs=runs, **options)
+                ring_attention(*inputs, runs=runs, mesh=over)
     else:
         assert axis_layout(mesh.get_group(), with_runs) == expected.name
         dense = F.scaled_dot_product_attention(*whole, is_causal=True)[:, :, mine]

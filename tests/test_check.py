@@ -108,7 +108,10 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "layout": (options(layout="ring"), "unknown layout 'ring'; known layouts: contiguous, striped"),
     "layout of DTensors": (options(layout=""), "unknown layout ''; known layouts: contiguous, st"),
-    "striped": (options(layout="striped", seq_len=7, key_seq_len=7), "got 7; pad it to 8 tokens or use zigzag or"),
+    "striped": (
+        options(layout="striped", seq_len=7, key_seq_len=7),
+        "got 7; pad it to 8 tokens or use zigzag or",
+    ),
     "mask": (options(left=-1), "Mask left counts tokens and is at least 0, got -1; None means"),
     "chunk and prefix": (options(chunk=4, prefix=2), "a mask has chunks or a prefix, not both"),
     "causal cross attention": (

@@ -124,7 +124,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
     },
     "balanced": {"layout": "balanced", "cu_seqlens": [0, 12, 16], "grad_lse": True},
     "balanced, every option": {
-        "layout": "balanced", "batch": 3, "mask": Mask(6, 1, prefix=2), "cu_seqlens": ROWS,
+        "layout": "balanced", "batch": 3, "mask": Mask(6, 1, prefix=5), "cu_seqlens": ROWS,
         "sinks": "dtensor", "value_head_dim": 4, "options": {"softcap": 2.0, "scale": 0.4},
         "grad_lse": True,
     },

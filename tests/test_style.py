@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import ContextParallel, Mask, ring_attention, sequence_layout
+from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.layout import as_layout
 from dtensor_ring.op import ring_backward_op, ring_op
 from tests.dense import dense_attention
@@ -212,6 +212,8 @@ def _check_inside() -> None:
 def test_refusals(pool: Pool) -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'; known layouts: contiguous"):
         ContextParallel("spiral")
+    with pytest.raises(ValueError, match="balanced layout belongs to one batch"):
+        ContextParallel(Balanced(Mask.causal(), 16, 2))
     pool.run(4, _check_refusals)
 
 

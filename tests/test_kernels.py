@@ -96,9 +96,12 @@ every_kernel = pytest.mark.parametrize(
 
 
 def assert_near(actual: Tensor, expected: Tensor, eps: float, what: str) -> None:
-    """Within a few roundings of the largest entry: sums of hundreds of terms round anywhere."""
+    """Within a few roundings of the largest entry: sums of hundreds of terms round anywhere.
+
+    Terms are about 1 in size, and may cancel to nothing, as the gradient of a single pair does.
+    """
     assert actual.shape == expected.shape, what
-    atol = 16 * eps * expected.abs().max().item() if expected.numel() else 0
+    atol = 16 * eps * max(1.0, expected.abs().max().item()) if expected.numel() else 0
     torch.testing.assert_close(
         actual.cpu().double(), expected.detach(), rtol=0, atol=atol, msg=lambda m: f"{what}: {m}"
     )
@@ -178,7 +181,7 @@ def test_bottom_right_window_shows_the_same_band(case: Case) -> None:
     if mask == CAUSAL:
         assert (left, right) == (None, None), "the causal flag says it"
         return
-    seen = visible(mask, max(rows, cols), 1)[0, 0, :rows, :cols]
+    seen = visible(mask, (rows, cols), 1)[0, 0]
     lag = torch.arange(rows).unsqueeze(1) + cols - rows - torch.arange(cols)
     bounds = [left, right]
     assert all(bound is None or bound >= 0 for bound in bounds), "negative means unbounded there"

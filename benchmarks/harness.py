@@ -22,19 +22,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.op import Options, ring_backward_op, ring_op
+from dtensor_ring.order import TOKEN_MAJOR
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
 STAGES = ("forward", "forward + backward")
-ORDERS = ("B, L, N, H", "B, N, L, H")
+ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
+"""Of the dimensions in memory, by name."""
 
 Measure = Callable[[Any, DeviceMesh], Any]
 """Measures a case, and returns a dataclass."""
-
-
-def in_order(x: Tensor, order: str) -> Tensor:
-    """The same tensor with its dimensions in that order in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2) if order == ORDERS[0] else x.contiguous()
 
 
 def op_stages(shards: list[Tensor], options: Options) -> Stages:

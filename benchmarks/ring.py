@@ -25,7 +25,7 @@ from baselines import (
     transfers,
     zigzag_shard,
 )
-from harness import HEAD_DIM, NUM_HEADS, ORDERS, STAGES, in_order, op_stages, origin, publish, spawn
+from harness import HEAD_DIM, NUM_HEADS, ORDERS, STAGES, op_stages, origin, publish, spawn
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +37,7 @@ from dtensor_ring.kernels import Kernel
 from dtensor_ring.layout import ZigZag
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale
+from dtensor_ring.order import in_order
 from dtensor_ring.plan import plan
 from dtensor_ring.ring import ring_backward, ring_forward
 
@@ -46,7 +47,7 @@ MAX_SECONDS = 100
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured; `order` is that of the dimensions in memory."""
+    """What is measured; `order` is a name of `ORDERS`."""
 
     world_size: int
     seq_len: int
@@ -76,9 +77,9 @@ Columns = dict[str, Callable[[Case], str]]
 def cases(quick: bool) -> list[Case]:
     """Those with real kernels, then those with stubs."""
     repeats = {4096: 2} if quick else {4096: 15, 16384: 9}
-    orders = ORDERS[:1] if quick else ORDERS
+    orders = list(ORDERS)[:1] if quick else list(ORDERS)
     return [
-        Case(2, seq_len, dtype, ORDERS[0], False, number)
+        Case(2, seq_len, dtype, "B, L, N, H", False, number)
         for seq_len, number in repeats.items()
         for dtype in ("float32", "bfloat16")
     ] + [
@@ -92,7 +93,7 @@ def random_inputs(case: Case) -> list[Tensor]:
     """Gradient of the output, query, key and value of the whole sequence, alike on every rank."""
     torch.manual_seed(0)
     shape, dtype = (1, NUM_HEADS, case.seq_len, HEAD_DIM), getattr(torch, case.dtype)
-    return [in_order(torch.randn(shape).to(dtype), case.order) for _ in range(4)]
+    return [in_order(torch.randn(shape), ORDERS[case.order], dtype) for _ in range(4)]
 
 
 def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
@@ -167,7 +168,8 @@ def check_agreement(contenders: dict[str, Stages], case: Case, rank: int) -> Non
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     rank, whole = group.rank(), random_inputs(case)
-    shards = [in_order(zigzag_shard(x, 2, rank, case.world_size), case.order) for x in whole]
+    order, dtype = ORDERS[case.order], whole[0].dtype
+    shards = [in_order(zigzag_shard(x, 2, rank, case.world_size), order, dtype) for x in whole]
     contenders = {"torch": torch_ring(mesh, shards, case.stub)}
     if case.stub:
         contenders["ours"] = our_ring_around_stub(case, shards, group)

@@ -31,14 +31,20 @@ class Partial:
         self._shape = (*query.shape[:3], value_head_dim)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._ends = [0] * query.shape[0]  # of the rows that tiles have covered, by batch row
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
         """Merge what a kernel returned for the tile."""
+        first = self._is_first(tile)
         if self._out is None and out.shape == self._shape:
             self._out, self._lse = out, lse.contiguous()
             return
-        total, total_lse = self._accumulators(lse.dtype)
-        merge_(_region(total, tile), _region(total_lse, tile), out, lse)
+        total, total_lse = (_region(x, tile) for x in self._accumulators(lse.dtype))
+        if first:
+            total.copy_(out)
+            total_lse.copy_(lse)
+        else:
+            merge_(total, total_lse, out, lse)
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(B, N, L, Hv)`, in the query's dtype and order, and `lse` `(B, N, L)`.
@@ -56,6 +62,16 @@ class Partial:
             out.mul_(weight.unsqueeze(-1))
             lse = torch.logaddexp(lse, sink_lse)
         return in_order(out, order_of(self._query), self._query.dtype), lse
+
+    def _is_first(self, tile: Tile) -> bool:
+        """Whether nothing was added to the rows of the tile, which are covered from now on.
+
+        The tiles of a step come in the order of their rows, so it is enough to know the last one.
+        """
+        batch = _batch(tile)
+        ends = self._ends[batch]
+        self._ends[batch] = [max(end, tile.rows[1]) for end in ends]
+        return max(ends, default=0) <= tile.rows[0]
 
     def _accumulators(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:

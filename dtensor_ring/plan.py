@@ -163,7 +163,7 @@ def _rows(
 ) -> Rows:
     """Batch row, `None` for all of them, and the bounds in it, those of the mask's chunks too."""
     sides = [
-        tuple(_cut(row, seq_len, mask.chunk) for row in given or ((0, seq_len),))
+        tuple(_cut(row, mask.chunk) for row in given or ((0, seq_len),))
         for seq_len, given in zip(seq_lens, (documents, key_documents), strict=True)
     ]
     if max(map(len, sides)) == 1:
@@ -172,7 +172,7 @@ def _rows(
     return tuple(enumerate(bounds))
 
 
-def _cut(row: tuple[int, ...], seq_len: int, chunk: int | None) -> tuple[int, ...]:
+def _cut(row: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
     """Boundaries of documents, and of the chunks within them."""
     return row if chunk is None else tuple(sorted({*row, *range(0, row[-1], chunk)}))
 

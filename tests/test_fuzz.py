@@ -75,8 +75,8 @@ def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
         return Ring(LAYOUTS[layout], world_size, seq_len, draw(masks()), documents)
     key_seq_len = draw(lengths)
     key_documents = documents and draw(documents_of(key_seq_len, batch, num_ends))
-    ring = Ring(LAYOUTS[layout], world_size, seq_len, Mask.full(), documents)
-    return Ring(ring.layout, world_size, seq_len, ring.mask, documents, key_seq_len, key_documents)
+    keys = key_seq_len, key_documents
+    return Ring(LAYOUTS[layout], world_size, seq_len, Mask.full(), documents, *keys)
 
 
 @st.composite

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from dtensor_ring.kernels.band import hidden, row_blocks
+from dtensor_ring.kernels.band import Bias, col_blocks, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
-from dtensor_ring.order import empty, order_of
+from dtensor_ring.order import TOKEN_MAJOR, empty, order_of, zeros
 
 aten = torch.ops.aten
 
-BAND_ROWS = 128
-"""Queries per launch of a band: few, so that little is scored outside of it."""
+BLOCK = 192
+"""Queries or keys of a launch: fewer are slow, of more there is less visible."""
+
+WHOLE = 256
+"""Rows of a causal square that is one launch, and of any tile for which keys stay as they are."""
+
+LARGE = 768
+"""Rows from which a causal square is one launch again: there the kernel's own blocks are good."""
 
 
 class CpuFlash(Kernel):
     """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims.
 
-    It has no window: a band is cut into blocks of rows, each with the columns that it sees and a
-    mask that all blocks but those at the ends share.
+    It has no window, and scores up to twice what is visible of a small causal square: both are
+    computed by blocks. Forward these are of rows, so that nothing is merged; backward of columns,
+    so that only gradients of queries are summed up.
     """
 
     name = "cpu_flash"
@@ -50,14 +55,18 @@ class CpuFlash(Kernel):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        if mask in (Mask.full(), Mask.causal()):
+        key, value = _by_head(query, key), _by_head(query, value)
+        if _in_one(mask, query):
             return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=wide)
-        for rows, cols, bias in _blocks(query, key, mask):
+        blocks = row_blocks(query.shape[2], key.shape[2], mask, BLOCK)
+        bias = Bias(blocks, mask, query)
+        for rows, cols in blocks:
             tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-            out[:, :, rows], lse[:, :, rows] = kernel(*tensors, attn_mask=bias, scale=scale)
+            result = kernel(*tensors, attn_mask=bias.of((rows, cols)), scale=scale)
+            out[:, :, rows], lse[:, :, rows] = result
         return out, lse
 
     def backward(
@@ -74,28 +83,33 @@ class CpuFlash(Kernel):
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        if mask in (Mask.full(), Mask.causal()):
+        key, value = _by_head(query, key), _by_head(query, value)
+        if _in_one(mask, query):
             causal = mask == Mask.causal()
             return kernel(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
-        for rows, cols, bias in _blocks(query, key, mask):
+        grad_query = zeros(query, query.shape, TOKEN_MAJOR, lse.dtype)
+        grad_key, grad_value = (empty(x, x.shape, TOKEN_MAJOR) for x in (key, value))
+        blocks = col_blocks(query.shape[2], key.shape[2], mask, BLOCK)
+        bias = Bias(blocks, mask, query)
+        for rows, cols in blocks:
             tensors = grad_out[:, :, rows], query[:, :, rows], key[:, :, cols], value[:, :, cols]
             saved = out[:, :, rows], lse[:, :, rows]
-            grads = kernel(*tensors, *saved, 0.0, False, attn_mask=bias, scale=scale)
-            grad_query[:, :, rows] = grads[0]
-            grad_key[:, :, cols] += grads[1]
-            grad_value[:, :, cols] += grads[2]
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+            part = bias.of((rows, cols))
+            grads = kernel(*tensors, *saved, 0.0, False, attn_mask=part, scale=scale)
+            grad_query[:, :, rows] += grads[0]
+            grad_key[:, :, cols] = grads[1]
+            grad_value[:, :, cols] = grads[2]
+        return grad_query.to(query.dtype), grad_key, grad_value
 
 
-def _blocks(query: Tensor, key: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Blocks of rows, the columns that they see, and what to add to their scores."""
-    biases: dict[tuple[int, int, int], Tensor | None] = {}
-    for rows, cols in row_blocks(query.shape[2], key.shape[2], mask, BAND_ROWS):
-        shape = rows.stop - rows.start, cols.stop - cols.start, rows.start - cols.start
-        if shape not in biases:
-            outside = hidden(rows, cols, mask, query.device)
-            zeros = query.new_zeros(shape[:2])
-            biases[shape] = None if outside is None else zeros.masked_fill_(outside, -torch.inf)
-        yield rows, cols, biases[shape]
+def _in_one(mask: Mask, query: Tensor) -> bool:
+    """Whether one launch serves the tile best; matrix products of 16 bits gain by large blocks."""
+    if mask != Mask.causal():
+        return mask == Mask.full()
+    return query.dtype.itemsize == 2 or not WHOLE < query.shape[2] < LARGE
+
+
+def _by_head(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values, the tokens of a head next to each other if they are read often enough."""
+    by_head = x.stride(2) == x.shape[3]
+    return x if by_head or query.shape[2] < WHOLE else x.contiguous()

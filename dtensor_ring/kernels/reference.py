@@ -103,5 +103,5 @@ def _scores(
 
 def _hide(scores: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
     """Scores outside the band become -inf."""
-    outside = hidden(block, seen, mask, scores.device)
+    outside = hidden((block, seen), mask, scores.device)
     return scores if outside is None else scores.masked_fill(outside, -torch.inf)

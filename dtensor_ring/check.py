@@ -46,8 +46,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
 
 
-def documents_of(cu_seqlens: Tensor, name: str, batch: int) -> Documents:
+def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = False) -> Documents:
     """The boundaries as the planner wants them; errors call them by that name.
+
+    Rows that are all alike are one. Without keys of other documents, whose numbers would have to
+    match, empty documents are left out.
 
     Raises:
         ValueError: if they are not int32 on the CPU, of shape (D+1,) or (batch, D+1).
@@ -57,8 +60,11 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int) -> Documents:
         raise ValueError(
             f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
         )
-    rows = cu_seqlens.tolist()
-    return tuple(map(tuple, rows)) if cu_seqlens.ndim == 2 else (tuple(rows),)
+    rows = cu_seqlens.unbind() if cu_seqlens.ndim == 2 else (cu_seqlens,)
+    if not is_numbered:
+        rows = [row.unique_consecutive() for row in rows]
+    documents = tuple(tuple(row.tolist()) for row in rows)
+    return documents[:1] if len(set(documents)) == 1 else documents
 
 
 def run_table(runs: Tensor) -> RunTable:

@@ -74,8 +74,9 @@ class Options(NamedTuple):
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """This rank's plan, once the lengths of its shards are seen to be right."""
         batch, rank, world_size = query.shape[0], self.group.rank(), self.group.size()
+        is_numbered = self.key_cu_seqlens is not None
         documents, key_documents = (
-            None if given is None else documents_of(given, name, batch)
+            None if given is None else documents_of(given, name, batch, is_numbered)
             for name, given in zip(self._fields[:2], self[:2], strict=True)
         )
         layout = as_layout(self.layout) if self.runs is None else run_table(self.runs)

@@ -230,6 +230,11 @@ def test_documents_of(cu_seqlens: Tensor, batch: int, documents: Any) -> None:
     assert documents_of(cu_seqlens.int(), "cu_seqlens", batch) == documents
 
 
+def test_numbered_documents_may_be_empty() -> None:
+    cu_seqlens = torch.tensor([[0, 3, 3, 8]], dtype=torch.int32)
+    assert documents_of(cu_seqlens, "cu_seqlens", 1, is_numbered=True) == ((0, 3, 3, 8),)
+
+
 def test_run_table_leaves_out_what_fills_up() -> None:
     table = run_table(torch.tensor([[[0, 2], [6, 2]], [[2, 4], [0, 0]]]).int())
     assert table == RunTable((((0, 2), (6, 2)), ((2, 4),)))

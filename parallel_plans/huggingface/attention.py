@@ -1,0 +1,123 @@
+"""The attention implementation named `ring`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring.op import Options, default_scale, ring_op
+from parallel_plans.huggingface.documents import Documents
+from parallel_plans.huggingface.patterns import Pattern, Reading, Readings, is_pattern
+
+IMPLEMENTATION = "ring"
+BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
+
+
+class Dealt(NamedTuple):
+    """What attention has to know of the batch; travels down as the keyword `ring`."""
+
+    group_name: str
+    layout: str
+    seq_len: int
+    indices: Tensor
+    """Positions in the batch of the tokens of this rank, `(L,)`."""
+    documents: Documents
+    readings: Readings
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ring: Dealt | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """From local shards `(B, N, L, H)` to `(B, L, N, H)`."""
+    if ring is None:
+        raise ValueError(
+            'attention "ring" needs the model to be called as a whole: parallelize_module with '
+            "context_parallel_plan on the module that you call"
+        )
+    _refuse(module, query, key, dropout, others)
+    cu_seqlens, mask = ring.documents.of(_reading(module, attention_mask, ring))
+    options = Options(
+        cu_seqlens=cu_seqlens,
+        sinks=s_aux,
+        seq_len=ring.seq_len,
+        key_seq_len=ring.seq_len,
+        layout=ring.layout,
+        left=mask.left,
+        right=mask.right,
+        chunk=mask.chunk,
+        scale=default_scale(query.shape[-1]) if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        group_name=ring.group_name,
+    )
+    out, _lse = ring_op(_tempered(module, query, ring.indices), key, value, *options)
+    return out.transpose(1, 2), None
+
+
+def _reading(module: nn.Module, attention_mask: Any, ring: Dealt) -> Reading:
+    """What the layer's pattern means."""
+    name = type(module).__name__
+    if not is_pattern(attention_mask):
+        what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+        raise ValueError(
+            f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
+            "mask of its own, only those that transformers.masking_utils composes"
+        )
+    found = ring.readings.get(attention_mask, "it was not seen when the plan was applied")
+    if isinstance(found, str):
+        raise ValueError(
+            f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "
+            f"by a ring: {found}"
+        )
+    return found
+
+
+def _described(pattern: Pattern) -> str:
+    _, causal, size, added = pattern
+    words = ["causal" if causal else "bidirectional"]
+    words += [] if size is None else [f"of {size} tokens"]
+    words += ["with a mask function of the model's own"] if added else []
+    return " ".join(words)
+
+
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, dropout: float, others: dict[str, Any]
+) -> None:
+    if dropout:
+        raise ValueError(f"a ring has no attention dropout, got {dropout}; set attention_dropout=0")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
+            "cross attention of Hugging Face models is not supported over a sharded sequence"
+        )
+    for name in BIASES:
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
+
+
+def _tempered(module: Any, query: Tensor, indices: Tensor) -> Tensor:
+    """Queries with the temperature of where they are in the batch.
+
+    Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
+    2501.19399), which they take to be that in the tensor they see: here, in the shard.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    here = torch.arange(query.shape[2], device=query.device)
+    wanted, applied = (
+        torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        for x in (indices, here)
+    )
+    return (query * (wanted / applied).view(1, 1, -1, 1)).to(query.dtype)

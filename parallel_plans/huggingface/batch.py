@@ -1,0 +1,107 @@
+"""A batch of a Hugging Face model: what each rank gets of it, and what becomes of the outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.layout import Layout, shard_length
+from dtensor_ring.sequence import local_tokens
+
+IGNORE_INDEX = -100
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+WHOLE = (*BOUNDARIES, "num_items_in_batch")
+REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
+NO_STATISTICS = "output_router_logits"
+
+
+def check_batch(given: dict[str, Any]) -> int:
+    """Refuse what would be computed wrongly; returns the length of the sequence, in tokens.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
+    for name in REFUSED:
+        if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
+            raise ValueError(f"{name} is not supported over a sharded sequence; leave it out")
+    if given.get(NO_STATISTICS):
+        raise ValueError(
+            f"{NO_STATISTICS} asks for a load-balancing loss, a statistic of all tokens, of which "
+            "a rank sees its own only; leave it out"
+        )
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict=False is not supported over a sharded sequence")
+    return _check_lengths(given)
+
+
+def _check_lengths(given: dict[str, Any]) -> int:
+    """All inputs must have one length."""
+    lengths = {}
+    for name, x in given.items():
+        if x is None or name in WHOLE or not isinstance(x, Tensor):
+            continue
+        if x.ndim < 2 or (x.ndim > 2 and name != "inputs_embeds"):
+            raise ValueError(
+                f"{name} must be a tensor (B, S), or (B, S, H) for inputs_embeds, got "
+                f"{tuple(x.shape)}; patterns of attention come from the model's config"
+            )
+        lengths[name] = x.shape[1]
+    seq_len = next(iter(lengths.values()))
+    if any(length != seq_len for length in lengths.values()):
+        raise ValueError(f"the inputs of a model must have one length, got {lengths}")
+    return seq_len
+
+
+def padded_length(layout: Layout, world_size: int, seq_len: int) -> int:
+    """The length that the layout can deal so that no rank goes without, at least the given one."""
+    try:
+        layout.runs(0, world_size, seq_len)
+    except ValueError:
+        return -(-seq_len // world_size) * world_size
+    held_by_last = shard_length(world_size - 1, world_size, seq_len)
+    return seq_len if held_by_last else -(-seq_len // world_size) * world_size
+
+
+def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
+    """The batch with so many more tokens at its end, which have no labels."""
+    padded = dict(batch)
+    for name, x in batch.items() if by else ():
+        if isinstance(x, Tensor) and name not in WHOLE:
+            value = IGNORE_INDEX if name.endswith("labels") else 0
+            padded[name] = nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, by), value=value)
+    return padded
+
+
+def local_batch(batch: dict[str, Any], mesh: DeviceMesh, layout: Layout) -> dict[str, Any]:
+    """This rank's tokens of everything that has tokens."""
+    return {
+        name: local_tokens(x, mesh, 1, layout) if isinstance(x, Tensor) and name not in WHOLE else x
+        for name, x in batch.items()
+    }
+
+
+def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
+    """Labels of the next token, shifted before they are dealt, and how many there are in all."""
+    targets = batch.get("shift_labels")
+    if targets is None:
+        targets = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return {"shift_labels": targets, "num_items_in_batch": num_items(batch | {"labels": targets})}
+
+
+def num_items(batch: dict[str, Any]) -> Any:
+    """What the sum of the losses is divided by: the given number, or that of the labels."""
+    if "labels" not in batch or "num_items_in_batch" in batch:
+        return batch.get("num_items_in_batch")
+    return (batch["labels"] != IGNORE_INDEX).sum()
+
+
+def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
+    """This rank's share of the mean cross-entropy of the tokens that have a label."""
+    total = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return total / count

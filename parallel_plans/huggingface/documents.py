@@ -1,0 +1,124 @@
+"""Where the documents of a batch begin and end, by what transformers' own masks go by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.mask import Mask
+from parallel_plans.huggingface.patterns import Reading
+
+
+class Documents(NamedTuple):
+    """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
+
+    Not all layers start anew where positions do, see `Reading`: the others may have boundaries of
+    their own. Chunks count from where a document begins.
+    """
+
+    packed: Tensor | None = None
+    others: Tensor | None = None
+    chunks: dict[int, Tensor] = {}  # noqa: RUF012 - nobody writes to it
+
+    def of(self, reading: Reading) -> tuple[Tensor | None, Mask]:
+        """Boundaries and mask for a layer."""
+        mask = reading.mask
+        if mask.chunk in self.chunks:
+            return self.chunks[mask.chunk], Mask(mask.left, mask.right)
+        return (self.packed if reading.by_positions else self.others), mask
+
+    def bounded(self, seq_len: int) -> Documents:
+        """The same for a batch that was padded behind so many tokens: padding sees nothing."""
+        whole = torch.tensor([0, seq_len], dtype=torch.int32)
+        packed, others = (whole if x is None else x for x in self[:2])
+        return Documents(packed, others, self.chunks)
+
+
+def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Documents:
+    """The documents of a batch.
+
+    By `cu_seq_lens_q` where it is given, as flash attention does; else padding is a document of its
+    own where there is an `attention_mask`; else attention that does so in the model itself starts
+    anew where `position_ids` do not go on.
+
+    Raises:
+        ValueError: if an attention mask has more than one stretch of tokens in a row, or the
+            boundaries are not those of one row.
+    """
+    given, padding, positions = (
+        batch.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids")
+    )
+    if given is not None:
+        starts = _starts_by_boundaries(given, batch.get("cu_seq_lens_k"), seq_len)
+    elif padding is not None:
+        starts = _starts_by_padding(padding)
+    elif positions is not None:
+        starts = _starts_by_positions(positions)
+    else:
+        return Documents()
+    bounds = _boundaries(starts)
+    within = {chunk: _boundaries(_starts_of_chunks(starts, chunk)) for chunk in chunks}
+    by_positions = given is None and padding is None
+    return Documents(bounds, None if by_positions else bounds, within)
+
+
+def _starts_by_boundaries(given: Tensor, of_keys: Tensor | None, seq_len: int) -> Tensor:
+    if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
+            f"{tuple(given.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
+        )
+    _require(
+        (given[0] == 0) & (given[-1] <= seq_len) & (given.diff() >= 0).all(),
+        f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",
+    )
+    starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
+    return starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
+
+
+def _starts_by_padding(attention_mask: Tensor) -> Tensor:
+    held = attention_mask.bool()
+    before = torch.nn.functional.pad(held, (1, 0))[:, :-1]
+    _require(
+        ((held & ~before).sum(-1) <= 1).all(),
+        "attention_mask must be one stretch of tokens in each row, with padding before or behind "
+        "it; for packed documents leave it out, and give position_ids that start anew",
+    )
+    return _with_first(held[:, 1:] != held[:, :-1])
+
+
+def _starts_by_positions(position_ids: Tensor) -> Tensor:
+    return _with_first(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def _with_first(changes: Tensor) -> Tensor:
+    """A row starts a document, whatever follows."""
+    return torch.nn.functional.pad(changes, (1, 0), value=True)
+
+
+def _starts_of_chunks(starts: Tensor, chunk: int) -> Tensor:
+    index = torch.arange(starts.shape[1], device=starts.device)
+    begin = torch.where(starts, index, 0).cummax(-1).values
+    return (index - begin) % chunk == 0
+
+
+def _boundaries(starts: Tensor) -> Tensor:
+    """Where documents start and the last one ends, filled up with empty ones at the end.
+
+    There are as many as there could be, so that graphs do not depend on the batch.
+    """
+    seq_len = starts.shape[1]
+    index = torch.arange(seq_len, device=starts.device)
+    bounds = torch.where(starts, index, seq_len).sort(-1).values
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=seq_len).int().cpu()
+    return bounds[0] if len(bounds) == 1 else bounds
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise unless it holds; a graph asserts it when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)

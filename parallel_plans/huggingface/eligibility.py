@@ -1,0 +1,100 @@
+"""Which models a plan serves: those whose tokens meet in attention only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+STATEFUL = re.compile(
+    "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
+)
+HEADS = ("Model", "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose result would depend on how its sequence is sharded.
+
+    Raises:
+        ValueError: naming what stands in the way, and the nearest fix.
+    """
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"a context-parallel plan is for models of transformers 5.x, got {name}; "
+            "dtensor_ring.ContextParallel serves any module that takes query, key and value"
+        )
+    for reason in _reasons(model, config):
+        raise ValueError(f"no context-parallel plan for {name}: {reason}")
+
+
+def _reasons(model: Any, config: Any) -> Iterator[str]:
+    """What stands in the way."""
+    if layers := _stateful_layers(model, config):
+        yield (
+            f"{', '.join(layers)} carry a state along the sequence, which a ring of attention "
+            "does not hand on"
+        )
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        yield "it has an encoder beside its decoder; apply the plan to its language model alone"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' attention interface"
+    if not type(model).__name__.endswith(HEADS):
+        yield (
+            "its head reads the sequence as a whole; supported are base models and heads "
+            f"{', '.join(HEADS[1:])}"
+        )
+    if poolers := [
+        name for name, x in model.named_modules() if type(x).__name__.endswith("Pooler")
+    ]:
+        yield f"{poolers[0]} pools one rank's tokens; make the model with add_pooling_layer=False"
+    if types := _rope_types(config) & set(LENGTH_DEPENDENT_ROPE):
+        yield (
+            f"rotary embeddings of type {types.pop()!r} depend on the largest position, which a "
+            "rank that holds a part of the sequence does not see; default, linear, llama3 and yarn "
+            "are supported"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in path and _counts_itself(module):
+            yield f"{path} counts positions by itself, from the tokens it sees or from an offset"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "the load-balancing loss is a statistic of all tokens, of which a rank sees its own "
+            "only; set output_router_logits=False"
+        )
+
+
+def _stateful_layers(model: Any, config: Any) -> list[str]:
+    """Names of layers that carry state from token to token, by their kind or by their parts."""
+    modules = dict(model.named_modules())
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    stateful = {f"layers.{i}": kind for i, kind in kinds if kind not in ATTENTION_LAYERS}
+    if stateful:
+        paths = {
+            layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful
+        }
+        return [f"{paths[layer]} ({kind})" for layer, kind in stateful.items()]
+    parts = [
+        f"{name} ({type(module).__name__})"
+        for name, module in modules.items()
+        if (STATEFUL.search(type(module).__name__) and not hasattr(module, "config_class"))
+        or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
+    ]
+    if not parts and getattr(model, "_is_stateful", False):
+        return [f"the layers of {type(model).__name__}"]
+    return parts
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers: some models have one for each type of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    nested = [x for x in given.values() if isinstance(x, dict)]
+    return {x["rope_type"] for x in (given, *nested) if x.get("rope_type")}
+
+
+def _counts_itself(embedding: nn.Embedding) -> bool:
+    return type(embedding) is not nn.Embedding or embedding.padding_idx is not None

@@ -1,0 +1,159 @@
+"""Which attention patterns a model uses, read from the masks that it asks for itself.
+
+Transformers composes the mask of each layer type as a function of (batch, head, query, key) and
+hands it to the mask interface of the attention implementation. Ours returns the name of the
+pattern, which then travels down to attention in the place of a mask. What a name means is found
+out once, when the plan is applied: the model runs on two tokens as far as its first attention, and
+its mask functions are compared with the masks that a ring has, on both sides of every boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.mask import Mask
+
+PROBE = "ring_probe"
+
+Pattern = tuple[str, bool, int | None, bool]
+"""A marker, whether it is causal, its window or chunk in tokens, whether the model added to it."""
+
+
+class Reading(NamedTuple):
+    """What a pattern means: a mask, and whether it starts anew where positions do not go on."""
+
+    mask: Mask
+    by_positions: bool
+
+
+Readings = dict[Pattern, Reading | str]
+"""Of all patterns of a model; a string says why a ring cannot compute one."""
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+MARKER = "ring pattern"
+
+
+def pattern_of(
+    *,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Pattern:
+    """The mask interface named `ring`: no mask, but the name of the pattern."""
+    causal = allow_is_bidirectional_skip is None
+    plain = allow_is_causal_skip if causal else bool(allow_is_bidirectional_skip)
+    return MARKER, causal, local_size, use_vmap or not plain
+
+
+def is_pattern(x: Any) -> bool:
+    """Whether something that travels as a mask is a pattern."""
+    return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
+
+
+def read_patterns(model: Any) -> Readings:
+    """The mask of each pattern of the model, or why a ring has none for it.
+
+    Raises:
+        ValueError: if the model does not get as far as an attention that goes through the
+            attention interface, or does not let the mask interface make its masks.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
+    restarted = _mask_functions(model, tokens, position_ids=tokens)
+    if not whole:
+        raise ValueError(
+            f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
+            "so that nobody can tell which tokens its layers see; it has no context-parallel plan"
+        )
+    readings: Readings = {}
+    for (pattern, function), (_, packed) in zip(whole, restarted, strict=True):
+        mask = _mask_of(pattern, function)
+        by_positions = not _evaluate(packed, [(1, 0)])[0]
+        found = mask if isinstance(mask, str) else Reading(mask, by_positions)
+        if readings.setdefault(pattern, found) != found:
+            readings[pattern] = (
+                f"its layers use two patterns of {pattern[2]} tokens, {readings[pattern]} and "
+                f"{found}, which transformers does not tell apart"
+            )
+    return readings
+
+
+class _Reached(Exception):
+    """The model arrived at its first attention."""
+
+
+def _mask_functions(
+    model: Any, tokens: Tensor, **inputs: Tensor
+) -> list[tuple[Pattern, MaskFunction]]:
+    """What the model hands to its mask interface until it arrives at its first attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions: list[tuple[Pattern, MaskFunction]] = []
+
+    def collect(*, mask_function: MaskFunction, **kwargs: Any) -> Pattern:
+        functions.append((pattern_of(**kwargs), mask_function))
+        return functions[-1][0]
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise _Reached
+
+    AttentionInterface.register(PROBE, stop)
+    AttentionMaskInterface.register(PROBE, collect)
+    model.set_attn_implementation(PROBE)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False, **inputs)
+    except _Reached:
+        return functions
+    raise ValueError(
+        f"no layer of {type(model).__name__} goes through transformers' attention interface"
+    )
+
+
+def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:
+    """The mask that shows the same pairs as the function, or that there is none."""
+    size = pattern[2]
+    positions = _positions(size)
+    pairs = list(product(positions, positions))
+    try:
+        seen = _evaluate(function, pairs)
+    except (IndexError, RuntimeError) as error:
+        return f"its mask looks at the batch ({type(error).__name__}: {error})"
+    for mask in _candidates(size):
+        if all(mask.sees(*pair) == sees for pair, sees in zip(pairs, seen, strict=True)):
+            return mask
+    return f"its mask is none of {', '.join(map(str, _candidates(size)))}"
+
+
+def _candidates(size: int | None) -> list[Mask]:
+    """What transformers builds from a window or chunk of that many tokens."""
+    if size is None:
+        return [Mask.causal(), Mask.full()]
+    windows = [Mask.sliding(size - 1), Mask.chunked(size), Mask.local(size, size)]
+    inner = [Mask.local(n, n) for n in {size - 1, size // 2}]
+    return [*windows, *inner, Mask.causal(), Mask.full()]
+
+
+def _positions(size: int | None) -> list[int]:
+    """Tokens on both sides of everything that could be a boundary."""
+    powers = [2**power + near for power in range(20) for near in (-1, 0, 1)]
+    if size is None:
+        return sorted({*powers, 3, 10, 1000})
+    borders = [size * n // 2 + near for n in range(8) for near in (-1, 0, 1)]
+    return sorted({x for x in (*borders, *powers[:9], 50 * size) if x >= 0})
+
+
+def _evaluate(function: MaskFunction, pairs: list[tuple[int, int]]) -> list[bool]:
+    """What the function says of each pair."""
+    index = torch.tensor(pairs)
+    zero = torch.zeros((), dtype=torch.long)
+    result = function(zero, zero, index[:, 0], index[:, 1])
+    result = torch.as_tensor(result, dtype=torch.bool).cpu()
+    return result.expand(len(pairs)).tolist()

@@ -1,0 +1,116 @@
+"""The plan for `parallelize_module`: a model whose sequence is sharded over a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtensor_ring.layout import Layout, as_layout
+from dtensor_ring.sdpa import set_sequence_layout
+from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
+from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.patterns import pattern_of, read_patterns
+from parallel_plans.huggingface.sharding import Sharding
+
+
+def context_parallel_plan(
+    model: nn.Module, layout: Layout | str = "zigzag", *, unshard_outputs: bool = False
+) -> dict[str, Any]:
+    """A plan for `parallelize_module` that shards the model's sequence over a mesh axis.
+
+    The model is called as before, with the **whole** batch on every rank of the axis. Inside,
+    tokens, positions and next-token labels are dealt to the ranks in layout order, and attention
+    is a ring. Of the outputs, `loss` is the mean over all valid tokens, the same number on every
+    rank, and `logits` and hidden states are DTensors with `Shard(1)`, which `unshard_sequence`
+    makes whole; under `torch.compile` they carry no gradient where `labels` ask for a loss.
+
+    Gradients: each rank gets the share of its own tokens, so that their **sum** over the axis is
+    the gradient of one process. Data parallelism *averages* over its ranks. Under FSDP2 over the
+    flattened (dp, cp) mesh, call `set_gradient_divide_factor(dp_size)` on each FSDP module, so that
+    it divides by the data-parallel ranks only; under DDP over all ranks, call
+    `(cp_size * loss).backward()`. Without either, sum `param.grad` over the axis.
+
+    Args:
+        model: a decoder or encoder of transformers 5.x that goes through its attention interface:
+            a base model, or one with a head `ForCausalLM`, `ForMaskedLM` or
+            `ForTokenClassification`.
+        layout: order in which tokens are dealt; "zigzag" balances causal attention.
+        unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
+
+    Returns:
+        A plan of one entry for the model itself.
+
+    Raises:
+        ValueError: if something in the model but attention reads along the sequence, or the layout
+            is unknown.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
+        >>> tokens = torch.arange(8).unsqueeze(0)
+        >>> output = model(input_ids=tokens, labels=tokens)
+        >>> output.loss.shape, unshard_sequence(output.logits, 1).shape
+        (torch.Size([]), torch.Size([1, 8, 8]))
+    """
+    check_model(model)
+    return {"": ShardedModel(layout, unshard_outputs)}
+
+
+class ShardedModel(ParallelStyle):
+    """Shards what goes into a model along the sequence, and puts together what comes out."""
+
+    def __init__(self, layout: Layout | str, unshard_outputs: bool = False) -> None:
+        super().__init__()
+        self.layout = as_layout(layout)
+        self.unshard_outputs = unshard_outputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(IMPLEMENTATION, attention)
+        AttentionMaskInterface.register(IMPLEMENTATION, pattern_of)
+        model: Any = module
+        if "forward" in vars(model):
+            raise ValueError("this model is context-parallel already; apply the plan once")
+        set_sequence_layout(device_mesh, self.layout)
+        _own_config(model)
+        readings = read_patterns(model)
+        model.set_attn_implementation(IMPLEMENTATION)
+        sharding = Sharding(model, device_mesh, self.layout, readings, self.unshard_outputs)
+        model.forward = MethodType(_sharded_forward(model, sharding), model)
+        return model
+
+
+def _own_config(model: Any) -> None:
+    """A config of its own, so that other models of the same config keep their attention."""
+    shared = model.config
+    own = deepcopy(shared)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
+
+
+def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]:
+    """The model's forward between the two halves of the sharding.
+
+    A method of the instance, not hooks: torch.compile runs the hooks of the module that it
+    compiles outside of the graph.
+    """
+    plain = type(model).forward
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        batch, outcome = sharding.inputs(args, kwargs)
+        return sharding.outputs(plain(self, **batch), outcome)
+
+    return forward

@@ -1,0 +1,133 @@
+"""What happens to the inputs and outputs of a model whose sequence is sharded."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from dtensor_ring.annotation import axis_group
+from dtensor_ring.layout import Layout
+from dtensor_ring.sequence import from_local_tokens, local_tokens, unshard_sequence
+from parallel_plans.huggingface.attention import Dealt
+from parallel_plans.huggingface.batch import (
+    BOUNDARIES,
+    check_batch,
+    local_batch,
+    next_tokens,
+    num_items,
+    pad,
+    padded_length,
+    token_loss,
+)
+from parallel_plans.huggingface.documents import find_documents
+from parallel_plans.huggingface.patterns import Reading, Readings
+
+
+class Remainder(NamedTuple):
+    """What the outputs need of a batch: its length, and labels that the model does not see."""
+
+    seq_len: int
+    dealt_length: int
+    labels: Tensor | None
+    num_items: Any
+
+
+class Sharding:
+    """Deals a batch to the ranks of the axis, and puts their outputs together.
+
+    Note [A mask of ones]: without an attention mask, transformers looks for packed documents in the
+    positions, and those of a shard jump. We have found the documents in the whole batch.
+
+    Note [Gradients of compiled outputs]: the backward of a compiled graph needs a gradient for each
+    of its outputs that is a DTensor, and autograd has none for those that nobody used. Who asks for
+    a loss uses the loss, so the other outputs are detached then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        layout: Layout,
+        readings: Readings,
+        unshard_outputs: bool,
+    ) -> None:
+        self._names = list(signature(model.forward).parameters)
+        self._predicts_next = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        self._mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
+        self._group_name = axis_group(mesh).group_name
+        self._readings = readings
+        masks = [reading.mask for reading in readings.values() if isinstance(reading, Reading)]
+        self._chunks = {mask.chunk for mask in masks if mask.chunk}
+
+    def inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Remainder]:
+        """This rank's part of the batch, all by keyword."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        batch = {name: x for name, x in given.items() if x is not None}
+        seq_len = check_batch(batch)
+        if "labels" in batch and self._predicts_next:
+            batch |= next_tokens(batch)
+        count = num_items(batch)
+        dealt = self._deal(batch, seq_len)
+        positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
+        batch = pad({"position_ids": positions} | batch, dealt.seq_len - seq_len)
+        batch = local_batch(batch, self._mesh, self._layout)
+        labels = None if self._predicts_next else batch.pop("labels", None)
+        for name in BOUNDARIES:
+            batch.pop(name, None)
+        ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
+        batch |= {"attention_mask": ones, "use_cache": False, "ring": dealt}
+        return batch, Remainder(seq_len, dealt.seq_len, labels, count)
+
+    def _deal(self, batch: dict[str, Any], seq_len: int) -> Dealt:
+        """What attention has to know."""
+        length = padded_length(self._layout, self._mesh.size(), seq_len)
+        documents = find_documents(batch, seq_len, self._chunks)
+        if length > seq_len:
+            documents = documents.bounded(seq_len)
+        indices = torch.arange(length, device=_tokens(batch).device)
+        return Dealt(
+            self._group_name,
+            self._layout.name,
+            length,
+            local_tokens(indices, self._mesh, 0, self._layout),
+            documents,
+            self._readings,
+        )
+
+    def outputs(self, output: Any, remainder: Remainder) -> Any:
+        """The loss of all ranks, and the rest as sharded DTensors or whole."""
+        parts = dict(output.items())
+        if remainder.labels is not None:
+            loss = token_loss(output.logits, remainder.labels, remainder.num_items)
+            parts = {"loss": loss} | parts
+        detaches = "loss" in parts and torch.compiler.is_compiling()
+        results = {}
+        for name, x in parts.items():
+            if name == "loss":
+                partial = DTensor.from_local(x, self._mesh, [Partial()], run_check=False)
+                results[name] = partial.full_tensor()
+            else:
+                results[name] = self._output(x, remainder, detaches)
+        return type(output)(**results)
+
+    def _output(self, x: Any, remainder: Remainder, detaches: bool) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._output(part, remainder, detaches) for part in x)
+        if not isinstance(x, Tensor):
+            return x
+        local = x.detach() if detaches else x  # see Note [Gradients of compiled outputs]
+        sharded = from_local_tokens(local, self._mesh, 1, remainder.dealt_length)
+        if not self._unshards:
+            return sharded
+        return unshard_sequence(sharded, 1)[:, : remainder.seq_len]
+
+
+def _tokens(batch: dict[str, Any]) -> Tensor:
+    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]

@@ -1,0 +1,87 @@
+"""Every family of transformers under its plan equals the stock model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.families import FAMILIES, VOCABULARY, small_model
+from tests.pool import Pool
+
+SEQ_LEN = 23
+LAYOUTS = {2: ("zigzag", "striped"), 4: ("zigzag", "contiguous")}
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    """The ways people feed a model: labels are the tokens, but for padding."""
+    torch.manual_seed(1)
+    tokens = torch.randint(2, VOCABULARY, (2, SEQ_LEN))
+    index = torch.arange(SEQ_LEN).expand(2, -1)
+    held = {"padded left": index >= torch.tensor([[6], [0]])}
+    held["padded right"] = index < torch.tensor([[SEQ_LEN], [15]])
+    starts = torch.tensor([[0, 9, 10], [0, 4, 17]])
+    packed = torch.stack(
+        [index[0] - row[torch.searchsorted(row, index[0], right=True) - 1] for row in starts]
+    )
+    padded = {
+        name: {
+            "input_ids": tokens * mask,
+            "attention_mask": mask.long(),
+            # Nor that of a first token: what predicts it is padding, which sees anything.
+            "labels": tokens.masked_fill(~(mask & mask.roll(1, -1)), -100),
+        }
+        for name, mask in held.items()
+    }
+    plain = {"input_ids": tokens, "labels": tokens}
+    return {"plain": plain, **padded, "packed": plain | {"position_ids": packed}}
+
+
+def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, logits of real tokens, and gradients by parameter."""
+    model.zero_grad()
+    output = model(**batch, use_cache=False)  # with a cache, stock models see no documents
+    output.loss.backward()
+    logits = output.logits[batch["labels"] != -100].detach()
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return output.loss.detach(), logits, grads
+
+
+def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
+    """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    stock, model = small_model(family), small_model(family)
+    plan = context_parallel_plan(model, layout, unshard_outputs=True)
+    parallelize_module(model, mesh, plan)
+    errors = {}
+    for name, batch in batches().items():
+        loss, logits, grads = results(stock, batch)
+        our_loss, our_logits, our_grads = results(model, batch)
+        assert our_grads.keys() == grads.keys()
+        for grad in our_grads.values():
+            dist.all_reduce(grad)
+        scale = torch.stack([x.norm() for x in grads.values()]).max() * 1e-2
+        errors[name] = {
+            "loss": ((our_loss - loss) / loss).abs().item(),
+            "logits": ((our_logits - logits).norm() / logits.norm()).item(),
+            "gradients": max(
+                ((our_grads[key] - x).norm() / x.norm().clamp(min=scale)).item()
+                for key, x in grads.items()
+            ),
+        }
+    return errors
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int) -> None:
+    for layout in LAYOUTS[world_size]:
+        for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
+            worst = max(max(error.values()) for error in errors.values())
+            assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"

@@ -1,0 +1,70 @@
+"""Models under their plan and torch.compile: no graph break, no graph for each batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+SEQ_LEN = 24
+
+
+def packed_batches() -> list[dict[str, torch.Tensor]]:
+    """Five of one shape, each packed otherwise."""
+    torch.manual_seed(1)
+    result = []
+    for cuts in ((), (5,), (1, 2, 3), (12, 20), tuple(range(1, SEQ_LEN, 2))):
+        index = torch.arange(SEQ_LEN)
+        starts = torch.tensor((0, *cuts))
+        positions = index - starts[torch.searchsorted(starts, index, right=True) - 1]
+        tokens = torch.randint(2, VOCABULARY, (1, SEQ_LEN))
+        result.append(
+            {"input_ids": tokens, "labels": tokens, "position_ids": positions.unsqueeze(0)}
+        )
+    return result
+
+
+def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
+    """How often it compiled, and the differences of the loss from that of eager."""
+    # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    models: list[Any] = [small_model(family) for _ in range(2)]
+    for model in models:
+        parallelize_module(model, mesh, context_parallel_plan(model))
+    eager, compiled = models
+    counter = CompileCounterWithBackend("aot_eager")
+    if each_layer:
+        for layer in compiled.model.layers:
+            layer.compile(backend=counter, fullgraph=True)
+    else:
+        compiled.compile(backend=counter, fullgraph=True)
+    differences, counts = [], []
+    for batch in packed_batches():
+        losses = [model(**batch).loss for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+        differences.append((losses[0] - losses[1]).abs().item())
+        counts.append(counter.frame_count)
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        if theirs.grad is not None:
+            differences.append(((ours.grad - theirs.grad).norm() / theirs.grad.norm()).item())
+    return counts, differences
+
+
+@pytest.mark.parametrize("each_layer", [False, True], ids=["whole", "each layer"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2", "gpt-oss"])
+def test_packed_batches_compile_once(pool: Pool, family: str, each_layer: bool) -> None:
+    for counts, differences in pool.run(2, compile_counts, family, each_layer, timeout=300):
+        assert counts[0] == counts[-1], counts
+        assert max(differences) < 1e-5, differences

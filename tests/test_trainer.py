@@ -67,7 +67,7 @@ def curve(trainer: Any, resume: str | None = None) -> list[float]:
 
 def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
     """Of a run, and of one that goes on from its second step."""
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import AcceleratorState
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = {
@@ -76,12 +76,12 @@ def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
     }
+    AcceleratorState._reset_state(reset_partial_state=True)
     with mock.patch.dict(os.environ, {name: str(x) for name, x in names.items()}):
         try:
             return _ring_curves(folder, dp_size, world_size // dp_size)
         finally:
-            AcceleratorState._reset_state()
-            PartialState._reset_state()
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _ring_curves(folder: str, dp_size: int, cp_size: int) -> list[list[float]]:

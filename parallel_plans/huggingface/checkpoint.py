@@ -16,7 +16,10 @@ def ring_checkpoint_contexts() -> tuple[Any, Any]:
     output of its attention, `(B, N, L, H)`, beside its input.
 
     Example:
-        >>> model.gradient_checkpointing_enable(
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model.activation_checkpointing_enable(
         ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
         ... )
     """

@@ -29,9 +29,14 @@ class ContextParallelTrainer(Trainer):
         ValueError: if the mesh has other axes, or tokens are not averaged across devices.
 
     Example:
-        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_replicate", "cp"))
-        >>> parallelize_module(model, mesh["cp"], context_parallel_plan(model))  # doctest: +SKIP
-        >>> trainer = ContextParallelTrainer(model, arguments, mesh=mesh)  # doctest: +SKIP
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model = parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+        >>> arguments = TrainingArguments(use_cpu=True, report_to=[])
+        >>> ContextParallelTrainer(model, arguments, mesh=mesh).get_cp_size()
+        1
     """
 
     def __init__(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -62,7 +67,8 @@ class ContextParallelTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        result: Any = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = result
         if not model.training:
             loss = loss / self.get_cp_size()
         if not return_outputs:

@@ -62,7 +62,7 @@ def attention(
         softcap=softcap or 0.0,
         group_name=ring.group_name,
     )
-    out, _lse = ring_op(_tempered(module, query, ring.indices), key, value, *options)
+    out, _lse = ring_op(at_positions(module, query, ring.indices), key, value, *options)
     return out.transpose(1, 2), None
 
 
@@ -107,8 +107,8 @@ def _refuse(
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 
-def _tempered(module: Any, query: Tensor, indices: Tensor) -> Tensor:
-    """Queries with the temperature of where they are in the batch.
+def at_positions(module: Any, query: Tensor, indices: Tensor) -> Tensor:
+    """Queries with the temperature of where they are in the batch, `(L,)`.
 
     Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
     2501.19399), which they take to be that in the tensor they see: here, in the shard.

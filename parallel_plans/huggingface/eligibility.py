@@ -36,8 +36,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     """What stands in the way."""
     if layers := _stateful_layers(model, config):
         yield (
-            f"{', '.join(layers)} carry a state along the sequence, which a ring of attention "
-            "does not hand on"
+            f"{', '.join(layers)} carry a state along the sequence, or choose among its tokens, "
+            "which a ring of attention does not do"
         )
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         yield "it has an encoder beside its decoder; apply the plan to its language model alone"

@@ -112,6 +112,11 @@ def _mask_functions(
             model(input_ids=tokens, use_cache=False, **inputs)
     except _Reached:
         return functions
+    except (AttributeError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} works on its masks by itself, or does not take input_ids and "
+            f"keyword arguments; it has no context-parallel plan ({error})"
+        ) from error
     raise ValueError(
         f"no layer of {type(model).__name__} goes through transformers' attention interface"
     )

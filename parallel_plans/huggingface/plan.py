@@ -16,6 +16,7 @@ from dtensor_ring.layout import Layout, as_layout
 from dtensor_ring.sdpa import set_sequence_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.patterns import pattern_of, read_patterns
 from parallel_plans.huggingface.sharding import Sharding
 
@@ -85,6 +86,7 @@ class ShardedModel(ParallelStyle):
         set_sequence_layout(device_mesh, self.layout)
         _own_config(model)
         readings = read_patterns(model)
+        check_locality(model)
         model.set_attn_implementation(IMPLEMENTATION)
         sharding = Sharding(model, device_mesh, self.layout, readings, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)

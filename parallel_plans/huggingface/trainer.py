@@ -65,9 +65,13 @@ class ContextParallelTrainer(Trainer):
         return super().training_step(*args, **kwargs) / self.get_cp_size()
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
-        result: Any = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        result: Any = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss, outputs = result
         if not model.training:
             loss = loss / self.get_cp_size()

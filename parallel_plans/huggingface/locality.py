@@ -1,0 +1,131 @@
+"""Whether the tokens of a model meet in attention only.
+
+Nobody can read that from a model's code, so the model is asked: with attention in which each token
+sees itself only, what it makes of a few tokens must not depend on which others are there. Shards of
+eight tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
+over a batch and factors that depend on the length or the largest position are found so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_plans.huggingface.attention import at_positions
+from parallel_plans.huggingface.patterns import PROBE, pattern_of
+
+NUM_TOKENS = 8
+TOLERANCE = 0.02
+"""Relative: beyond what bfloat16 rounds, far below what another token changes."""
+
+SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
+Outputs = dict[tuple[str, int], Tensor]
+"""By name of the module and number of the call, in the order of execution."""
+
+
+def check_locality(model: Any) -> None:
+    """Refuse a model in which tokens meet outside of attention.
+
+    Raises:
+        ValueError: naming the first module whose output depends on the other tokens, or if the
+            model does not hand what attention needs down to it.
+    """
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        return  # there is nothing to compare yet
+    everything = tuple(range(NUM_TOKENS))
+    with _undisturbed(model), torch.no_grad():
+        whole = _outputs(model, everything, device)
+        for shard in SHARDS:
+            parts = _outputs(model, shard, device)
+            for (name, call), found in parts.items():
+                if not _agree(found, whole.get((name, call)), shard):
+                    raise ValueError(
+                        f"no context-parallel plan for {type(model).__name__}: the output of "
+                        f"{name or 'the model'} for a token depends on tokens that a rank does not "
+                        "hold, or on how many there are"
+                    )
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without dropout and noise, and as it was afterwards."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def _outputs(model: Any, indices: tuple[int, ...], device: torch.device) -> Outputs:
+    """What the modules make of the tokens of those indices, where no token sees another."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    outputs: Outputs = {}
+    positions = torch.tensor([indices], device=device)
+    AttentionInterface.register(PROBE, _alone)
+    AttentionMaskInterface.register(PROBE, pattern_of)
+    model.set_attn_implementation(PROBE)
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
+    try:
+        model(
+            input_ids=positions + 1,
+            position_ids=positions,
+            attention_mask=torch.ones_like(positions),
+            use_cache=False,
+            ring=positions[0],
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
+
+
+def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., None]:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            calls = sum(name == names[module] for name, _ in outputs)
+            outputs[names[module], calls] = output.detach()
+
+    return record
+
+
+def _alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    ring: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Something of query, key and value of each token alone."""
+    if ring is None:
+        raise ValueError(
+            f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
+            "cannot know how the sequence is sharded; it has no context-parallel plan"
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = (at_positions(module, query, ring) * key).sum(-1, keepdim=True)
+    return (value * (1 + scores.tanh())).transpose(1, 2), None
+
+
+def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
+    """Up to rounding, where both have tokens in their second dimension; no number says nothing."""
+    if whole is None or found.ndim < 2 or not (found.is_floating_point() or found.is_complex()):
+        return True
+    if whole.shape != (*found.shape[:1], NUM_TOKENS, *found.shape[2:]):
+        return True
+    expected = whole[:, list(shard)]
+    if found.shape != expected.shape or not expected.isfinite().all():
+        return True
+    difference, scale = (found - expected).float_power(2), expected.float_power(2)
+    return bool(difference.abs().sum() <= (TOLERANCE**2) * scale.abs().sum())

@@ -30,6 +30,11 @@ def test_families(family: str, expected: list[tuple[Mask, bool]]) -> None:
     assert set(found) == {Reading(*reading) for reading in expected}
 
 
+def test_a_window_of_nothing_else() -> None:
+    readings = read_patterns(small_model("ModernBERT", local_attention=1)).values()
+    assert Reading(Mask.local(0, 0), False) in readings
+
+
 def test_a_window_of_its_own_is_read_too() -> None:
     """Gemma 3 for embeddings adds mask functions, which look both ways."""
     readings = read_patterns(small_model("Gemma 3", use_bidirectional_attention=True))

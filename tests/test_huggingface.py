@@ -130,6 +130,8 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
         ("load-balancing", {"output_router_logits": True}),
         ("return_dict", {"return_dict": False}),
+        ("ignore_index is -100.*got 3", {"ignore_index": 3}),
+        (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
         ("use_cache", {"use_cache": True}),
         ("output_attentions", {"output_attentions": True}),
         ("logits_to_keep", {"logits_to_keep": 1}),
@@ -159,6 +161,9 @@ UNSUPPORTED = {
     ),
     "pooler pools one rank's tokens.*add_pooling_layer=False": lambda: small("Bert", "Model"),
     "position_embeddings counts positions by itself": lambda: small("Roberta", "ForMaskedLM"),
+    "GPT2DoubleHeadsModel: its head": lambda: transformers.GPT2DoubleHeadsModel(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
+    ),
     "T5ForConditionalGeneration: .*has an encoder": lambda: small("T5", "ForConditionalGeneration"),
     "load-balancing loss is a statistic": lambda: small("Mixtral", output_router_logits=True),
     "is for models of transformers 5.x, got Linear": lambda: nn.Linear(2, 2),
@@ -191,6 +196,37 @@ def build_unsupported() -> None:
         ring.train()(TOKENS)
     with pytest.raises(ValueError, match="called as a whole"):
         ring.model(TOKENS)
+
+
+def misused() -> None:
+    """Errors that the plan leaves no trace of, or that come with later changes."""
+    albert = transformers.AlbertModel(
+        transformers.AlbertConfig(
+            vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
+        )
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    parallelize_module(albert, mesh, context_parallel_plan(albert))
+    with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
+        albert(input_ids=TOKENS)
+    llama = small("Llama", num_key_value_heads=1).to_empty(device="cpu")
+    llama.set_attn_implementation("sdpa")
+    llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
+    with pytest.raises(ValueError, match="embed_tokens for a token depends"):
+        parallelize_module(llama, mesh, context_parallel_plan(llama))
+    assert llama.config._attn_implementation == "sdpa"
+    meta = small("Llama")
+    with pytest.raises(ValueError, match="is on the meta device"):
+        parallelize_module(meta, mesh, context_parallel_plan(meta))
+    ring = small_model("llama", 16)
+    parallelize_module(ring, mesh, context_parallel_plan(ring))
+    ring.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
+        ring(TOKENS)
+
+
+def test_misuse(pool: Pool) -> None:
+    pool.run(2, misused)
 
 
 def test_refuses_other_models(pool: Pool) -> None:

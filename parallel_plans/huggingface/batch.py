@@ -27,7 +27,15 @@ def check_batch(given: dict[str, Any]) -> int:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
     for name in REFUSED:
         if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
-            raise ValueError(f"{name} is not supported over a sharded sequence; leave it out")
+            raise ValueError(
+                f"{name} is not supported over a sharded sequence; leave it out, and generate with "
+                "the stock model"
+            )
+    if given.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+        raise ValueError(
+            f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
+            "give such labels that number"
+        )
     if given.get(NO_STATISTICS):
         raise ValueError(
             f"{NO_STATISTICS} asks for a load-balancing loss, a statistic of all tokens, of which "
@@ -44,10 +52,10 @@ def _check_lengths(given: dict[str, Any]) -> int:
     for name, x in given.items():
         if x is None or name in WHOLE or not isinstance(x, Tensor):
             continue
-        if x.ndim < 2 or (x.ndim > 2 and name != "inputs_embeds"):
+        if x.ndim != (3 if name == "inputs_embeds" else 2):
             raise ValueError(
-                f"{name} must be a tensor (B, S), or (B, S, H) for inputs_embeds, got "
-                f"{tuple(x.shape)}; patterns of attention come from the model's config"
+                f"{name} must be {'(B, S, H)' if name == 'inputs_embeds' else '(B, S)'} over a "
+                f"sharded sequence, got {tuple(x.shape)}"
             )
         lengths[name] = x.shape[1]
     seq_len = next(iter(lengths.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         yield "it has an encoder beside its decoder; apply the plan to its language model alone"
     if not getattr(model, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' attention interface"
-    if not type(model).__name__.endswith(HEADS):
+    if not _has_known_head(model):
         yield (
             "its head reads the sequence as a whole; supported are base models and heads "
             f"{', '.join(HEADS[1:])}"
@@ -66,6 +67,12 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
             "the load-balancing loss is a statistic of all tokens, of which a rank sees its own "
             "only; set output_router_logits=False"
         )
+
+
+def _has_known_head(model: Any) -> bool:
+    name = type(model).__name__
+    is_base = "labels" not in signature(model.forward).parameters
+    return name.endswith(("LMHeadModel", *HEADS[1:])) or (is_base and name.endswith(HEADS[0]))
 
 
 def _stateful_layers(model: Any, config: Any) -> list[str]:

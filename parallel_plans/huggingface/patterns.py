@@ -64,7 +64,13 @@ def read_patterns(model: Any) -> Readings:
         ValueError: if the model does not get as far as an attention that goes through the
             attention interface, or does not let the mask interface make its masks.
     """
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, but the plan runs a few tokens through "
+            "it; give it weights first, by from_pretrained or to_empty"
+        )
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
     restarted = _mask_functions(model, tokens, position_ids=tokens)
     if not whole:
@@ -75,14 +81,18 @@ def read_patterns(model: Any) -> Readings:
     readings: Readings = {}
     for (pattern, function), (_, packed) in zip(whole, restarted, strict=True):
         mask = _mask_of(pattern, function)
-        by_positions = not _evaluate(packed, [(1, 0)])[0]
-        found = mask if isinstance(mask, str) else Reading(mask, by_positions)
+        found = mask if isinstance(mask, str) else Reading(mask, _starts_anew(mask, packed))
         if readings.setdefault(pattern, found) != found:
             readings[pattern] = (
                 f"its layers use two patterns of {pattern[2]} tokens, {readings[pattern]} and "
                 f"{found}, which transformers does not tell apart"
             )
     return readings
+
+
+def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:
+    """Whether a second document does not see the first, by positions, which it would else."""
+    return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
 class _Reached(Exception):
@@ -141,9 +151,9 @@ def _candidates(size: int | None) -> list[Mask]:
     """What transformers builds from a window or chunk of that many tokens."""
     if size is None:
         return [Mask.causal(), Mask.full()]
-    windows = [Mask.sliding(size - 1), Mask.chunked(size), Mask.local(size, size)]
-    inner = [Mask.local(n, n) for n in {size - 1, size // 2}]
-    return [*windows, *inner, Mask.causal(), Mask.full()]
+    both = [Mask.local(n, n) for n in {size, max(0, size - 1), size // 2}]
+    one = [Mask.sliding(size - 1), Mask.chunked(size)] if size else []
+    return [*one, *both, Mask.causal(), Mask.full()]
 
 
 def _positions(size: int | None) -> list[int]:

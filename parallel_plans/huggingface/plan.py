@@ -17,7 +17,7 @@ from dtensor_ring.sdpa import set_sequence_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
-from parallel_plans.huggingface.patterns import pattern_of, read_patterns
+from parallel_plans.huggingface.patterns import Readings, pattern_of, read_patterns
 from parallel_plans.huggingface.sharding import Sharding
 
 
@@ -83,14 +83,24 @@ class ShardedModel(ParallelStyle):
         model: Any = module
         if "forward" in vars(model):
             raise ValueError("this model is context-parallel already; apply the plan once")
-        set_sequence_layout(device_mesh, self.layout)
         _own_config(model)
-        readings = read_patterns(model)
-        check_locality(model)
+        readings = _examine(model)
+        set_sequence_layout(device_mesh, self.layout)
         model.set_attn_implementation(IMPLEMENTATION)
         sharding = Sharding(model, device_mesh, self.layout, readings, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         return model
+
+
+def _examine(model: Any) -> Readings:
+    """What the model's layers see, if a ring can serve it; leaves the model as it was."""
+    before = model.config._attn_implementation
+    try:
+        readings = read_patterns(model)
+        check_locality(model)
+    finally:
+        model.set_attn_implementation(before)
+    return readings
 
 
 def _own_config(model: Any) -> None:

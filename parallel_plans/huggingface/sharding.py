@@ -6,14 +6,14 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from dtensor_ring.annotation import axis_group
 from dtensor_ring.layout import Layout
 from dtensor_ring.sequence import from_local_tokens, local_tokens, unshard_sequence
-from parallel_plans.huggingface.attention import Dealt
+from parallel_plans.huggingface.attention import IMPLEMENTATION, Dealt
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     check_batch,
@@ -33,6 +33,7 @@ class Remainder(NamedTuple):
 
     seq_len: int
     dealt_length: int
+    local_length: int
     labels: Tensor | None
     num_items: Any
 
@@ -50,12 +51,13 @@ class Sharding:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         mesh: DeviceMesh,
         layout: Layout,
         readings: Readings,
         unshard_outputs: bool,
     ) -> None:
+        self._config = model.config
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         self._mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
@@ -68,6 +70,7 @@ class Sharding:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], Remainder]:
         """This rank's part of the batch, all by keyword."""
+        self._check_implementation()
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = {name: x for name, x in given.items() if x is not None}
         seq_len = check_batch(batch)
@@ -83,7 +86,15 @@ class Sharding:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         batch |= {"attention_mask": ones, "use_cache": False, "ring": dealt}
-        return batch, Remainder(seq_len, dealt.seq_len, labels, count)
+        return batch, Remainder(seq_len, dealt.seq_len, len(dealt.indices), labels, count)
+
+    def _check_implementation(self) -> None:
+        chosen = self._config._attn_implementation
+        if chosen != IMPLEMENTATION:
+            raise ValueError(
+                f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
+                f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
+            )
 
     def _deal(self, batch: dict[str, Any], seq_len: int) -> Dealt:
         """What attention has to know."""
@@ -114,14 +125,20 @@ class Sharding:
                 partial = DTensor.from_local(x, self._mesh, [Partial()], run_check=False)
                 results[name] = partial.full_tensor()
             else:
-                results[name] = self._output(x, remainder, detaches)
+                results[name] = self._output(name, x, remainder, detaches)
         return type(output)(**results)
 
-    def _output(self, x: Any, remainder: Remainder, detaches: bool) -> Any:
+    def _output(self, name: str, x: Any, remainder: Remainder, detaches: bool) -> Any:
         if isinstance(x, tuple):
-            return tuple(self._output(part, remainder, detaches) for part in x)
+            return tuple(self._output(name, part, remainder, detaches) for part in x)
         if not isinstance(x, Tensor):
             return x
+        if x.ndim < 3 or x.shape[1] != remainder.local_length:
+            raise ValueError(
+                f"the model's output {name}, {tuple(x.shape)}, has no token for each of the "
+                f"{remainder.local_length} of this rank: what is made of the whole sequence is "
+                "not supported; leave it out"
+            )
         local = x.detach() if detaches else x  # see Note [Gradients of compiled outputs]
         sharded = from_local_tokens(local, self._mesh, 1, remainder.dealt_length)
         if not self._unshards:

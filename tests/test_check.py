@@ -221,10 +221,11 @@ def test_on_another_device(name: str, read: Callable[[Tensor], Any]) -> None:
     ("cu_seqlens", "batch", "documents"),
     [
         (torch.tensor([0, 3, 8]), 2, ((0, 3, 8),)),
-        (torch.tensor([[0, 3, 8], [0, 8, 8]]), 2, ((0, 3, 8), (0, 8, 8))),
+        (torch.tensor([[0, 3, 8], [0, 8, 8]]), 2, ((0, 3, 8), (0, 8))),
+        (torch.tensor([[0, 8, 8], [0, 0, 8]]), 2, ((0, 8),)),
         (torch.zeros(0, 3), 0, ()),
     ],
-    ids=["for all rows", "by row", "empty batch"],
+    ids=["for all rows", "by row", "alike but for empty ones", "empty batch"],
 )
 def test_documents_of(cu_seqlens: Tensor, batch: int, documents: Any) -> None:
     assert documents_of(cu_seqlens.int(), "cu_seqlens", batch) == documents

@@ -26,6 +26,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=100, help="by layout and ranks: 20 times")
+    parser.addoption("--quick", action="store_true", help="leave out what other cases cover too")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -37,7 +38,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{what}: {count:,}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        thorough = [item for item in items if "thorough" in item.keywords]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if item not in thorough]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

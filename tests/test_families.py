@@ -78,7 +78,7 @@ def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
     return errors
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int) -> None:
     for layout in LAYOUTS[world_size]:

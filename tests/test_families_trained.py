@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -68,7 +68,7 @@ def train(model: Any, rows: slice, steps: range = range(STEPS)) -> tuple[list[fl
     return losses, counts
 
 
-def sharded(family: str, checkpointing: dict[str, Any] | None) -> tuple[Any, int]:
+def sharded(family: str, checkpointing: dict[str, Any] | None, **options: Any) -> tuple[Any, int]:
     """A model on (dp, cp) ranks under FSDP2, and this rank's index of dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(family).train()
@@ -77,7 +77,7 @@ def sharded(family: str, checkpointing: dict[str, Any] | None) -> tuple[Any, int
         model.activation_checkpointing_enable(checkpointing)
     shards = mesh["dp", "cp"]._flatten("dp_cp")
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=shards)
+        fully_shard(module, mesh=shards, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(2)  # by the ranks of dp: those of cp add up
@@ -115,6 +115,22 @@ def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple
         assert found["calls"] == calls
         assert found["loss"] < 1e-5, found
         assert found["parameters"] < 1e-5, found
+
+
+def mixed_losses() -> tuple[list[float], list[float]]:
+    """By step, of a model in bfloat16 under FSDP2, and of one process in float32."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, row = sharded("Llama", None, mp_policy=precision)
+    mean = torch.tensor(train(model, slice(row, row + 1))[0])
+    dist.all_reduce(mean)
+    return (mean / 4).tolist(), train(small_model("Llama").train(), slice(None))[0]
+
+
+def test_mixed_precision(pool: Pool) -> None:
+    for losses, expected in pool.run(4, mixed_losses):
+        assert losses == pytest.approx(expected, rel=0.02)
+        assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
 
 
 TENSOR_PARALLEL = {

@@ -15,11 +15,19 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import unshard_sequence
-from examples.train_hf import batch_of, read_standard_library, small_model, sum_gradients
+from examples.train_hf import (
+    MODELS,
+    batch_of,
+    inputs_of,
+    read_standard_library,
+    small_model,
+    sum_gradients,
+)
 from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.eligibility import check_model
 from tests.pool import Pool, RankError
 
-LAYOUTS = ("contiguous", "striped", "zigzag")
+THOROUGH = [pytest.param(x, marks=pytest.mark.thorough) for x in ("contiguous", "striped")]
 
 
 def parallel_model(layout: str, seq_len: int) -> Any:
@@ -58,7 +66,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*THOROUGH, "zigzag"])
 def test_trains_as_one_process(pool: Pool, layout: str, compiled: bool) -> None:
     for rank, differences in enumerate(pool.run(2, train_both, layout, compiled, 4, 192)):
         for step, (loss, gradient) in enumerate(differences):
@@ -104,6 +112,15 @@ def forward_cases(layout: str, seq_len: int) -> None:
 )
 def test_outputs_of_all_input_forms(pool: Pool, layout: str, seq_len: int) -> None:
     pool.run(4, forward_cases, layout, seq_len)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_the_demo(model: str) -> None:
+    options = argparse.Namespace(model=model, packed=True, seq_len=64, batch=1)
+    batch = inputs_of(torch.arange(128), 0, options)
+    loss = small_model(model, 64)(**batch, use_cache=False).loss
+    assert 3 < loss.item() < 9, "about the logarithm of 256 bytes"
+    check_model(small_model(model, 64))
 
 
 def call_with(arguments: dict[str, Any]) -> None:

@@ -226,7 +226,7 @@ def misused() -> None:
     parallelize_module(albert, mesh, context_parallel_plan(albert))
     with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
         albert(input_ids=TOKENS)
-    llama = small("Llama", num_key_value_heads=1).to_empty(device="cpu")
+    llama = small_model("llama", 16)
     llama.set_attn_implementation("sdpa")
     llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
     with pytest.raises(ValueError, match="embed_tokens for a token depends"):

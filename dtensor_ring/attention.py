@@ -101,15 +101,11 @@ def ring_attention(
         key_cu_seqlens=key_cu_seqlens,
         runs=runs,
         sinks=sinks,
-        left=mask.left,
-        right=mask.right,
-        chunk=mask.chunk,
-        prefix=mask.prefix,
         scale=default_scale(query.shape[-1]) if scale is None else scale,
         softcap=softcap,
         kernel=kernel,
     )
-    out, lse = ring_op(query, key, value, *_placed(options, query, key, mesh))
+    out, lse = ring_op(query, key, value, *_placed(options.under(mask), query, key, mesh))
     return (out, lse) if return_lse else out
 
 

@@ -67,6 +67,10 @@ class Options(NamedTuple):
     def mask(self) -> Mask:
         return Mask(self.left, self.right, self.chunk, self.prefix)
 
+    def under(self, mask: Mask) -> Options:
+        """The same with that mask."""
+        return self._replace(left=mask.left, right=mask.right, chunk=mask.chunk, prefix=mask.prefix)
+
     @property
     def group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.group_name)

@@ -197,7 +197,7 @@ def _options(bound: dict[str, Any]) -> Options:
     scale = bound["scale"]
     if scale is None:
         scale = default_scale(bound["query"].shape[3])
-    return Options(left=mask.left, right=mask.right, scale=scale)
+    return Options(scale=scale).under(mask)
 
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:

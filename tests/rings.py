@@ -119,7 +119,7 @@ class Case:
 
     def options(self, sinks: Tensor | None = None) -> Options:
         """What the op takes behind query, key and value."""
-        ring, mask = self.ring, self.ring.mask
+        ring = self.ring
         return Options(
             cu_seqlens=ring.cu_seqlens(),
             key_cu_seqlens=ring.cu_seqlens(of_keys=True),
@@ -128,15 +128,11 @@ class Case:
             seq_len=ring.seq_lens[0],
             key_seq_len=ring.seq_lens[1],
             layout=ring.layout.name,
-            left=mask.left,
-            right=mask.right,
-            chunk=mask.chunk,
-            prefix=mask.prefix,
             scale=self.scale,
             softcap=self.softcap,
             kernel=self.kernel,
             group_name=dist.group.WORLD.group_name,
-        )
+        ).under(ring.mask)
 
     def dense(self) -> Result:
         query, key, value, *sinks = self.inputs()

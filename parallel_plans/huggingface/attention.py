@@ -55,14 +55,11 @@ def attention(
         seq_len=ring.seq_len,
         key_seq_len=ring.seq_len,
         layout=ring.layout,
-        left=mask.left,
-        right=mask.right,
-        chunk=mask.chunk,
         scale=default_scale(query.shape[-1]) if scaling is None else scaling,
         softcap=softcap or 0.0,
         group_name=ring.group_name,
     )
-    out, _lse = ring_op(at_positions(module, query, ring.indices), key, value, *options)
+    out, _lse = ring_op(at_positions(module, query, ring.indices), key, value, *options.under(mask))
     return out.transpose(1, 2), None
 
 

@@ -102,12 +102,18 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
     group = dtensor.device_mesh.get_group(axes[0])
     chosen, world_size = _chosen_layout(group, layout), group.size()
     full = dtensor.full_tensor()
-    positions = [
-        torch.arange(run.length, device=full.device) * run.stride + run.start
+    order = layout_order(chosen, world_size, full.shape[dim]).to(full.device)
+    return full.index_select(dim, order.argsort())
+
+
+def layout_order(layout: Layout, world_size: int, seq_len: int) -> Tensor:
+    """The position of each token, rank after rank, in the order in which they hold them, `(S,)`."""
+    runs = [
+        torch.arange(run.start, run.start + run.length * run.stride, run.stride)
         for rank in range(world_size)
-        for run in chosen.runs(rank, world_size, full.shape[dim])
+        for run in layout.runs(rank, world_size, seq_len)
     ]
-    return full.index_select(dim, torch.cat(positions).argsort()) if positions else full
+    return torch.cat(runs) if runs else torch.arange(0)
 
 
 def sequence_runs(layout: Balanced) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.mask import Mask
+from parallel_plans.boundaries import boundaries
 from parallel_plans.huggingface.patterns import Reading
 
 
@@ -58,8 +59,8 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
         starts = _starts_by_positions(positions)
     else:
         return Documents()
-    bounds = _boundaries(starts)
-    within = {chunk: _boundaries(_starts_of_chunks(starts, chunk)) for chunk in chunks}
+    bounds = boundaries(starts)
+    within = {chunk: boundaries(_starts_of_chunks(starts, chunk)) for chunk in chunks}
     by_positions = given is None and padding is None
     return Documents(bounds, None if by_positions else bounds, within)
 
@@ -102,18 +103,6 @@ def _starts_of_chunks(starts: Tensor, chunk: int) -> Tensor:
     index = torch.arange(starts.shape[1], device=starts.device)
     begin = torch.where(starts, index, 0).cummax(-1).values
     return (index - begin) % chunk == 0
-
-
-def _boundaries(starts: Tensor) -> Tensor:
-    """Where documents start and the last one ends, filled up with empty ones at the end.
-
-    There are as many as there could be, so that graphs do not depend on the batch.
-    """
-    seq_len = starts.shape[1]
-    index = torch.arange(seq_len, device=starts.device)
-    bounds = torch.where(starts, index, seq_len).sort(-1).values
-    bounds = torch.nn.functional.pad(bounds, (0, 1), value=seq_len).int().cpu()
-    return bounds[0] if len(bounds) == 1 else bounds
 
 
 def _require(condition: Tensor, message: str) -> None:

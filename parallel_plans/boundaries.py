@@ -1,0 +1,28 @@
+"""Boundaries of packed documents, in the form that attention takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def boundaries(starts: Tensor) -> Tensor:
+    """Where documents start and the last one ends, filled up with empty ones at the end.
+
+    There are as many as there could be, so that graphs do not depend on the batch.
+
+    Args:
+        starts: whether a token is the first of a document, `(B, S)`, on any device.
+
+    Returns:
+        `cu_seqlens`, int32 on the CPU: `(S+1,)` for one row, else `(B, S+1)`.
+
+    Example:
+        >>> boundaries(torch.tensor([[True, False, False, True]])).tolist()
+        [0, 3, 4, 4, 4]
+    """
+    seq_len = starts.shape[1]
+    index = torch.arange(seq_len, device=starts.device)
+    bounds = torch.where(starts, index, seq_len).sort(-1).values
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=seq_len).int().cpu()
+    return bounds[0] if len(bounds) == 1 else bounds

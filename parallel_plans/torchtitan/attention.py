@@ -1,0 +1,157 @@
+"""The inner attention that leaves keys and values sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import spmd_types as spmd
+from spmd_types.runtime import get_local_type, get_partition_spec
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+
+from dtensor_ring.mask import Mask
+from dtensor_ring.op import Options, default_scale, ring_op
+from parallel_plans.torchtitan.documents import Documents
+
+UNBOUNDED = -1
+TENSORS = ("q_BLNH", "k_BLNH", "v_BLNH")
+
+
+class RingAttention(Module):
+    """Stands where torchtitan has `FlexAttention` or `VarlenAttention`.
+
+    Heads stay sharded over the tensor-parallel axis as they were, and so do batches; keys and
+    values are not gathered over the context-parallel one: they travel around it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Config of `RingAttention`, also in a model that nothing overrides.
+
+        Example:
+            >>> RingAttention.Config(window_size=(127, 0), layout="striped").window_size
+            (127, 0)
+        """
+
+        window_size: tuple[int, int] = (UNBOUNDED, 0)
+        """How many tokens before and after itself a query sees, -1 for all, within its document."""
+
+        layout: str = "zigzag"
+        """How tokens are dealt to the ranks: "contiguous", "striped", "zigzag" or "balanced"."""
+
+        kernel: str | None = None
+        """Name of the block kernel; by default the first of `available_kernels()` that can."""
+
+        def build(self, **kwargs: Any) -> RingAttention:
+            """The module; by now the sharding of the attention that it stands for is set."""
+            here = self.sharding_config
+            config = replace(self, sharding_config=here and _sequence_stays_sharded(here))
+            return Module.Config.build(config, **kwargs)  # slots forbid super()
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        left, right = (None if x == UNBOUNDED else x for x in config.window_size)
+        self.mask = Mask(left, right)
+        self.layout, self.kernel = config.layout, config.kernel
+        self.group_name: str | None = None
+        self.ring_size = 1
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        self.join(parallel_dims)
+        super().parallelize(parallel_dims)
+
+    def join(self, parallel_dims: ParallelDims) -> None:
+        """Learn which ranks the ring is made of."""
+        mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
+        assert mesh is not None
+        self.group_name, self.ring_size = mesh.get_group().group_name, mesh.size()
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens, `(B, L, N, H)` to `(B, L, N, Hv)`.
+
+        Raises:
+            ValueError: without documents, or with what a ring cannot do.
+        """
+        documents = self._documents(attention_masks)
+        _refuse(others)
+        seq_len = q_BLNH.shape[1] * self.ring_size
+        options = Options(
+            cu_seqlens=documents.cu_seqlens,
+            runs=documents.runs,
+            sinks=None if out_transform is None else _sinks(out_transform),
+            seq_len=seq_len,
+            key_seq_len=seq_len,
+            layout=self.layout,
+            scale=default_scale(q_BLNH.shape[-1]) if scale is None else scale,
+            kernel=self.kernel,
+            group_name=self.group_name,
+        ).under(self.mask)
+        with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
+            query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+            out = ring_op(query, key, value, *options)[0].transpose(1, 2)
+        if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
+            spmd.assert_type(out, get_local_type(q_BLNH), get_partition_spec(q_BLNH))
+        return out
+
+    def _documents(self, attention_masks: Any) -> Documents:
+        if self.group_name is None:
+            raise ValueError(
+                "ring attention has no ranks: it was not parallelized. The partial_dtensor backend "
+                "leaves it out unless training starts from a config of parallel_plans.torchtitan"
+            )
+        if not isinstance(attention_masks, Documents):
+            raise ValueError(
+                "ring attention takes the documents of the batch as attention_masks, got "
+                f"{type(attention_masks).__name__}: start from a config of "
+                "parallel_plans.torchtitan, or give "
+                "--override.imports parallel_plans.torchtitan.ring_attention"
+            )
+        return attention_masks
+
+
+def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
+    """The sharding of stock attention without the gathering of keys and values."""
+    sources = config.in_src_shardings
+    if sources is None or set(sources) != set(TENSORS):
+        raise ValueError(
+            f"ring attention stands for attention whose sharding names {TENSORS}, got "
+            f"{sources and tuple(sources)}"
+        )
+    grads = LocalMapConfig(in_grad_placements=tuple(sources[name] for name in TENSORS))
+    return replace(config, in_dst_shardings=sources, local_map=config.local_map and grads)
+
+
+def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The sinks by which gpt-oss transforms the output: for the ring they are one more block."""
+    if getattr(out_transform, "__func__", None) is not GptOssAttention._apply_sinks:
+        name = getattr(out_transform, "__qualname__", repr(out_transform))
+        raise ValueError(
+            f"a ring cannot run {name}, which transforms the output by its log-sum-exp: only the "
+            "attention sinks of gpt-oss are known"
+        )
+    sinks = out_transform.__self__.sinks
+    return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(f"ring attention does not take {', '.join(given)}; leave it out")

@@ -1,0 +1,126 @@
+"""Training configs of torchtitan with ring attention.
+
+    torchrun ... -m torchtitan.train --module parallel_plans.torchtitan \\
+        --config llama3_debugmodel_ring --parallelism.context_parallel_degree 8
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.rope import RoPE
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.gpt_oss import config_registry as gpt_oss
+from torchtitan.models.llama3 import config_registry as llama3
+from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.trainer import Trainer
+
+from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
+from parallel_plans.torchtitan.decoder import use_ring
+from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
+
+
+def with_ring(config: Trainer.Config, layout: str = "zigzag") -> RingTrainer.Config:
+    """Any text config of torchtitan with rings in its layers, and the trainer that deals for them.
+
+    Example:
+        >>> config = with_ring(llama3.llama3_debugmodel(), "striped")
+        >>> config.parallelism.context_parallel_degree = 4
+    """
+    spec = config.model_spec
+    if spec is None:
+        raise ValueError("the config has no model_spec, so no model to put a ring into")
+    use_ring(cast(Decoder.Config, spec.model), layout)
+    checkpointing = config.activation_checkpoint
+    if type(checkpointing) is SelectiveAC.Config:
+        checkpointing = derive(checkpointing, RingSelectiveAC.Config)
+    config.training.disable_cuda_graphs = True  # documents are planned on the host
+    return derive(
+        config,
+        RingTrainer.Config,
+        activation_checkpoint=checkpointing,
+        validator=derive(config.validator, RingValidator.Config),
+    )
+
+
+def llama3_debugmodel_ring() -> RingTrainer.Config:
+    """6 layers over a ring of 2; any multiple of 2 processes."""
+    return _debug(llama3.llama3_debugmodel())
+
+
+def qwen3_debugmodel_ring() -> RingTrainer.Config:
+    """Grouped queries, normalized queries and keys."""
+    return _debug(qwen3.qwen3_debugmodel())
+
+
+def gpt_oss_debugmodel_ring() -> RingTrainer.Config:
+    """Sliding windows in every other layer, attention sinks, experts."""
+    return _debug(gpt_oss.gpt_oss_debugmodel())
+
+
+def deepseek_v3_debugmodel_ring() -> RingTrainer.Config:
+    """Latent attention: values have another head dim than queries and keys; experts."""
+    return _debug(deepseek_v3.deepseek_v3_debugmodel())
+
+
+def llama3_8b_ring_128k() -> RingTrainer.Config:
+    """131,072 tokens over a ring of 8."""
+    return _long(llama3.llama3_8b(), seq_len=2**17, context=8)
+
+
+def llama3_70b_ring_1m() -> RingTrainer.Config:
+    """1,048,576 tokens over a ring of 32, heads over 8: 256 GPUs; 8 times what Llama 3 knows."""
+    config = llama3.llama3_70b()
+    _extend(config, factor=8)
+    return _long(config, seq_len=2**20, context=32, tensor=8)
+
+
+def qwen3_32b_ring_32k() -> RingTrainer.Config:
+    """32,768 tokens over a ring of 8."""
+    return _long(qwen3.qwen3_32b(), seq_len=2**15, context=8)
+
+
+def gpt_oss_20b_ring_128k() -> RingTrainer.Config:
+    """131,072 tokens over a ring of 8."""
+    return _long(gpt_oss.gpt_oss_20b(), seq_len=2**17, context=8)
+
+
+def deepseek_v3_16b_ring_16k() -> RingTrainer.Config:
+    """16,384 tokens over a ring of 8, experts over the same 8 ranks."""
+    return _long(deepseek_v3.deepseek_v3_16b(), seq_len=2**14, context=8)
+
+
+def _debug(config: Trainer.Config) -> RingTrainer.Config:
+    config.parallelism.context_parallel_degree = 2
+    return with_ring(config)
+
+
+def _long(
+    config: Trainer.Config, seq_len: int, context: int, tensor: int = 1
+) -> RingTrainer.Config:
+    """One sequence of so many tokens a step, over so many ranks."""
+    config.training.seq_len, config.training.local_batch_size = seq_len, 1
+    config.parallelism.context_parallel_degree = context
+    config.parallelism.tensor_parallel_degree = tensor
+    config.activation_checkpoint = RingSelectiveAC.Config()
+    return with_ring(config)
+
+
+def _extend(config: Trainer.Config, factor: int) -> None:
+    """Positions up to so many times those of the model.
+
+    The base grows as "NTK-aware" interpolation has it (Peng et al., 2023, arXiv 2309.00071,
+    section 3.1): by `factor ** (H / (H - 2))`.
+    """
+    assert config.model_spec is not None
+    for _, rope, parent, name in config.model_spec.model.traverse(RoPE.Config):
+        longer = replace(
+            rope,
+            max_seq_len=rope.max_seq_len * factor,
+            theta=rope.theta * factor ** (rope.dim / (rope.dim - 2)),
+        )
+        setattr(parent, name, longer)

@@ -1,0 +1,131 @@
+"""Models of torchtitan with the ring in their layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive
+from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.module import Module
+
+from dtensor_ring.balanced import Balanced
+from dtensor_ring.layout import LAYOUTS
+from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention
+from parallel_plans.torchtitan.documents import gather_documents
+
+REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
+
+
+def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> None:
+    """Put ring attention into every layer of a model's config, in place.
+
+    Windows stay what they are. See Note [Documents without a trainer].
+
+    Args:
+        config: of any decoder of torchtitan.
+        layout: name of the layout.
+        kernel: name of the block kernel; by default the first that can.
+
+    Raises:
+        ValueError: if there is no such layout, or an attention that a ring cannot replace.
+    """
+    known = (*LAYOUTS, Balanced.name)
+    if layout not in known:
+        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(known)}")
+    attentions = [found for _, found, _, _ in config.traverse(BaseAttention.Config)]
+    if not attentions:
+        raise ValueError(f"{type(config).__qualname__} has no attention for a ring to replace")
+    for attention in attentions:
+        _check(config, attention)
+        attention.inner_attention = derive(
+            attention.inner_attention,
+            RingAttention.Config,
+            window_size=_window(attention),
+            layout=layout,
+            kernel=kernel,
+        )
+    config.__class__ = _with_documents(type(config))
+
+
+def _check(config: Decoder.Config, attention: BaseAttention.Config) -> None:
+    inner = attention.inner_attention
+    if not isinstance(inner, REPLACED):
+        names = ", ".join(kind.__qualname__ for kind in REPLACED)
+        raise ValueError(f"a ring stands for {names}; {type(inner).__qualname__} is none of them")
+    has_own_masks = config._owner.get_attention_masks is not Decoder.get_attention_masks
+    is_flexible = isinstance(inner, FlexAttention.Config)
+    if is_flexible and has_own_masks and not hasattr(attention, "sliding_window_size"):
+        raise ValueError(
+            f"{config._owner.__name__} makes masks of its own for FlexAttention, which a ring "
+            'cannot read; give the model attn_backend="varlen", whose windows it can'
+        )
+
+
+def _window(attention: BaseAttention.Config) -> tuple[int, int]:
+    """In tokens before and after a query; torchtitan's sliding windows count the query itself."""
+    size = getattr(attention, "sliding_window_size", None)
+    if size is not None:
+        return size - 1, 0
+    return getattr(attention.inner_attention, "window_size", (UNBOUNDED, 0))
+
+
+# Note [Documents without a trainer]
+# An override sees nothing but the config of a component, and torchtitan's own trainers make masks
+# for their own attentions only; but they hand each model, and each stage of a pipeline, the
+# positions of its tokens. So the model that the config builds finds the documents itself, outside
+# of what is compiled: the config becomes one whose model does that, as fully_shard makes a
+# module's class one that shards. RingTrainer knows the documents already, without talking.
+
+
+class FindsDocuments(Module):
+    """A model that finds the documents of a batch, where the trainer did not."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_masks: Any = None,
+        **others: Any,
+    ) -> Any:
+        if attention_masks is None and positions is not None:
+            attention_masks = self._find(positions)
+        return super().forward(
+            tokens, positions=positions, attention_masks=attention_masks, **others
+        )
+
+    def _find(self, positions: Tensor) -> Any:
+        rings = [module for module in self.modules() if isinstance(module, RingAttention)]
+        if not rings or rings[0].group_name is None:
+            return None  # a stage without attention, or attention that says what is wrong
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a CUDA graph would replay the documents of one batch for all others: give "
+                "--training.disable_cuda_graphs"
+            )
+        local = positions.to_local() if isinstance(positions, DTensor) else positions
+        with spmd.no_typecheck():
+            return gather_documents(
+                local, rings[0].layout, _resolve_process_group(rings[0].group_name)
+            )
+
+
+@cache
+def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
+    """The config whose model finds documents; of equal memory, so that one becomes the other."""
+    owner = config_type._owner
+    assert owner is not None
+    if issubclass(owner, FindsDocuments):
+        return config_type
+    new = dataclass(kw_only=True, slots=True)(
+        type("Config", (config_type,), {"__qualname__": config_type.__qualname__})
+    )
+    new._owner = type(owner.__name__, (FindsDocuments, owner), {"Config": new})
+    return new

@@ -1,0 +1,90 @@
+"""The documents of a batch, and its tokens in the order of a layout."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring.balanced import Balanced
+from dtensor_ring.layout import as_layout
+from dtensor_ring.mask import Mask
+from dtensor_ring.sequence import layout_order, sequence_runs
+from parallel_plans.boundaries import boundaries
+
+DEALT = {"input", "positions"}
+"""What a batch may hold beside its labels; all are `(B, S)`."""
+
+
+class Documents(NamedTuple):
+    """What attention has to know of a batch; travels down as `attention_masks`."""
+
+    cu_seqlens: Tensor
+    """Boundaries of the packed documents, int32 on the CPU, `(S+1,)` or `(B, S+1)`."""
+
+    runs: Tensor | None = None
+    """Which tokens each rank holds, `(W, R, 2)`, where the layout belongs to the batch."""
+
+
+def deal(
+    batch: dict[str, Any], labels: Tensor, layout: str, world_size: int
+) -> tuple[dict[str, Any], Tensor, Documents]:
+    """A whole batch in the order of a layout, which then wants to be cut into equal slices.
+
+    Args:
+        batch: `input` and `positions`, both `(B, S)`; positions are 0 where a document starts.
+        labels: `(B, S)`.
+        layout: name of the layout; the balanced one is made for the documents of this batch.
+        world_size: ranks of the ring.
+
+    Raises:
+        ValueError: if the batch holds more than that, or the layout cannot deal it.
+    """
+    if unknown := batch.keys() - DEALT:
+        raise ValueError(
+            f"a ring deals {sorted(DEALT)} and labels, but the batch also holds "
+            f"{sorted(unknown)}: use a data loader of text"
+        )
+    cu_seqlens = boundaries(batch["positions"] == 0)
+    runs = None
+    if layout == Balanced.name:
+        balanced = _balanced(cu_seqlens, labels.shape[1], world_size)
+        order, runs = layout_order(balanced, world_size, balanced.seq_len), sequence_runs(balanced)
+    else:
+        order = layout_order(as_layout(layout), world_size, labels.shape[1])
+    order = order.to(labels.device)
+    batch = {name: x.index_select(1, order) for name, x in batch.items()}
+    return batch, labels.index_select(1, order), Documents(cu_seqlens, runs)
+
+
+def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
+    """Even for causal attention within documents, in blocks of which a rank has at least 16."""
+    block = max(1, min(256, seq_len // (16 * world_size)))
+    return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens, block)
+
+
+def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -> Documents:
+    """The documents of a batch of which each rank has its slice of the positions, `(B, L)`.
+
+    Raises:
+        ValueError: on every rank, if the positions are not in the order of that layout.
+    """
+    local = positions.contiguous()
+    slices = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(slices, local, group)
+    dealt = torch.cat(slices, 1).cpu()
+    name, seq_len = layout, dealt.shape[1]
+    if name != Balanced.name:
+        order = layout_order(as_layout(name), group.size(), seq_len)
+        whole = dealt.index_select(1, order.argsort())
+        follows = (whole[:, 1:] == 0) | (whole[:, 1:] == whole[:, :-1] + 1)
+        if follows.all():
+            return Documents(boundaries(whole == 0))
+    raise ValueError(
+        f"the tokens of this batch were not dealt {name}: the trainers of torchtitan deal as "
+        "--parallelism.context_parallel_load_balancer says, headtail for "
+        'ring_attention={"layout":"zigzag"} and none for "contiguous"; for any layout, start from '
+        "a config of parallel_plans.torchtitan, or use its RingTrainer"
+    )

@@ -1,0 +1,130 @@
+"""A trainer and a validator that deal tokens in any layout, and find documents on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any
+
+import tyro
+from torch import Tensor, nn
+from torchtitan.components.validate import Validator
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.utils import device_type
+from torchtitan.trainer import Trainer
+
+from parallel_plans.torchtitan.attention import RingAttention
+from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
+from parallel_plans.torchtitan.documents import deal
+
+DOCUMENTS = "documents"
+PARTIAL = "partial_dtensor"
+
+
+def ring_layout(config: Decoder.Config) -> str:
+    """The layout of the rings of a model.
+
+    Raises:
+        ValueError: if there is no ring, or they differ.
+    """
+    found = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
+    if len(found) != 1:
+        raise ValueError(
+            f"all layers of a model share one layout of its tokens, got {sorted(found) or 'no ring'}"
+        )
+    return found.pop()
+
+
+class RingValidator(Validator):
+    """A validator for models with rings."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        """Config of `RingValidator`."""
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        layout = ring_layout(model_parts[0].config)
+        batch, labels, documents = deal(input_dict, labels, layout, self.parallel_dims.cp)
+        inputs, labels, extra = super().post_dataloading_process(batch, labels, model_parts)
+        return inputs, labels, extra | {"attention_masks": documents}
+
+
+class RingTrainer(Trainer):
+    """torchtitan's trainer for models with rings.
+
+    It deals tokens itself, in the layout of the rings, before torchtitan cuts them into slices.
+
+    Raises:
+        ValueError: with CUDA graphs, which would replay the documents of one batch for all others.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """Config of `RingTrainer`."""
+
+        activation_checkpoint: (
+            Annotated[RingSelectiveAC.Config, tyro.conf.subcommand("ring-selective")]
+            | ActivationCheckpointingConfig
+        ) = field(default_factory=RingSelectiveAC.Config)
+        validator: RingValidator.Config = field(default_factory=RingValidator.Config)
+
+    def __init__(self, config: Config) -> None:
+        if device_type == "cuda" and not config.training.disable_cuda_graphs:
+            raise ValueError(
+                "a CUDA graph would replay the documents of one batch for all others: give "
+                "--training.disable_cuda_graphs"
+            )
+        config.parallelism.context_parallel_load_balancer = None  # tokens come in order
+        spec = config.model_spec
+        if spec is not None and config.parallelism.spmd_backend == PARTIAL:
+            config.model_spec = replace(
+                spec, parallelize_fn=partial(_parallelize_partially, spec.parallelize_fn)
+            )
+        super().__init__(config)
+        self.layout = ring_layout(self.model_config)
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[dict[str, Tensor], Tensor]]
+    ) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Batches in the order of the layout, dealt while they are on the CPU."""
+        for batch, labels in super().batch_generator(data_iterable):
+            dealt, labels, documents = deal(batch, labels, self.layout, self.parallel_dims.cp)
+            yield dealt | {DOCUMENTS: documents}, labels
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Any], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        documents = input_dict.pop(DOCUMENTS)
+        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
+        return inputs, labels, extra | {"attention_masks": documents}
+
+
+class _WithoutContext:
+    """A view of ParallelDims in which nothing is left to do for context parallelism."""
+
+    cp_enabled = False
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dims, name)
+
+
+def _parallelize_partially(
+    parallelize: Callable[..., nn.Module],
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    **others: Any,
+) -> nn.Module:
+    """With the partial_dtensor backend, torchtitan wraps attentions that it knows, and no other."""
+    for module in model.modules():
+        if isinstance(module, RingAttention):
+            module.join(parallel_dims)
+    return parallelize(model, parallel_dims=_WithoutContext(parallel_dims), **others)

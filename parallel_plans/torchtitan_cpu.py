@@ -1,0 +1,74 @@
+"""torchtitan on CPUs over gloo, to try and to test configs where there is no GPU.
+
+    torchrun --nproc-per-node 2 -m parallel_plans.torchtitan_cpu \\
+        --module parallel_plans.torchtitan --config llama3_debugmodel_ring ...
+
+Takes what `torchtitan.train` takes. Nobody with a GPU needs this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+def use_cpu() -> None:
+    """Let torchtitan take the CPU for its device; before anything of it is imported."""
+    with (
+        patch("torch._utils._get_available_device_type", lambda: "cpu"),
+        patch("torch._utils._get_device_module", lambda _: _device_module()),
+    ):
+        import torchtitan.tools.utils  # noqa: F401
+
+
+def _device_module() -> Any:
+    """`torch.cpu`, with what torchtitan asks of an accelerator."""
+    asked = {
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "empty_cache": lambda: None,
+        "get_device_name": lambda *_: "CPU",
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=1),
+        "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": lambda *_: None,
+    }
+    return SimpleNamespace(**vars(torch.cpu) | asked)
+
+
+def sum_over_gloo(config: Any) -> Any:
+    """The config, its gradients summed up in a way that gloo knows."""
+    config.model_spec.parallelize_fn = _summing(config.model_spec.parallelize_fn)
+    return config
+
+
+def _summing(parallelize: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        model = parallelize(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return run
+
+
+def main() -> None:
+    """torchtitan's own entry point, on the CPU."""
+    use_cpu()
+    from torchtitan import train
+
+    parse = train.ConfigManager.parse_args
+    with patch.object(
+        train.ConfigManager, "parse_args", lambda *args: sum_over_gloo(parse(*args))
+    ):
+        train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Runs torchtitan's own trainer on the pool's processes, over the CPU.
+
+torchtitan is imported by the functions that the pool runs: first it has to be told of the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from dtensor_ring import op
+from parallel_plans.torchtitan_cpu import sum_over_gloo, use_cpu
+
+RING = "parallel_plans.torchtitan"
+NUM_LAYERS = 2
+LENGTHS = (1, 2, 5, 11, 23, 47, 150)
+
+
+def make_assets(folder: Path) -> None:
+    """A tokenizer of bytes, and documents of very different lengths."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    marks = ["<bos>", "<eos>"]
+    vocab = {
+        token: i for i, token in enumerate(marks + sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = dict(zip(("bos_token", "eos_token"), marks, strict=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    draw = random.Random(0)
+    (folder / "data").mkdir()
+    with (folder / "data" / "data.json").open("w") as file:
+        for _ in range(400):
+            text = "".join(draw.choices("abcdefgh ", k=draw.choice(LENGTHS)))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a trainer, its flags as on the command line."""
+
+    family: str
+    world_size: int
+    flags: tuple[str, ...] = ()
+    stock: bool = False
+    """With the config and the trainer of torchtitan."""
+    dense: bool = False
+    """With torchtitan's trainer, and attention that holds all scores."""
+    ignore_documents: bool = False
+
+
+@dataclass
+class Report:
+    """What a run said of itself, by step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    calls: list[Counter[str]] = field(default_factory=list)
+    """Rings so far, forward and backward."""
+    num_graphs: list[int] = field(default_factory=list)
+    """Compiled so far."""
+
+
+def train(run: Run, folder: str, more: tuple[str, ...]) -> Report:
+    """One rank of a run."""
+    report, calls = Report(), Counter[str]()
+    with _torchtitan(), _counted(calls):
+        config = _config(run, folder, *more)
+        trainer = config.build()
+
+        def log(step: int, loss: float, largest: float, grad_norm: float, **_: Any) -> None:
+            report.losses.append(loss)
+            report.grad_norms.append(grad_norm)
+            report.calls.append(calls.copy())
+            report.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+        trainer.metrics_processor.log = log
+        trainer.metrics_processor.log_validation = lambda loss, step: report.validation.append(loss)
+        trainer.train()
+        trainer.close()
+    return report
+
+
+def save_seed(run: Run, folder: str) -> None:
+    """The weights from which all runs of a model start; by one process."""
+    with _torchtitan():
+        seed = "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"
+        trainer = _config(run, folder, *seed, f"--dump_folder={folder}").build()
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+        trainer.close()
+
+
+def _config(run: Run, folder: str, *more: str) -> Any:
+    from torchtitan.config import ConfigManager
+
+    from tests.titan_dense import ignore_documents, use_dense
+
+    assets, data = Path(folder).parent, Path(folder).parent / "data"
+    name = f"{run.family}_debugmodel"
+    module, name = (run.family, name) if run.stock else (RING, f"{name}_ring")
+    config = ConfigManager().parse_args(
+        [
+            *("--module", module, "--config", name, f"--hf_assets_path={assets}"),
+            *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={data}"),
+            *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=5"),
+            *("--training.mixed_precision_param=float32", "--debug.seed=0", *more, *run.flags),
+        ]
+    )
+    config.validator.dataloader = replace(config.dataloader)
+    del config.model_spec.model.layers[NUM_LAYERS:]
+    config = use_dense(config) if run.dense else config
+    config = ignore_documents(config) if run.ignore_documents else config
+    return sum_over_gloo(config)
+
+
+@contextmanager
+def _torchtitan() -> Iterator[None]:
+    """torchtitan where torchrun would have started it."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    places = {"LOCAL_RANK": "0", "RANK": rank, "WORLD_SIZE": world_size}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    impatient = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    torch._dynamo.utils.counters.clear()
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, places | offline))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # those of torchtitan on a CPU
+        use_cpu()
+        import torchtitan.trainer
+
+        stack.enter_context(patch.object(torchtitan.trainer, "time", impatient))
+        stack.enter_context(patch.object(torch.nn.utils, "get_total_norm", _exact_norm))
+        try:
+            yield
+        finally:
+            gc.enable()  # torchtitan takes it over
+            gc.collect()
+
+
+def _exact_norm(tensors: Any, *args: Any, norm: Any = torch.nn.utils.get_total_norm) -> Any:
+    """In float64: in float32 its rounding, which depends on the shards, is 5e-5."""
+    return norm([x.double() for x in tensors], *args)
+
+
+@contextmanager
+def _counted(calls: Counter[str]) -> Iterator[None]:
+    """Count the rings that run, in compiled graphs too."""
+    with ExitStack() as stack:
+        for name in ("ring_forward", "ring_backward"):
+            function = getattr(op, name)
+
+            def counted(*args: Any, name: str = name, function: Any = function) -> Any:
+                calls[name] += 1
+                return function(*args)
+
+            stack.enter_context(patch.object(op, name, counted))
+        yield

@@ -23,6 +23,7 @@ VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
 ACCUMULATE = ("--training.local_batch_size=2", "--training.global_batch_size=4")
 PIPELINE = ("--parallelism.pipeline_parallel_schedule=1F1B",)
 FULL, NO = "activation-checkpoint:full", "activation-checkpoint:none"
+NO_GRAPHS = "--training.disable_cuda_graphs"
 
 
 def _degrees(**degrees: int) -> tuple[str, ...]:
@@ -36,7 +37,11 @@ def _degrees(**degrees: int) -> tuple[str, ...]:
     return tuple(f"--parallelism.{names[k]}_degree={v}" for k, v in degrees.items())
 
 
-def _layout(layout: str) -> tuple[str, ...]:
+CP = _degrees(cp=2)
+UNBALANCED = ("--parallelism.context_parallel_load_balancer=None",)
+
+
+def _layout(layout: str = "zigzag") -> tuple[str, ...]:
     return "--override.imports", f'parallel_plans.torchtitan.ring_attention={{"layout":"{layout}"}}'
 
 
@@ -51,19 +56,19 @@ class Trainings:
         make_assets(folder)
         self._pool, self._folder = pool, folder
         self.reference = cache(self._reference)
-        self._seed = cache(self._make_seed)
+        self.seed = cache(self._make_seed)
 
     def run(self, run: Run, *more: str) -> Report:
         """What the last rank reports, which has the loss of a pipeline."""
-        folder = self._seed(run.family)
+        folder = self.seed(run.family)
         seed = "--checkpoint.load_only", f"--checkpoint.initial_load_path={folder}/checkpoint/step-0"
         flags = more or ("--checkpoint.enable", *seed, f"--dump_folder={folder}")
         return self._pool.run(run.world_size, train, run, str(folder), flags, timeout=300)[-1]
 
-    def _reference(self, family: str, num_batches: int) -> Report:
-        return self.run(
-            Run(family, num_batches, (*_degrees(dp=num_batches, cp=1), *VALIDATE), dense=True)
-        )
+    def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
+        """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
+        flags = (*_degrees(dp=dp, tp=tp, cp=1), *VALIDATE)
+        return self.run(Run(family, dp * tp, flags, dense=True))
 
     def _make_seed(self, family: str) -> Path:
         folder = self._folder / family
@@ -78,37 +83,99 @@ def trainings(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trainings
 
 
 def _check(report: Report, reference: Report, first: int = 0) -> None:
+    """From a step on, the same curve."""
     assert report.losses == pytest.approx(reference.losses[first:], rel=TOLERANCE)
     assert report.grad_norms == pytest.approx(reference.grad_norms[first:], rel=TOLERANCE)
     if report.validation:
         assert report.validation == pytest.approx(reference.validation, rel=TOLERANCE)
 
 
-CASES: dict[str, tuple[Run, int]] = {
-    "ring of 1": (Run("llama3", 1, _degrees(cp=1)), 1),
-    "ring of 2": (Run("llama3", 2, VALIDATE), 1),
-    "ring of 4": (Run("llama3", 4, _degrees(cp=4)), 1),
-    "contiguous": (Run("llama3", 2, _layout("contiguous")), 1),
-    "striped": (Run("llama3", 2, (*_layout("striped"), *VALIDATE)), 1),
-    "balanced": (Run("llama3", 2, (*_layout("balanced"), *VALIDATE)), 1),
-    "batches": (Run("llama3", 4, _degrees(dp=2)), 2),
-    "replicas": (Run("llama3", 4, _degrees(replicas=2)), 2),
-    "heads": (Run("llama3", 4, _degrees(tp=2)), 1),
-    "pipeline": (Run("llama3", 4, (*_degrees(pp=2), *PIPELINE)), 1),
-    "full dtensor": (Run("llama3", 2, _backend("full_dtensor")), 1),
-    "partial dtensor": (Run("llama3", 4, (*_degrees(tp=2), *_backend("partial_dtensor"))), 1),
-    "partial dtensor, one axis": (Run("llama3", 2, _backend("partial_dtensor")), 1),
-    "compiled": (Run("llama3", 2, ("--compile.enable",)), 1),
-    "checkpointed": (Run("llama3", 2, (FULL,)), 1),
-    "not checkpointed": (Run("llama3", 2, (NO,)), 1),
-    "accumulated": (Run("llama3", 2, ACCUMULATE), 1),
-    "typechecked": (Run("llama3", 4, (*_degrees(tp=2), "--debug.spmd_typechecking")), 1),
-    "qwen3": (Run("qwen3", 2), 1),
-    "gpt_oss": (Run("gpt_oss", 2), 1),
-    "deepseek_v3": (Run("deepseek_v3", 2), 1),
+CASES: dict[str, tuple[Run, dict[str, int]]] = {
+    "ring of 1": (Run("llama3", 1, _degrees(cp=1)), {}),
+    "ring of 2": (Run("llama3", 2, VALIDATE), {}),
+    "ring of 4": (Run("llama3", 4, _degrees(cp=4)), {}),
+    "contiguous": (Run("llama3", 2, _layout("contiguous")), {}),
+    "striped": (Run("llama3", 4, (*_layout("striped"), *_degrees(cp=4))), {}),
+    "balanced": (Run("llama3", 2, (*_layout("balanced"), *VALIDATE)), {}),
+    "batches": (Run("llama3", 4, _degrees(dp=2)), {"dp": 2}),
+    "replicas": (Run("llama3", 4, _degrees(replicas=2)), {"dp": 2}),
+    "heads": (Run("llama3", 4, _degrees(tp=2)), {}),
+    "pipeline": (Run("llama3", 4, (*_degrees(pp=2), *PIPELINE)), {}),
+    "full dtensor": (Run("llama3", 2, _backend("full_dtensor")), {}),
+    "partial dtensor": (Run("llama3", 4, (*_degrees(tp=2), *_backend("partial_dtensor"))), {}),
+    "partial dtensor, one axis": (Run("llama3", 2, _backend("partial_dtensor")), {}),
+    "not checkpointed": (Run("llama3", 2, (NO,)), {}),
+    "checkpointed": (Run("llama3", 2, (FULL,)), {}),
+    "accumulated": (Run("llama3", 2, ACCUMULATE), {}),
+    "typechecked": (Run("llama3", 4, (*_degrees(tp=2), "--debug.spmd_typechecking")), {}),
+    "qwen3": (Run("qwen3", 2), {}),
+    "gpt_oss": (Run("gpt_oss", 2), {}),
+    "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
+    "deepseek_v3": (Run("deepseek_v3", 2), {}),
+    "override": (Run("llama3", 2, (*CP, *_layout(), *VALIDATE), stock=True), {}),
+    "override, contiguous": (
+        Run("llama3", 2, (*CP, *_layout("contiguous"), *UNBALANCED, FULL), stock=True),
+        {},
+    ),
+    "override, pipeline": (
+        Run("llama3", 4, (*CP, *_degrees(pp=2), *PIPELINE, *_layout(), NO_GRAPHS), stock=True),
+        {},
+    ),
+    "override, full dtensor": (
+        Run("gpt_oss", 2, (*CP, *_layout(), *_backend("full_dtensor")), stock=True),
+        {},
+    ),
 }
 
 
-@pytest.mark.parametrize(("run", "num_batches"), CASES.values(), ids=CASES.keys())
-def test_training(trainings: Trainings, run: Run, num_batches: int) -> None:
-    _check(trainings.run(run), trainings.reference(run.family, num_batches))
+@pytest.mark.parametrize(("run", "degrees"), CASES.values(), ids=CASES.keys())
+def test_training(trainings: Trainings, run: Run, degrees: dict[str, int]) -> None:
+    _check(trainings.run(run), trainings.reference(run.family, **degrees))
+
+
+def test_documents_matter(trainings: Trainings) -> None:
+    forgetful = trainings.run(Run("llama3", 2, ignore_documents=True))
+    with pytest.raises(AssertionError):
+        _check(forgetful, trainings.reference("llama3"))
+
+
+COMPILE = ("--compile.enable",)
+CHECKPOINTING = {"selective": ((), 1), "full": ((FULL,), 2), "none": ((NO,), 1)}
+
+
+@pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING.values(), ids=CHECKPOINTING.keys())
+def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
+    _check_calls(trainings.run(Run("llama3", 2, flags)), forward)
+
+
+def test_override_of_checkpointing(trainings: Trainings) -> None:
+    both = (*_layout(), "parallel_plans.torchtitan.ring_checkpointing")
+    _check_calls(trainings.run(Run("llama3", 2, (*CP, *both), stock=True)), forward=1)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_compiled(trainings: Trainings, family: str) -> None:
+    """Each step has other documents, and none compiles again."""
+    report = trainings.run(Run(family, 2, COMPILE))
+    _check(report, trainings.reference(family))
+    _check_calls(report, forward=1)
+    assert report.num_graphs[0] > 0
+    assert set(report.num_graphs) == {report.num_graphs[0]}
+
+
+def _check_calls(report: Report, forward: int) -> None:
+    """Rings in each step, over two layers."""
+    for step, calls in enumerate(report.calls, 1):
+        assert calls == {"ring_forward": 2 * forward * step, "ring_backward": 2 * step}
+
+
+def test_resuming_on_another_ring(trainings: Trainings, tmp_path: Path) -> None:
+    """From the checkpoint of step 3, with twice the ranks: the curve goes on."""
+    keep = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0")
+    start = f"--checkpoint.initial_load_path={trainings.seed('llama3')}/checkpoint/step-0"
+    folder = f"--dump_folder={tmp_path}"
+    trainings.run(Run("llama3", 2), *keep, start, folder)
+    again = Run("llama3", 4, _degrees(cp=4))
+    resumed = trainings.run(again, *keep, "--checkpoint.load_step=3", folder)
+    assert len(resumed.losses) == 2
+    _check(resumed, trainings.reference("llama3"), first=3)

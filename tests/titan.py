@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +28,7 @@ from parallel_plans.torchtitan_cpu import sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
 NUM_LAYERS = 2
+WINDOW = 8
 LENGTHS = (1, 2, 5, 11, 23, 47, 150)
 
 
@@ -126,10 +127,24 @@ def _config(run: Run, folder: str, *more: str) -> Any:
         ]
     )
     config.validator.dataloader = replace(config.dataloader)
-    del config.model_spec.model.layers[NUM_LAYERS:]
+    _shrink(config.model_spec.model)
     config = use_dense(config) if run.dense else config
     config = ignore_documents(config) if run.ignore_documents else config
     return sum_over_gloo(config)
+
+
+def _shrink(model: Any) -> None:
+    """Two layers, small experts, and windows shorter than the sequence."""
+    from torchtitan.models.common.attention import BaseAttention
+    from torchtitan.models.common.moe import GroupedExperts
+
+    del model.layers[NUM_LAYERS:]
+    for _, experts, _, _ in model.traverse(GroupedExperts.Config):
+        experts.hidden_dim = min(64, experts.hidden_dim)
+    for _, attention, _, _ in model.traverse(BaseAttention.Config):
+        if getattr(attention, "sliding_window_size", None) is not None:
+            attention.sliding_window_size = WINDOW
+            attention.inner_attention.window_size = (WINDOW - 1, 0)
 
 
 @contextmanager
@@ -146,7 +161,11 @@ def _torchtitan() -> Iterator[None]:
         warnings.simplefilter("ignore")  # those of torchtitan on a CPU
         use_cpu()
         import torchtitan.trainer
+        from torchtitan.models.common.moe import GroupedExperts
+        from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
+        for experts in (GroupedExperts, GptOssGroupedExperts):
+            stack.enter_context(patch.object(experts, "forward", _in_float32(experts.forward)))
         stack.enter_context(patch.object(torchtitan.trainer, "time", impatient))
         stack.enter_context(patch.object(torch.nn.utils, "get_total_norm", _exact_norm))
         try:
@@ -159,6 +178,13 @@ def _torchtitan() -> Iterator[None]:
 def _exact_norm(tensors: Any, *args: Any, norm: Any = torch.nn.utils.get_total_norm) -> Any:
     """In float64: in float32 its rounding, which depends on the shards, is 5e-5."""
     return norm([x.double() for x in tensors], *args)
+
+
+def _in_float32(forward: Any) -> FunctionType:
+    """Experts compute in bfloat16 whatever the rest is in, and those of gpt-oss fail by that."""
+    code = forward.__code__
+    names = tuple("float" if name == "bfloat16" else name for name in code.co_names)
+    return FunctionType(code.replace(co_names=names), forward.__globals__)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import ismethod
 from typing import Any
 
 import spmd_types as spmd
@@ -141,7 +142,7 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
 
 def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The sinks by which gpt-oss transforms the output: for the ring they are one more block."""
-    if getattr(out_transform, "__func__", None) is not GptOssAttention._apply_sinks:
+    if not ismethod(out_transform) or out_transform.__func__ is not GptOssAttention._apply_sinks:
         name = getattr(out_transform, "__qualname__", repr(out_transform))
         raise ValueError(
             f"a ring cannot run {name}, which transforms the output by its log-sum-exp: only the "

@@ -39,7 +39,7 @@ clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/.installed: EXTRAS := hf,plot,dev
+$(VENV)/.installed: EXTRAS := hf,torchtitan,plot,dev
 $(VENV)/.installed: constraints.txt
 $(OLDEST)/.installed: EXTRAS := hf,plot,test
 $(OLDEST)/.installed: constraints-oldest.txt

@@ -1,7 +1,6 @@
 """torchtitan on CPUs over gloo, to try and to test configs where there is no GPU.
 
-    torchrun --nproc-per-node 2 -m parallel_plans.torchtitan_cpu \\
-        --module parallel_plans.torchtitan --config llama3_debugmodel_ring ...
+    torchrun --nproc-per-node 2 -m parallel_plans.torchtitan_cpu --module ... --config ...
 
 Takes what `torchtitan.train` takes. Nobody with a GPU needs this file.
 """
@@ -58,16 +57,21 @@ def _summing(parallelize: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def main() -> None:
-    """torchtitan's own entry point, on the CPU."""
+def install() -> None:
+    """Let torchtitan's own entry point run on the CPU."""
     use_cpu()
+    from torchtitan.config import ConfigManager
+
+    parse = ConfigManager.parse_args
+    setattr(ConfigManager, "parse_args", lambda *args: sum_over_gloo(parse(*args)))  # noqa: B010
+
+
+def main() -> None:
+    """`torchtitan.train` on the CPU."""
+    install()
     from torchtitan import train
 
-    parse = train.ConfigManager.parse_args
-    with patch.object(
-        train.ConfigManager, "parse_args", lambda *args: sum_over_gloo(parse(*args))
-    ):
-        train.main()
+    train.main()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LAYERS = (
 )
 OPTIONAL = {"flash_attn", "flash_attn_interface", "torchtitan", "transformers", "triton"}
 OPTIONAL |= {"matplotlib", "rich"}
-SUBCLASSES = {"parallel_plans.huggingface.trainer"}
+SUBCLASSES = ("parallel_plans.huggingface.trainer", "parallel_plans.torchtitan")
 """Of classes of an optional package, which they import first: nobody imports them but users."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -67,13 +67,20 @@ def test_imports_go_down() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def _subclasses(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in SUBCLASSES)
+
+
 def test_optional_packages_have_one_adapter_each() -> None:
     adapters: dict[str, set[str]] = {package: set() for package in OPTIONAL}
-    assert not SUBCLASSES & {imported for tree in TREES.values() for imported in _imports(tree)}
     for name, tree in TREES.items():
         early = {imported.partition(".")[0] for imported in _imports(tree, late=False)}
-        assert name in SUBCLASSES or not early & OPTIONAL, f"{name} needs {early & OPTIONAL}"
-        adapter = ".".join(name.split(".")[:2]) if _layer(name) == len(LAYERS) else name
+        if not _subclasses(name):
+            assert not early & OPTIONAL, f"{name} needs {early & OPTIONAL}"
+            assert not any(_subclasses(imported) for imported in _imports(tree)), name
+        adapter = name
+        if _layer(name) == len(LAYERS):
+            adapter = ".".join(name.split(".")[:2]).removesuffix("_cpu")
         for imported in _imports(tree):
             adapters.get(imported.partition(".")[0], set()).add(adapter)
     assert all(len(files) <= 1 for files in adapters.values()), adapters

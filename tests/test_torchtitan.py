@@ -6,17 +6,21 @@ weights, on packed documents.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.pool import Pool
+from tests.test_public import ROOT
+from tests.titan import Report, Run, arguments, make_assets, save_seed, train
 
-pytest.importorskip("torchtitan")
-
-from tests.titan import Report, Run, make_assets, save_seed, train
+pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
 
 TOLERANCE = 1e-5
 VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
@@ -54,16 +58,17 @@ class Trainings:
 
     def __init__(self, pool: Pool, folder: Path) -> None:
         make_assets(folder)
-        self._pool, self._folder = pool, folder
+        self._pool, self.folder = pool, folder
         self.reference = cache(self._reference)
-        self.seed = cache(self._make_seed)
+        self._seed = cache(self._make_seed)
 
     def run(self, run: Run, *more: str) -> Report:
         """What the last rank reports, which has the loss of a pipeline."""
-        folder = self.seed(run.family)
-        seed = "--checkpoint.load_only", f"--checkpoint.initial_load_path={folder}/checkpoint/step-0"
-        flags = more or ("--checkpoint.enable", *seed, f"--dump_folder={folder}")
-        return self._pool.run(run.world_size, train, run, str(folder), flags, timeout=300)[-1]
+        seed = f"--checkpoint.initial_load_path={self._seed(run.family)}/checkpoint/step-0"
+        more = more or ("--checkpoint.load_only", f"--dump_folder={self.folder}/outputs")
+        flags = ("--checkpoint.enable", seed, *more, *run.flags)  # subcommands come last
+        run = replace(run, flags=flags)
+        return self._pool.run(run.world_size, train, run, str(self.folder), timeout=300)[-1]
 
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
         """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
@@ -71,9 +76,10 @@ class Trainings:
         return self.run(Run(family, dp * tp, flags, dense=True))
 
     def _make_seed(self, family: str) -> Path:
-        folder = self._folder / family
-        folder.mkdir()
-        self._pool.run(1, save_seed, Run(family, 1, _degrees(cp=1)), str(folder))
+        folder = self.folder / family
+        seed = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+        flags = (*_degrees(cp=1), *seed, f"--dump_folder={folder}")
+        self._pool.run(1, save_seed, Run(family, 1, flags), str(self.folder))
         return folder
 
 
@@ -171,11 +177,51 @@ def _check_calls(report: Report, forward: int) -> None:
 
 def test_resuming_on_another_ring(trainings: Trainings, tmp_path: Path) -> None:
     """From the checkpoint of step 3, with twice the ranks: the curve goes on."""
-    keep = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0")
-    start = f"--checkpoint.initial_load_path={trainings.seed('llama3')}/checkpoint/step-0"
-    folder = f"--dump_folder={tmp_path}"
-    trainings.run(Run("llama3", 2), *keep, start, folder)
+    keep = ("--checkpoint.interval=3", "--checkpoint.keep_latest_k=0", f"--dump_folder={tmp_path}")
+    trainings.run(Run("llama3", 2), *keep)
     again = Run("llama3", 4, _degrees(cp=4))
-    resumed = trainings.run(again, *keep, "--checkpoint.load_step=3", folder)
+    resumed = trainings.run(again, *keep, "--checkpoint.load_step=3")
     assert len(resumed.losses) == 2
     _check(resumed, trainings.reference("llama3"), first=3)
+
+
+STARTUP = """
+import os, sys
+if "LOCAL_RANK" in os.environ:  # not in the launcher
+    sys.path.insert(0, {root!r})
+    from parallel_plans.torchtitan_cpu import install
+    install()
+"""
+
+
+def test_stock_entry_point(trainings: Trainings, tmp_path: Path) -> None:
+    """`python -m torchtitan.train`, which on a CPU has to be told of it first, with our names."""
+    (tmp_path / "sitecustomize.py").write_text(STARTUP.format(root=str(ROOT)))
+    run = Run("llama3", 2, (*_layout("striped"), "--training.steps=2"))
+    command = ["-m", "torchtitan.train", *arguments(run, trainings.folder)]
+    printed = _launch(command, tmp_path)
+    assert "layout='striped'" in printed
+    assert printed.count("grad_norm") == 2 * 2
+
+
+def test_example(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "train_torchtitan.sh"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    flags = ("--training.steps=2", "--training.seq_len=128")
+    done = subprocess.run([script, *flags], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("grad_norm") == 2
+
+
+def _launch(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr

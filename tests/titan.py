@@ -6,7 +6,6 @@ torchtitan is imported by the functions that the pool runs: first it has to be t
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import time
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring import op
+from examples.torchtitan_assets import write_assets
 from parallel_plans.torchtitan_cpu import sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
@@ -34,24 +34,9 @@ LENGTHS = (1, 2, 5, 11, 23, 47, 150)
 
 def make_assets(folder: Path) -> None:
     """A tokenizer of bytes, and documents of very different lengths."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    marks = ["<bos>", "<eos>"]
-    vocab = {
-        token: i for i, token in enumerate(marks + sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(marks)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    said = dict(zip(("bos_token", "eos_token"), marks, strict=True))
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
     draw = random.Random(0)
-    (folder / "data").mkdir()
-    with (folder / "data" / "data.json").open("w") as file:
-        for _ in range(400):
-            text = "".join(draw.choices("abcdefgh ", k=draw.choice(LENGTHS)))
-            file.write(json.dumps({"text": text}) + "\n")
+    lengths = (draw.choice(LENGTHS) for _ in range(400))
+    write_assets(folder, ("".join(draw.choices("abcdefgh ", k=length)) for length in lengths))
 
 
 @dataclass(frozen=True)
@@ -81,11 +66,11 @@ class Report:
     """Compiled so far."""
 
 
-def train(run: Run, folder: str, more: tuple[str, ...]) -> Report:
-    """One rank of a run."""
+def train(run: Run, folder: str) -> Report:
+    """One rank of a run, from assets in that folder."""
     report, calls = Report(), Counter[str]()
     with _torchtitan(), _counted(calls):
-        config = _config(run, folder, *more)
+        config = _config(run, folder)
         trainer = config.build()
 
         def log(step: int, loss: float, largest: float, grad_norm: float, **_: Any) -> None:
@@ -104,28 +89,29 @@ def train(run: Run, folder: str, more: tuple[str, ...]) -> Report:
 def save_seed(run: Run, folder: str) -> None:
     """The weights from which all runs of a model start; by one process."""
     with _torchtitan():
-        seed = "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"
-        trainer = _config(run, folder, *seed, f"--dump_folder={folder}").build()
+        trainer = _config(run, folder).build()
         trainer.checkpointer.save(curr_step=0, last_step=True)
         trainer.close()
 
 
-def _config(run: Run, folder: str, *more: str) -> Any:
+def arguments(run: Run, folder: Path) -> list[str]:
+    """The command line of a run, from assets in that folder."""
+    name = f"{run.family}_debugmodel"
+    module, name = (run.family, name) if run.stock else (RING, f"{name}_ring")
+    return [
+        *("--module", module, "--config", name, f"--hf_assets_path={folder}"),
+        *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={folder}/data"),
+        *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=5"),
+        *("--training.mixed_precision_param=float32", "--debug.seed=0", *run.flags),
+    ]
+
+
+def _config(run: Run, folder: str) -> Any:
     from torchtitan.config import ConfigManager
 
     from tests.titan_dense import ignore_documents, use_dense
 
-    assets, data = Path(folder).parent, Path(folder).parent / "data"
-    name = f"{run.family}_debugmodel"
-    module, name = (run.family, name) if run.stock else (RING, f"{name}_ring")
-    config = ConfigManager().parse_args(
-        [
-            *("--module", module, "--config", name, f"--hf_assets_path={assets}"),
-            *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={data}"),
-            *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=5"),
-            *("--training.mixed_precision_param=float32", "--debug.seed=0", *more, *run.flags),
-        ]
-    )
+    config = ConfigManager().parse_args(arguments(run, Path(folder)))
     config.validator.dataloader = replace(config.dataloader)
     _shrink(config.model_spec.model)
     config = use_dense(config) if run.dense else config

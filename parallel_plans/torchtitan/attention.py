@@ -61,8 +61,8 @@ class RingAttention(Module):
         left, right = (None if x == UNBOUNDED else x for x in config.window_size)
         self.mask = Mask(left, right)
         self.layout, self.kernel = config.layout, config.kernel
-        self.group_name: str | None = None
-        self.ring_size = 1
+        self.group_name: Any = None
+        self.ring_size = 0
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         self.join(parallel_dims)
@@ -113,7 +113,7 @@ class RingAttention(Module):
         return out
 
     def _documents(self, attention_masks: Any) -> Documents:
-        if self.group_name is None:
+        if not self.ring_size:
             raise ValueError(
                 "ring attention has no ranks: it was not parallelized. The partial_dtensor backend "
                 "leaves it out unless training starts from a config of parallel_plans.torchtitan"
@@ -148,7 +148,8 @@ def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             f"a ring cannot run {name}, which transforms the output by its log-sum-exp: only the "
             "attention sinks of gpt-oss are known"
         )
-    sinks = out_transform.__self__.sinks
+    attention: Any = out_transform.__self__
+    sinks = attention.sinks
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
 

@@ -1,13 +1,12 @@
 """Training configs of torchtitan with ring attention.
 
-    torchrun ... -m torchtitan.train --module parallel_plans.torchtitan \\
-        --config llama3_debugmodel_ring --parallelism.context_parallel_degree 8
+The functions are what `torchtitan.train --module parallel_plans.torchtitan --config ...` names.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -117,7 +116,8 @@ def _extend(config: Trainer.Config, factor: int) -> None:
     section 3.1): by `factor ** (H / (H - 2))`.
     """
     assert config.model_spec is not None
-    for _, rope, parent, name in config.model_spec.model.traverse(RoPE.Config):
+    found: Any = config.model_spec.model.traverse(RoPE.Config)
+    for _, rope, parent, name in found:
         longer = replace(
             rope,
             max_seq_len=rope.max_seq_len * factor,

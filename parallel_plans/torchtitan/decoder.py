@@ -40,7 +40,7 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
     known = (*LAYOUTS, Balanced.name)
     if layout not in known:
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(known)}")
-    attentions = [found for _, found, _, _ in config.traverse(BaseAttention.Config)]
+    attentions: list[Any] = [found for _, found, _, _ in config.traverse(BaseAttention.Config)]
     if not attentions:
         raise ValueError(f"{type(config).__qualname__} has no attention for a ring to replace")
     for attention in attentions:
@@ -55,21 +55,21 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
     config.__class__ = _with_documents(type(config))
 
 
-def _check(config: Decoder.Config, attention: BaseAttention.Config) -> None:
-    inner = attention.inner_attention
+def _check(config: Decoder.Config, attention: Any) -> None:
+    inner, model = attention.inner_attention, _owner(type(config))
     if not isinstance(inner, REPLACED):
         names = ", ".join(kind.__qualname__ for kind in REPLACED)
         raise ValueError(f"a ring stands for {names}; {type(inner).__qualname__} is none of them")
-    has_own_masks = config._owner.get_attention_masks is not Decoder.get_attention_masks
+    has_own_masks = model.get_attention_masks is not Decoder.get_attention_masks
     is_flexible = isinstance(inner, FlexAttention.Config)
     if is_flexible and has_own_masks and not hasattr(attention, "sliding_window_size"):
         raise ValueError(
-            f"{config._owner.__name__} makes masks of its own for FlexAttention, which a ring "
+            f"{model.__name__} makes masks of its own for FlexAttention, which a ring "
             'cannot read; give the model attn_backend="varlen", whose windows it can'
         )
 
 
-def _window(attention: BaseAttention.Config) -> tuple[int, int]:
+def _window(attention: Any) -> tuple[int, int]:
     """In tokens before and after a query; torchtitan's sliding windows count the query itself."""
     size = getattr(attention, "sliding_window_size", None)
     if size is not None:
@@ -103,7 +103,7 @@ class FindsDocuments(Module):
 
     def _find(self, positions: Tensor) -> Any:
         rings = [module for module in self.modules() if isinstance(module, RingAttention)]
-        if not rings or rings[0].group_name is None:
+        if not rings or not rings[0].ring_size:
             return None  # a stage without attention, or attention that says what is wrong
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -112,16 +112,14 @@ class FindsDocuments(Module):
             )
         local = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
-            return gather_documents(
-                local, rings[0].layout, _resolve_process_group(rings[0].group_name)
-            )
+            group = _resolve_process_group(rings[0].group_name)
+            return gather_documents(local, rings[0].layout, group)
 
 
 @cache
 def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
     """The config whose model finds documents; of equal memory, so that one becomes the other."""
-    owner = config_type._owner
-    assert owner is not None
+    owner = _owner(config_type)
     if issubclass(owner, FindsDocuments):
         return config_type
     new = dataclass(kw_only=True, slots=True)(
@@ -129,3 +127,9 @@ def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
     )
     new._owner = type(owner.__name__, (FindsDocuments, owner), {"Config": new})
     return new
+
+
+def _owner(config_type: type[Decoder.Config]) -> Any:
+    """The class that a config builds."""
+    assert config_type._owner is not None
+    return config_type._owner

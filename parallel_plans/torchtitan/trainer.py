@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
@@ -24,8 +23,8 @@ DOCUMENTS = "documents"
 PARTIAL = "partial_dtensor"
 
 
-def ring_layout(config: Decoder.Config) -> str:
-    """The layout of the rings of a model.
+def ring_layout(config: Any) -> str:
+    """The layout of the rings of a model's config.
 
     Raises:
         ValueError: if there is no ring, or they differ.
@@ -33,7 +32,8 @@ def ring_layout(config: Decoder.Config) -> str:
     found = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
     if len(found) != 1:
         raise ValueError(
-            f"all layers of a model share one layout of its tokens, got {sorted(found) or 'no ring'}"
+            "all layers of a model share one layout of its tokens, got "
+            f"{sorted(found) or 'no ring'}"
         )
     return found.pop()
 
@@ -71,7 +71,7 @@ class RingTrainer(Trainer):
             Annotated[RingSelectiveAC.Config, tyro.conf.subcommand("ring-selective")]
             | ActivationCheckpointingConfig
         ) = field(default_factory=RingSelectiveAC.Config)
-        validator: RingValidator.Config = field(default_factory=RingValidator.Config)
+        validator: Validator.Config = field(default_factory=RingValidator.Config)
 
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:

@@ -103,6 +103,8 @@ def test_layouts_are_named_as_defaults_only(name: str) -> None:
             defaults = [*node.defaults, *node.kw_defaults]
         elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             defaults = node.values[1:]  # the fallback
+        elif isinstance(node, ast.AnnAssign):
+            defaults = [node.value]  # of a field
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             defaults = [node.value]  # a docstring
         spared |= {id(part) for default in defaults if default for part in ast.walk(default)}

@@ -83,8 +83,8 @@ def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -
         if follows.all():
             return Documents(boundaries(whole == 0))
     raise ValueError(
-        f"the tokens of this batch were not dealt {name}: the trainers of torchtitan deal as "
-        "--parallelism.context_parallel_load_balancer says, headtail for "
-        'ring_attention={"layout":"zigzag"} and none for "contiguous"; for any layout, start from '
-        "a config of parallel_plans.torchtitan, or use its RingTrainer"
+        f"the tokens of this batch were not dealt {name}: torchtitan's own trainers deal as "
+        "--parallelism.context_parallel_load_balancer says, and that must fit the layout of "
+        "ring_attention, see docs/torchtitan.md; for any layout, start from a config of "
+        "parallel_plans.torchtitan, or use its RingTrainer"
     )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -163,7 +164,11 @@ def _namespace() -> dict[str, Any]:
     return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}
 
 
-PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if page.exists()]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+    if page.exists() and (page.stem != "torchtitan" or find_spec("torchtitan"))
+]
 CODE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 

@@ -1,0 +1,172 @@
+"""The parts of the torchtitan plan that need no training run: documents, configs, refusals."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor_ring.layout import LAYOUTS
+from parallel_plans.torchtitan_cpu import use_cpu
+from tests.pool import Pool
+
+pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6], [*range(16)]])
+CU_SEQLENS = [[0, 5, 8, 9, *[16] * 13], [0, *[16] * 16]]
+
+
+def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
+    """Call what imports torchtitan, which has to be told of the CPU before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        use_cpu()
+        return function(*args)
+
+
+def _deal(layout: str) -> None:
+    from parallel_plans.torchtitan.documents import deal, gather_documents
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
+    dealt, labels, documents = deal(batch, 10 * POSITIONS + 1, layout, world_size)
+    assert documents.cu_seqlens.tolist() == CU_SEQLENS
+    assert torch.equal(dealt["input"] + 1, labels)
+    assert torch.equal(dealt["positions"], dealt["input"] // 10)
+    assert (documents.runs is None) == (layout in LAYOUTS)
+    local = dealt["positions"].chunk(world_size, 1)[rank]
+    for other in LAYOUTS:
+        if other == layout:
+            found = gather_documents(local, other, dist.group.WORLD)
+            assert found.cu_seqlens.tolist() == CU_SEQLENS
+        else:
+            with pytest.raises(ValueError, match=f"were not dealt {other}"):
+                gather_documents(local, other, dist.group.WORLD)
+    with pytest.raises(ValueError, match="were not dealt balanced"):
+        gather_documents(local, "balanced", dist.group.WORLD)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
+def test_documents(pool: Pool, layout: str) -> None:
+    pool.run(2, _on_cpu, _deal, layout)
+
+
+def _check_configs() -> list[str]:
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    from parallel_plans.torchtitan import RingSelectiveAC, RingTrainer, RingValidator
+    from parallel_plans.torchtitan import config_registry as registry
+    from parallel_plans.torchtitan.trainer import ring_layout
+
+    names = [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]
+    for name in names:
+        config = getattr(registry, name)()
+        assert isinstance(config, RingTrainer.Config)
+        assert isinstance(config.validator, RingValidator.Config)
+        kept = config.activation_checkpoint
+        assert kept is None or isinstance(kept, (RingSelectiveAC.Config, FullAC.Config))
+        assert config.training.disable_cuda_graphs
+        parallelism, model = config.parallelism, config.model_spec.model
+        model.update_from_config(config=config)
+        assert ring_layout(model) == "zigzag"
+        ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        assert ranks % parallelism.expert_parallel_degree == 0
+        assert config.training.seq_len % (2 * ranks) == 0
+    return names
+
+
+def test_configs(pool: Pool) -> None:
+    """Each is one that torchtitan accepts, with rings in all layers."""
+    (names,) = pool.run(1, _on_cpu, _check_configs)
+    assert len(names) == 9
+
+
+def _refuse() -> None:
+    from torchtitan.config.override import derive
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import Llama3Model
+    from torchtitan.models.llama3 import config_registry as llama3
+
+    from parallel_plans.torchtitan import Documents, RingAttention, use_ring
+    from parallel_plans.torchtitan.documents import deal
+    from parallel_plans.torchtitan.trainer import ring_layout
+
+    class Masking(Llama3Model):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Llama3Model.Config):
+            pass
+
+        def get_attention_masks(self, positions: torch.Tensor) -> Any:
+            raise NotImplementedError
+
+    def model() -> Any:
+        return llama3.llama3_debugmodel().model_spec.model
+
+    with pytest.raises(ValueError, match="unknown layout 'zagzig'; known layouts: contig"):
+        use_ring(model(), "zagzig")
+    with pytest.raises(ValueError, match="got no ring"):
+        ring_layout(model())
+    mixed = model()
+    use_ring(mixed, "striped")
+    mixed.layers[0].attention.inner_attention = RingAttention.Config()
+    with pytest.raises(ValueError, match=r"share one layout .* \['striped', 'zigzag'\]"):
+        ring_layout(mixed)
+    other = model()
+    other.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+    with pytest.raises(ValueError, match="ScaledDotProductAttention.Config is none of them"):
+        use_ring(other, "zigzag")
+    with pytest.raises(ValueError, match='makes masks of its own .* attn_backend="varlen"'):
+        use_ring(derive(model(), Masking.Config), "zigzag")
+    batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
+    with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
+        deal(batch, POSITIONS, "zigzag", 1)
+
+    ring = RingAttention.Config().build()
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="was not parallelized"):
+        ring(q, q, q, attention_masks=None)
+    ring.ring_size, ring.group_name = 1, dist.group.WORLD.group_name
+    with pytest.raises(ValueError, match="takes the documents of the batch .* got NoneType"):
+        ring(q, q, q, attention_masks=None)
+    documents = Documents(torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="does not take score_mod"):
+        ring(q, q, q, attention_masks=documents, score_mod=torch.add)
+    with pytest.raises(ValueError, match="cannot run .*add, which transforms the output"):
+        ring(q, q, q, attention_masks=documents, out_transform=torch.add)
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(1, _on_cpu, _refuse)
+
+
+def _check_examples() -> int:
+    package = importlib.import_module("parallel_plans.torchtitan")
+    modules = [importlib.import_module(package.__name__)]
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        modules.append(importlib.import_module(info.name))
+    examples = 0
+    for module in modules:
+        assert module.__doc__, module.__name__
+        for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+            output = io.StringIO()
+            assert not doctest.DocTestRunner().run(test, out=output.write).failed, output.getvalue()
+            examples += bool(test.examples)
+    for name in package.__all__:
+        assert inspect.getdoc(getattr(package, name)), name
+    return examples
+
+
+def test_docstrings(pool: Pool) -> None:
+    """What the package offers is documented, and its examples run."""
+    assert pool.run(1, _on_cpu, _check_examples) == [2]

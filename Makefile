@@ -20,7 +20,7 @@ test: $(VENV)/.installed ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we test
-	$(OLDEST)/bin/python -m pytest --quick --fuzz-cases 10 $(ARGS)
+	$(OLDEST)/bin/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed ## check style, format and types
 	$(VENV)/bin/ruff check

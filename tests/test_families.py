@@ -16,7 +16,6 @@ from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
 
 SEQ_LEN = 23
-QUICK = ("Llama", "gpt-oss", "Llama 4", "DeepSeek-V3", "ModernBERT")
 LAYOUTS = {2: ("zigzag", "striped"), 4: ("zigzag", "contiguous")}
 
 
@@ -79,10 +78,8 @@ def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
     return errors
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 4])
-@pytest.mark.parametrize(
-    "family", [x if x in QUICK else pytest.param(x, marks=pytest.mark.thorough) for x in FAMILIES]
-)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int) -> None:
     for layout in LAYOUTS[world_size]:
         for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):

@@ -107,12 +107,7 @@ def train_both(family: str, checkpointing: dict[str, Any] | None) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        pytest.param("none", (2, 2), marks=pytest.mark.thorough),
-        pytest.param("full", (4, 2), marks=pytest.mark.thorough),
-        ("selective", (2, 2)),
-    ],
+    ("name", "calls"), [("none", (2, 2)), ("full", (4, 2)), ("selective", (2, 2))]
 )
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int, int]) -> None:
     """Selective checkpointing makes one ring forward and one backward for each of two layers."""

@@ -124,9 +124,9 @@ def _refuse() -> None:
         ring_layout(mixed)
     other = model()
     other.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
-    with pytest.raises(ValueError, match="ScaledDotProductAttention.Config is none of them"):
+    with pytest.raises(ValueError, match=r"ScaledDotProductAttention.Config is none of them"):
         use_ring(other, "zigzag")
-    with pytest.raises(ValueError, match='makes masks of its own .* attn_backend="varlen"'):
+    with pytest.raises(ValueError, match=r'makes masks of its own .* attn_backend="varlen"'):
         use_ring(derive(model(), Masking.Config), "zigzag")
     batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
     with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
@@ -137,12 +137,12 @@ def _refuse() -> None:
     with pytest.raises(ValueError, match="was not parallelized"):
         ring(q, q, q, attention_masks=None)
     ring.ring_size, ring.group_name = 1, dist.group.WORLD.group_name
-    with pytest.raises(ValueError, match="takes the documents of the batch .* got NoneType"):
+    with pytest.raises(ValueError, match=r"takes the documents of the batch .* got NoneType"):
         ring(q, q, q, attention_masks=None)
     documents = Documents(torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(ValueError, match="does not take score_mod"):
         ring(q, q, q, attention_masks=documents, score_mod=torch.add)
-    with pytest.raises(ValueError, match="cannot run .*add, which transforms the output"):
+    with pytest.raises(ValueError, match=r"cannot run .*add, which transforms the output"):
         ring(q, q, q, attention_masks=documents, out_transform=torch.add)
 
 

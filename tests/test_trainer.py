@@ -100,7 +100,7 @@ def _ring_curves(folder: str, dp_size: int, cp_size: int) -> list[list[float]]:
     return curves
 
 
-@pytest.mark.parametrize("dp_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("dp_size", [1, 2])
 def test_trains_evaluates_and_resumes_as_one_process(
     pool: Pool, tmp_path: Path, dp_size: int
 ) -> None:

@@ -16,12 +16,18 @@ import torch
 
 
 def use_cpu() -> None:
-    """Let torchtitan take the CPU for its device; before anything of it is imported."""
+    """Let torchtitan take the CPU for its device; before anything of it is imported.
+
+    Raises:
+        RuntimeError: if torchtitan has taken another device already.
+    """
     with (
         patch("torch._utils._get_available_device_type", lambda: "cpu"),
         patch("torch._utils._get_device_module", lambda _: _device_module()),
     ):
-        import torchtitan.tools.utils  # noqa: F401
+        from torchtitan.tools.utils import device_type
+    if device_type != "cpu":
+        raise RuntimeError(f"torchtitan was imported before, and took {device_type} for its device")
 
 
 def _device_module() -> Any:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import Mask
+from parallel_plans.huggingface.attention import Dealt
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.patterns import Reading
 
@@ -85,3 +87,12 @@ def test_tokens_that_were_added_are_not_seen() -> None:
 def test_refuses(match: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=match):
         find_documents({k: torch.tensor(x) for k, x in given.items()}, SEQ_LEN, set())
+
+
+def test_boundaries_stay_on_the_cpu() -> None:
+    """fully_shard moves what a layer is called with to the device, on a GPU, by this function."""
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    dealt = Dealt("", "", 4, bounds, Documents(bounds, bounds, {2: bounds}), {})
+    _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)
+    assert moved["ring"].indices.is_meta
+    assert moved["ring"].documents == dealt.documents

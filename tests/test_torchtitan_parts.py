@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring.layout import LAYOUTS
 from parallel_plans.torchtitan_cpu import use_cpu
@@ -33,6 +34,22 @@ def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
         warnings.simplefilter("ignore")
         use_cpu()
         return function(*args)
+
+
+def _move() -> None:
+    from parallel_plans.torchtitan import Documents
+
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    given = {"positions": POSITIONS, "attention_masks": Documents(bounds, bounds)}
+    _, (moved,) = _to_kwargs((), given, torch.device("meta"), False)
+    assert moved["positions"].is_meta
+    assert moved["attention_masks"].cu_seqlens is bounds
+    assert moved["attention_masks"].runs is bounds
+
+
+def test_documents_stay_on_the_cpu(pool: Pool) -> None:
+    """fully_shard moves what a model is called with to the device, on a GPU, by this function."""
+    pool.run(1, _on_cpu, _move)
 
 
 def _deal(layout: str) -> None:
@@ -99,6 +116,7 @@ def _refuse() -> None:
     from torchtitan.models.llama3 import config_registry as llama3
 
     from parallel_plans.torchtitan import Documents, RingAttention, use_ring
+    from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
     from parallel_plans.torchtitan.documents import deal
     from parallel_plans.torchtitan.trainer import ring_layout
 
@@ -124,10 +142,12 @@ def _refuse() -> None:
         ring_layout(mixed)
     other = model()
     other.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
-    with pytest.raises(ValueError, match=r"ScaledDotProductAttention.Config is none of them"):
+    with pytest.raises(ValueError, match=r"a layer of Llama3Model has ScaledDotProductAttention"):
         use_ring(other, "zigzag")
     with pytest.raises(ValueError, match=r'makes masks of its own .* attn_backend="varlen"'):
         use_ring(derive(model(), Masking.Config), "zigzag")
+    with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
+        with_ring(llama3_debugmodel_ring())
     batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
     with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
         deal(batch, POSITIONS, "zigzag", 1)

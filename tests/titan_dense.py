@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class ForgetfulTrainer(RingTrainer):
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         documents = extra["attention_masks"]
         whole = torch.tensor([0, documents.cu_seqlens.shape[-1] - 1], dtype=torch.int32)
-        return inputs, labels, extra | {"attention_masks": documents._replace(cu_seqlens=whole)}
+        return inputs, labels, extra | {"attention_masks": replace(documents, cu_seqlens=whole)}
 
 
 def use_dense(config: Trainer.Config) -> Trainer.Config:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,19 @@ from parallel_plans.boundaries import boundaries
 from parallel_plans.huggingface.patterns import Reading
 
 
-class Documents(NamedTuple):
+@dataclass(frozen=True)
+class Documents:
     """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
 
     Not all layers start anew where positions do, see `Reading`: the others may have boundaries of
     their own. Chunks count from where a document begins.
+
+    No tuple: fully_shard moves the tensors of those that a layer is called with to the device.
     """
 
     packed: Tensor | None = None
     others: Tensor | None = None
-    chunks: dict[int, Tensor] = {}  # noqa: RUF012 - nobody writes to it
+    chunks: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, reading: Reading) -> tuple[Tensor | None, Mask]:
         """Boundaries and mask for a layer."""
@@ -33,7 +37,7 @@ class Documents(NamedTuple):
     def bounded(self, seq_len: int) -> Documents:
         """The same for a batch that was padded behind so many tokens: padding sees nothing."""
         whole = torch.tensor([0, seq_len], dtype=torch.int32)
-        packed, others = (whole if x is None else x for x in self[:2])
+        packed, others = (whole if x is None else x for x in (self.packed, self.others))
         return Documents(packed, others, self.chunks)
 
 

@@ -82,7 +82,7 @@ class RingAttention(Module):
         *,
         attention_masks: Any,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        enable_gqa: bool = False,  # heads are grouped as their numbers say
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:

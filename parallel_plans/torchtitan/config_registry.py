@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+from torchtitan.components.validate import Validator
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
@@ -26,6 +27,10 @@ from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
 def with_ring(config: Trainer.Config, layout: str = "zigzag") -> RingTrainer.Config:
     """Any text config of torchtitan with rings in its layers, and the trainer that deals for them.
 
+    Raises:
+        ValueError: if it has no model, one that a ring cannot serve, see `use_ring`, or a trainer
+            or validator that is not torchtitan's.
+
     Example:
         >>> config = with_ring(llama3.llama3_debugmodel(), "striped")
         >>> config.parallelism.context_parallel_degree = 4
@@ -33,6 +38,13 @@ def with_ring(config: Trainer.Config, layout: str = "zigzag") -> RingTrainer.Con
     spec = config.model_spec
     if spec is None:
         raise ValueError("the config has no model_spec, so no model to put a ring into")
+    for given, kind in ((config, Trainer), (config.validator, Validator)):
+        if type(given) is not kind.Config:
+            raise ValueError(
+                f"the ring brings a {kind.__name__} of its own, in place of torchtitan's, got "
+                f"{type(given).__qualname__}; subclass RingTrainer and RingValidator, and put the "
+                "ring into the model by use_ring"
+            )
     use_ring(cast(Decoder.Config, spec.model), layout)
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
@@ -90,7 +102,9 @@ def gpt_oss_20b_ring_128k() -> RingTrainer.Config:
 
 def deepseek_v3_16b_ring_16k() -> RingTrainer.Config:
     """16,384 tokens over a ring of 8, experts over the same 8 ranks."""
-    return _long(deepseek_v3.deepseek_v3_16b(), seq_len=2**14, context=8)
+    config = deepseek_v3.deepseek_v3_16b()
+    config.parallelism.expert_parallel_degree = 8
+    return _long(config, seq_len=2**14, context=8)
 
 
 def _debug(config: Trainer.Config) -> RingTrainer.Config:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
-from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import LAYOUTS
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention
-from parallel_plans.torchtitan.documents import gather_documents
+from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 
@@ -40,11 +40,14 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
     known = (*LAYOUTS, Balanced.name)
     if layout not in known:
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(known)}")
-    attentions: list[Any] = [found for _, found, _, _ in config.traverse(BaseAttention.Config)]
-    if not attentions:
-        raise ValueError(f"{type(config).__qualname__} has no attention for a ring to replace")
-    for attention in attentions:
-        _check(config, attention)
+    if getattr(config, "vision_encoder", None) is not None:
+        raise ValueError(
+            f"{_owner(type(config)).__name__} puts images into the whole sequence: a ring takes "
+            "models of text only"
+        )
+    for layer in [*config.layers, *getattr(config, "mtp_layers", [])]:
+        _check(config, layer)
+        attention = layer.attention
         attention.inner_attention = derive(
             attention.inner_attention,
             RingAttention.Config,
@@ -55,17 +58,20 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
     config.__class__ = _with_documents(type(config))
 
 
-def _check(config: Decoder.Config, attention: Any) -> None:
-    inner, model = attention.inner_attention, _owner(type(config))
-    if not isinstance(inner, REPLACED):
+def _check(config: Decoder.Config, layer: Any) -> None:
+    model = _owner(type(config)).__name__
+    inner = getattr(layer.attention, "inner_attention", None)
+    if type(inner) not in REPLACED:
         names = ", ".join(kind.__qualname__ for kind in REPLACED)
-        raise ValueError(f"a ring stands for {names}; {type(inner).__qualname__} is none of them")
-    has_own_masks = model.get_attention_masks is not Decoder.get_attention_masks
-    is_flexible = isinstance(inner, FlexAttention.Config)
-    if is_flexible and has_own_masks and not hasattr(attention, "sliding_window_size"):
         raise ValueError(
-            f"{model.__name__} makes masks of its own for FlexAttention, which a ring "
-            'cannot read; give the model attn_backend="varlen", whose windows it can'
+            f"a ring stands for {names}; a layer of {model} has {type(inner).__qualname__}"
+        )
+    has_own_masks = _owner(type(config)).get_attention_masks is not Decoder.get_attention_masks
+    is_flexible = isinstance(inner, FlexAttention.Config)
+    if is_flexible and has_own_masks and not hasattr(layer.attention, "sliding_window_size"):
+        raise ValueError(
+            f"{model} makes masks of its own for FlexAttention, which a ring cannot read; give it "
+            'attn_backend="varlen", whose windows it can, by a config function and with_ring'
         )
 
 
@@ -82,7 +88,8 @@ def _window(attention: Any) -> tuple[int, int]:
 # for their own attentions only; but they hand each model, and each stage of a pipeline, the
 # positions of its tokens. So the model that the config builds finds the documents itself, outside
 # of what is compiled: the config becomes one whose model does that, as fully_shard makes a
-# module's class one that shards. RingTrainer knows the documents already, without talking.
+# module's class one that shards. Both classes are made on the fly, so neither can be pickled.
+# RingTrainer knows the documents already, without talking.
 
 
 class FindsDocuments(Module):
@@ -106,10 +113,7 @@ class FindsDocuments(Module):
         if not rings or not rings[0].ring_size:
             return None  # a stage without attention, or attention that says what is wrong
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "a CUDA graph would replay the documents of one batch for all others: give "
-                "--training.disable_cuda_graphs"
-            )
+            raise ValueError(CUDA_GRAPHS)
         local = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
             group = _resolve_process_group(rings[0].group_name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,19 @@ from parallel_plans.boundaries import boundaries
 DEALT = {"input", "positions"}
 """What a batch may hold beside its labels; all are `(B, S)`."""
 
+CUDA_GRAPHS = (
+    "a CUDA graph would replay the documents of one batch for all others: give "
+    "--training.disable_cuda_graphs"
+)
 
-class Documents(NamedTuple):
-    """What attention has to know of a batch; travels down as `attention_masks`."""
+
+@dataclass(frozen=True)
+class Documents:
+    """What attention has to know of a batch; travels down as `attention_masks`.
+
+    No tuple: fully_shard moves the tensors of those that a model is called with to the device, and
+    rings are planned on the CPU.
+    """
 
     cu_seqlens: Tensor
     """Boundaries of the packed documents, int32 on the CPU, `(S+1,)` or `(B, S+1)`."""
@@ -69,7 +80,8 @@ def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -
     """The documents of a batch of which each rank has its slice of the positions, `(B, L)`.
 
     Raises:
-        ValueError: on every rank, if the positions are not in the order of that layout.
+        ValueError: on every rank, if the positions show that they are not in the order of that
+            layout. Where whole documents fill the runs of the layout, they do not show it.
     """
     local = positions.contiguous()
     slices = [torch.empty_like(local) for _ in range(group.size())]
@@ -84,7 +96,7 @@ def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -
             return Documents(boundaries(whole == 0))
     raise ValueError(
         f"the tokens of this batch were not dealt {name}: torchtitan's own trainers deal as "
-        "--parallelism.context_parallel_load_balancer says, and that must fit the layout of "
-        "ring_attention, see docs/torchtitan.md; for any layout, start from a config of "
+        "--parallelism.context_parallel_load_balancer says, in two of our layouts, and that must "
+        "fit ring_attention's, see docs/torchtitan.md; for any layout, start from a config of "
         "parallel_plans.torchtitan, or use its RingTrainer"
     )

@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 
 from parallel_plans.torchtitan.attention import RingAttention
 from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
-from parallel_plans.torchtitan.documents import deal
+from parallel_plans.torchtitan.documents import CUDA_GRAPHS, deal
 
 DOCUMENTS = "documents"
 PARTIAL = "partial_dtensor"
@@ -57,7 +57,8 @@ class RingValidator(Validator):
 class RingTrainer(Trainer):
     """torchtitan's trainer for models with rings.
 
-    It deals tokens itself, in the layout of the rings, before torchtitan cuts them into slices.
+    It deals tokens itself, in the layout of the rings, before torchtitan cuts them into slices; the
+    load balancer of the config does not count.
 
     Raises:
         ValueError: with CUDA graphs, which would replay the documents of one batch for all others.
@@ -75,17 +76,13 @@ class RingTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
-            raise ValueError(
-                "a CUDA graph would replay the documents of one batch for all others: give "
-                "--training.disable_cuda_graphs"
-            )
-        config.parallelism.context_parallel_load_balancer = None  # tokens come in order
+            raise ValueError(CUDA_GRAPHS)
+        dealt = replace(config.parallelism, context_parallel_load_balancer=None)
         spec = config.model_spec
-        if spec is not None and config.parallelism.spmd_backend == PARTIAL:
-            config.model_spec = replace(
-                spec, parallelize_fn=partial(_parallelize_partially, spec.parallelize_fn)
-            )
-        super().__init__(config)
+        if spec is not None and dealt.spmd_backend == PARTIAL:
+            whole = partial(_parallelize_partially, spec.parallelize_fn)
+            spec = replace(spec, parallelize_fn=whole)
+        super().__init__(replace(config, parallelism=dealt, model_spec=spec))
         self.layout = ring_layout(self.model_config)
 
     def batch_generator(

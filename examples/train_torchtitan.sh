@@ -12,7 +12,7 @@ python=${PYTHON:-.venv/bin/python}
 assets=out/torchtitan
 "$python" examples/torchtitan_assets.py "$assets"
 
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 entry=torchtitan.train
 size=()
 if [ "$gpus" -eq 0 ]; then

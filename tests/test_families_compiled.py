@@ -62,6 +62,7 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
     return counts, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each_layer", [False, True], ids=["whole", "each layer"])
 @pytest.mark.parametrize("family", ["gpt-oss", "Llama", "Gemma 2"])
 def test_packed_batches_compile_once(pool: Pool, family: str, each_layer: bool) -> None:

@@ -187,6 +187,7 @@ def _check_page(page: Path) -> None:
         assert not printed or output.getvalue() == printed
 
 
+@pytest.mark.slow
 def test_quickstart() -> None:
     script = str(ROOT / "examples" / "quickstart.py")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -7,6 +7,7 @@ weights, on packed documents.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,7 +73,7 @@ class Trainings:
 
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
         """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
-        flags = (*_degrees(dp=dp, tp=tp, cp=1), *VALIDATE)
+        flags = (*_degrees(dp=dp, tp=tp, cp=1), *(VALIDATE if family == "llama3" else ()))
         return self.run(Run(family, dp * tp, flags, dense=True))
 
     def _make_seed(self, family: str) -> Path:
@@ -186,11 +187,10 @@ def test_resuming_on_another_ring(trainings: Trainings, tmp_path: Path) -> None:
 
 
 STARTUP = """
-import os, sys
-if "LOCAL_RANK" in os.environ:  # not in the launcher
-    sys.path.insert(0, {root!r})
-    from parallel_plans.torchtitan_cpu import install
-    install()
+import sys
+sys.path.insert(0, {root!r})
+from parallel_plans.torchtitan_cpu import install
+install()
 """
 
 
@@ -198,30 +198,32 @@ def test_stock_entry_point(trainings: Trainings, tmp_path: Path) -> None:
     """`python -m torchtitan.train`, which on a CPU has to be told of it first, with our names."""
     (tmp_path / "sitecustomize.py").write_text(STARTUP.format(root=str(ROOT)))
     run = Run("llama3", 2, (*_layout("striped"), "--training.steps=2"))
-    command = ["-m", "torchtitan.train", *arguments(run, trainings.folder)]
-    printed = _launch(command, tmp_path)
-    assert "layout='striped'" in printed
-    assert printed.count("grad_norm") == 2 * 2
+    command = [sys.executable, "-m", "torchtitan.train", *arguments(run, trainings.folder)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **pipes,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        printed, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, printed
+        assert "layout='striped'" in printed
+        assert printed.count("grad_norm") == 2
 
 
-def test_example(tmp_path: Path) -> None:
+def test_example() -> None:
     script = ROOT / "examples" / "train_torchtitan.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
     flags = ("--training.steps=2", "--training.seq_len=128")
     done = subprocess.run([script, *flags], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("grad_norm") == 2
-
-
-def _launch(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr

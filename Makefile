@@ -53,5 +53,5 @@ $(VENV)/.installed $(OLDEST)/.installed: pyproject.toml
 		"Python 3.11 or newer is needed: make PYTHON=python3.x ...")'
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	PIP_CONSTRAINT=$(filter constraints%,$^) PIP_BUILD_CONSTRAINT=$(filter constraints%,$^) \
-		$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
+		$(@D)/bin/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 import warnings
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
@@ -134,5 +138,16 @@ def _run_rank(place: Place, rank: int, function: Callable[..., Any], args: tuple
         return function(*args)
     finally:
         torch._dynamo.reset()
-        _clear_sharding_prop_cache()  # it holds meshes of this world
+        _forget_meshes()
         dist.destroy_process_group()
+        gc.collect()  # groups that are part of a cycle
+        gc.freeze()  # so that the next one looks at its own run only, not at all that was imported
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: through the meshes of this world they hold its groups' threads."""
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()

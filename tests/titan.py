@@ -158,7 +158,6 @@ def _torchtitan() -> Iterator[None]:
             yield
         finally:
             gc.enable()  # torchtitan takes it over
-            gc.collect()
 
 
 def _exact_norm(tensors: Any, *args: Any, norm: Any = torch.nn.utils.get_total_norm) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,10 +58,8 @@ def same_document(positions: Tensor) -> Tensor:
     return document[:, :, None] == document[:, None]
 
 
-class DenseValidator(Validator):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Validator.Config):
-        pass
+class GivesMasks:
+    """Beside what a trainer or validator of torchtitan prepares of a batch."""
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], *args: Any
@@ -70,16 +68,16 @@ class DenseValidator(Validator):
         return inputs, labels, extra | {"attention_masks": same_document(input_dict["positions"])}
 
 
-class DenseTrainer(Trainer):
+class DenseValidator(GivesMasks, Validator):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pass
+
+
+class DenseTrainer(GivesMasks, Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, extra | {"attention_masks": same_document(input_dict["positions"])}
 
 
 class ForgetfulTrainer(RingTrainer):
@@ -110,5 +108,4 @@ def use_dense(config: Trainer.Config) -> Trainer.Config:
 
 
 def ignore_documents(config: RingTrainer.Config) -> RingTrainer.Config:
-    values = {x.name: getattr(config, x.name) for x in fields(config)}
-    return ForgetfulTrainer.Config(**values)
+    return derive(config, ForgetfulTrainer.Config)

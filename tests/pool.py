@@ -140,7 +140,8 @@ def _run_rank(place: Place, rank: int, function: Callable[..., Any], args: tuple
         torch._dynamo.reset()
         _forget_meshes()
         dist.destroy_process_group()
-        gc.collect()  # groups that are part of a cycle
+        for _ in range(2):  # groups that are part of a cycle, then those that its finalizers held
+            gc.collect()
         gc.freeze()  # so that the next one looks at its own run only, not at all that was imported
 
 

@@ -147,6 +147,7 @@ def _torchtitan() -> Iterator[None]:
         warnings.simplefilter("ignore")  # those of torchtitan on a CPU
         use_cpu()
         import torchtitan.trainer
+        from torchtitan.distributed import spmd_types
         from torchtitan.models.common.moe import GroupedExperts
         from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
@@ -158,6 +159,7 @@ def _torchtitan() -> Iterator[None]:
             yield
         finally:
             gc.enable()  # torchtitan takes it over
+            spmd_types._MESH_TLS.__dict__.clear()  # or it holds this run's groups
 
 
 def _exact_norm(tensors: Any, *args: Any, norm: Any = torch.nn.utils.get_total_norm) -> Any:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs, set_sequence_layout
 from dtensor_ring.layout import LAYOUTS
@@ -32,6 +35,14 @@ class Setting:
 
     num_ranks: int
     world_size: int
+
+    def part_of(self, whole: Tensor, case: Case, rank: int, of_keys: bool = False) -> Tensor:
+        """What a rank holds, its tokens as in `local`; batches are sharded if they can be."""
+        replica, ring_rank = divmod(rank, self.world_size)
+        num_replicas = self.num_ranks // self.world_size
+        if whole.ndim > 1 and case.batch % num_replicas == 0:
+            whole = whole.chunk(num_replicas)[replica]
+        return local(whole, case.ring.positions(ring_rank, of_keys))
 
 
 SETTINGS = [Setting(1, 1), Setting(2, 2), Setting(3, 3), Setting(4, 4), Setting(4, 2)]
@@ -109,7 +120,7 @@ def test_fuzz(pool: Pool, request: pytest.FixtureRequest, layout: str, setting: 
         batch = tried[start : start + BATCH_OF_CASES]
         answers = pool.run(setting.num_ranks, results_of, batch, setting, timeout=300)
         for case, by_rank in zip(batch, zip(*answers, strict=True), strict=True):
-            check(case, by_rank)
+            check(case, by_rank, setting)
     request.node.user_properties.append(("different attentions tried", len(tried)))
 
 
@@ -134,16 +145,14 @@ def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
     return list(found)[:wanted]
 
 
-def check(case: Case, by_rank: tuple[list[Tensor], ...]) -> None:
-    """Compare the results of each rank, its own part or the whole, with the dense ones."""
+def check(case: Case, by_rank: tuple[list[Tensor], ...], setting: Setting) -> None:
+    """Compare each rank's part of the results with that of the dense ones."""
     dense = case.dense()
     expected = [dense.out.detach(), dense.lse.detach(), *dense.backward(*case.grads())]
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     for rank, results in enumerate(by_rank):
         for name, actual, whole in zip(names, results, expected, strict=False):
-            part = whole
-            if actual.shape != whole.shape:
-                part = whole[:, :, case.ring.positions(rank, of_keys=name in ("dk", "dv"))]
+            part = setting.part_of(whole, case, rank, of_keys=name in ("dk", "dv"))
             assert actual.shape == part.shape, (case, rank, name)
             difference = (actual.double() - part).abs().masked_fill(actual == part, 0.0)
             error = difference.nan_to_num(torch.inf).max() if actual.numel() else 0.0
@@ -152,70 +161,52 @@ def check(case: Case, by_rank: tuple[list[Tensor], ...]) -> None:
 
 
 def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
-    """By case: out, lse and all gradients, those of this rank or, from a mesh, whole ones."""
+    """By case: out, lse and all gradients, this rank's part of them."""
     if setting.num_ranks == setting.world_size:
-        return [_through_op(case) for case in batch]
+        return [_results(case, setting, case.attend) for case in batch]
     # One mesh for all: DTensor takes equal meshes for one, but their groups are not.
     shape = setting.num_ranks // setting.world_size, setting.world_size
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    return [_on_mesh(case, mesh) for case in batch]
+    return [_results(case, setting, partial(_attend_on_mesh, case, mesh)) for case in batch]
 
 
-def _through_op(case: Case) -> list[Tensor]:
-    """Results of this rank, the gradient of sinks summed up."""
-    rank = dist.get_rank()
-    shards = case.shards(rank)
-    outputs = case.attend(*shards)
-    grads = [local(x, case.ring.positions(rank)) for x in case.grads()]
+def _results(case: Case, setting: Setting, attend: Callable[..., Any]) -> list[Tensor]:
+    """Of this rank; the gradient of sinks is that of all."""
+    part_of = partial(setting.part_of, case=case, rank=dist.get_rank())
+    query, *others = case.inputs()
+    shards = [part_of(query), *(part_of(x, of_keys=True) for x in others)]
+    shards = [x.detach().requires_grad_() for x in shards]
+    outputs = attend(*shards)
     used = outputs if case.grad_lse else outputs[:1]
+    grads = [part_of(x) for x in case.grads()]
     results = [*outputs, *torch.autograd.grad(used, shards, grads)]
-    if case.sinks:
+    if case.sinks and setting.num_ranks == setting.world_size:
         dist.all_reduce(results[-1])
     return [x.detach() for x in results]
 
 
-def _on_mesh(case: Case, mesh: DeviceMesh) -> list[Tensor]:
-    """Whole results, in the order of positions, of DTensors over a mesh of two rings."""
+def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tensor]:
+    """`(out, lse)` of this rank, from DTensors over a mesh of two rings."""
     ring = case.ring
     set_sequence_layout(mesh["cp"], ring.layout)
     places: list[Placement] = [Shard(0) if case.batch % 2 == 0 else Replicate(), Shard(2)]
-    orders = [_order(ring, of_keys) for of_keys in (False, True, True)]
-    query, key, value, *sinks = case.inputs()
+    wholes = [local(x, torch.arange(x.shape[2])) for x in case.inputs()[:3]]
     tensors = [
-        _distribute(x, order, mesh, places)
-        for x, order in zip((query, key, value), orders, strict=True)
+        DTensor.from_local(shard, mesh, places, shape=whole.shape, stride=whole.stride())
+        for shard, whole in zip(shards[:3], wholes, strict=True)
     ]
-    tensors += [_distribute(x, None, mesh, [Replicate(), Replicate()]) for x in sinks]
+    sinks = [DTensor.from_local(x, mesh, [Replicate(), Replicate()]) for x in shards[3:]]
     options = {"cu_seqlens": ring.cu_seqlens(), "key_cu_seqlens": ring.cu_seqlens(of_keys=True)}
     if isinstance(ring.layout, Balanced):
         options["runs"] = sequence_runs(ring.layout)
     outputs = ring_attention(
-        *tensors[:3],
+        *tensors,
         mask=ring.mask,
-        sinks=tensors[3] if sinks else None,
+        sinks=sinks[0] if sinks else None,
         scale=case.scale,
         softcap=case.softcap,
         kernel=case.kernel,
         return_lse=True,
         **options,
     )
-    grads = [_distribute(x, orders[0], mesh, places).detach() for x in case.grads()]
-    used = outputs if case.grad_lse else outputs[:1]
-    results = [*outputs, *torch.autograd.grad(used, tensors, grads)]
-    whole = [x.detach().full_tensor() for x in results]
-    for index, order in enumerate([orders[0], orders[0], *orders]):
-        whole[index] = whole[index][:, :, order.argsort()]
-    return whole
-
-
-def _order(ring: Ring, of_keys: bool) -> Tensor:
-    """Positions in the order of the ranks that hold them."""
-    return torch.cat([ring.positions(rank, of_keys) for rank in range(ring.world_size)])
-
-
-def _distribute(
-    x: Tensor, order: Tensor | None, mesh: DeviceMesh, places: list[Placement]
-) -> DTensor:
-    """A whole tensor as a DTensor, its tokens in that order."""
-    dealt = x if order is None else x[:, :, order]
-    return distribute_tensor(dealt.detach(), mesh, places).requires_grad_()
+    return [x.to_local() for x in outputs]

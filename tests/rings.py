@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_ring import Balanced, Mask, sequence_runs
+from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
 from dtensor_ring.layout import Layout
 from dtensor_ring.op import Options, ring_op
 from dtensor_ring.plan import Documents, Plan, plan
@@ -134,6 +135,11 @@ class Case:
             group_name=dist.group.WORLD.group_name,
         ).under(ring.mask)
 
+    def expected(self) -> tuple[Tensor, ...]:
+        """Out, lse and the gradient of each input, whole and in float64, from dense attention."""
+        ring = replace(self.ring, layout=Contiguous(), world_size=1)
+        return _expected(replace(self, ring=ring, kernel=None))
+
     def dense(self) -> Result:
         query, key, value, *sinks = self.inputs()
         return dense_attention(
@@ -144,6 +150,12 @@ class Case:
             scale=self.scale,
             softcap=self.softcap,
         )
+
+
+@lru_cache(maxsize=1)  # neighbouring cases differ in layout or kernel only
+def _expected(case: Case) -> tuple[Tensor, ...]:
+    dense = case.dense()
+    return dense.out.detach(), dense.lse.detach(), *dense.backward(*case.grads())
 
 
 def local(x: Tensor, positions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -53,15 +54,22 @@ def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[
     return output.loss.detach(), logits, grads
 
 
+@lru_cache(maxsize=1)
+def stock_results(family: str) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """By batch, of one process; once for all layouts."""
+    stock = small_model(family)
+    return {name: results(stock, batch) for name, batch in batches().items()}
+
+
 def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
     """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    stock, model = small_model(family), small_model(family)
+    model = small_model(family)
     plan = context_parallel_plan(model, layout, unshard_outputs=True)
     parallelize_module(model, mesh, plan)
-    errors = {}
+    errors, expected = {}, stock_results(family)
     for name, batch in batches().items():
-        loss, logits, grads = results(stock, batch)
+        loss, logits, grads = expected[name]
         our_loss, our_logits, our_grads = results(model, batch)
         assert our_grads.keys() == grads.keys()
         for grad in our_grads.values():

@@ -1,4 +1,4 @@
-"""Worker processes that outlive a test, so that torch is imported once and not for each case."""
+"""Worker processes that outlive a test, so that torch is imported once and not for each of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+PRELOADED = [__name__, "torch._dynamo", "transformers.modeling_utils"]  # what is there of them
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 
 
@@ -34,7 +35,6 @@ class RankError(AssertionError):
 class Place(NamedTuple):
     """Where the ranks of one run meet."""
 
-    port: int
     prefix: str
     world_size: int
 
@@ -59,7 +59,7 @@ class Pool:
         """
         self._start()
         self._num_runs += 1
-        place = Place(self._store.port, f"run {self._num_runs}", world_size)
+        place = Place(f"run {self._num_runs}", world_size)
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((place, rank, function, args))
         answers = self._collect(world_size, timeout)
@@ -78,10 +78,11 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -107,26 +108,29 @@ class Pool:
         return answers
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+    # One for all runs: at each connection the server asks DNS for a name, and may wait seconds.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             place, rank, function, args = pipe.recv()
         except EOFError:
             return
         try:
-            answer = _run_rank(place, rank, function, args), None
+            answer = _run_rank(store, place, rank, function, args), None
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
 
 
-def _run_rank(place: Place, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run_rank(
+    store: dist.Store, place: Place, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     torch.manual_seed(0)
-    store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(place.prefix, store),

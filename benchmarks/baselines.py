@@ -102,15 +102,16 @@ class StubKernels:
 class TemplatedRing:
     """PyTorch's templated ring attention around the CPU flash kernel, on zigzag shards.
 
-    The rotation is the all-to-all one (a setting of the whole process); everything else is
-    PyTorch's default: load balanced, with results and gradients merged in float32. With ``stub``
-    the kernels compute nothing, so that what the ring adds around them can be timed.
+    The rotation, "alltoall" or "allgather", is a setting of the whole process, so only one may be
+    used in it; everything else is PyTorch's default: load balanced, with results and gradients
+    merged in float32. With ``stub`` the kernels compute nothing, so that what the ring adds around
+    them can be timed.
     """
 
-    def __init__(self, mesh: DeviceMesh, stub: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, stub: bool = False, rotation: str = "alltoall") -> None:
         if mesh.ndim != 1:
             raise ValueError(f"the mesh must have one dimension, not {mesh.ndim}")
-        templated.set_rotate_method("alltoall")
+        templated.set_rotate_method(rotation)
         self._group = mesh.get_group()
         self._stubs = (StubKernels(), StubKernels()) if stub else None
 
@@ -181,9 +182,11 @@ def bare_transfers_backward(
     return arrived, bare_transfers(group, num_hops, grad_message, grad_spare)
 
 
-def torch_ring(mesh: DeviceMesh, shards: Sequence[Tensor], stub: bool) -> Stages:
+def torch_ring(
+    mesh: DeviceMesh, shards: Sequence[Tensor], stub: bool, rotation: str = "alltoall"
+) -> Stages:
     """Return PyTorch's ring, on shards of the output's gradient, the query, key and value."""
-    ring = TemplatedRing(mesh, stub)
+    ring = TemplatedRing(mesh, stub, rotation)
     grad_out, *inputs = shards
     kept: list[Tensor] = []
 

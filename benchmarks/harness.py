@@ -26,6 +26,7 @@ from dtensor_ring.order import TOKEN_MAJOR
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
+WIDTH = 160
 STAGES = ("forward", "forward + backward")
 ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
 """Of the dimensions in memory, by name."""
@@ -87,11 +88,12 @@ def origin() -> dict[str, str]:
     }
 
 
-def publish(name: str, quick: bool, record: object, show: Callable[[Console], None]) -> None:
-    """Write what was measured, and show it; what was measured quickly is not kept as a result."""
+def publish(name: str, quick: bool, record: object, show: Callable[[Console], None]) -> Path:
+    """Write what was measured into the folder returned, which keeps nothing quick, and show it."""
     folder = ROOT / "out" if quick else ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
     with (folder / f"{name}.md").open("w") as file:
-        show(Console(file=file, width=120))
-    show(Console(width=120))
+        show(Console(file=file, width=WIDTH))
+    show(Console(width=WIDTH))
+    return folder

@@ -208,9 +208,8 @@ def _handle(run: Callable[..., Any]) -> Callable[..., Any]:
     """A handler for an op of ours."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = tuple(bind(op, args, kwargs).values())
         num_options = len(Options._fields)
-        return run(*bound[:-num_options], Options(*bound[-num_options:]))
+        return run(*args[:-num_options], Options(*args[-num_options:]))
 
     return handle
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from dtensor_ring.order import TOKEN_MAJOR, in_order, order_of, zeros
 from dtensor_ring.tile import Span, Tile
 
+Region = tuple[slice, slice, slice]
+"""An index of batch, heads and tokens."""
+
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block into `out` `(..., L, H)` and `lse` `(..., L)`, in place.
@@ -91,7 +94,7 @@ class GradientSum:
         self._like = like
         self._total: Tensor | None = None
 
-    def add(self, region: tuple[slice, slice, slice], grad: Tensor) -> None:
+    def add(self, region: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
         if self._total is None and grad.shape == self._like.shape:
             self._total = grad
@@ -106,16 +109,6 @@ class GradientSum:
         self._total = self._total.to(wide)
         return self._total
 
-    def add_to(self, total: Tensor, first: bool) -> None:
-        """Add this sum to another, or write it there if it is the first."""
-        if self._total is None:
-            if first:
-                total.zero_()
-        elif first:
-            total.copy_(self._total)
-        else:
-            total.add_(self._total)
-
     def add_home(self, home: Tensor, cols: Span) -> None:
         """Add what the other ranks summed up for these columns; rounds once, at the end."""
         own = (self.total() if self._total is None else self._total)[:, :, slice(*cols)]
@@ -127,17 +120,38 @@ class GradientSum:
         return in_order(total, TOKEN_MAJOR, self._like.dtype)
 
 
+class GradientShare:
+    """A step's share of the gradient of a shard that is passing: kept until the sum arrives."""
+
+    def __init__(self) -> None:
+        self._grads: list[tuple[Region, Tensor]] = []
+
+    def add(self, region: Region, grad: Tensor) -> None:
+        """Keep the gradient of a region of `(B, N, C)`."""
+        self._grads.append((region, grad))
+
+    def add_to(self, total: Tensor, first: bool) -> None:
+        """Add to the sum, or begin it: then `total` holds nothing yet."""
+        if first and [grad.shape for _, grad in self._grads] == [total.shape]:
+            total.copy_(self._grads[0][1])
+            return
+        if first:
+            total.zero_()
+        for region, grad in self._grads:
+            total[region].add_(grad)
+
+
 def _region(x: Tensor, tile: Tile) -> Tensor:
     """The part of `(B, N, L, ...)` that a tile's rows cover."""
     return x[rows_of(tile)]
 
 
-def rows_of(tile: Tile) -> tuple[slice, slice, slice]:
+def rows_of(tile: Tile) -> Region:
     """Index of a tile's queries in `(B, N, L)`."""
     return _batch(tile), slice(None), slice(*tile.rows)
 
 
-def cols_of(tile: Tile) -> tuple[slice, slice, slice]:
+def cols_of(tile: Tile) -> Region:
     """Index of a tile's keys in `(B, N, C)`."""
     return _batch(tile), slice(None), slice(*tile.cols)
 

@@ -177,30 +177,54 @@ def _fake_backward(
     return grads[0], grads[1], grads[2], grad_sinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *rest = inputs
-    ctx.save_for_backward(query, key, value, *output, *rest[:NUM_TENSORS])
-    ctx.options = rest[NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
+class _RingFunction(torch.autograd.Function):
+    """What autograd records of a call.
+
+    Written out because `torch.library.register_autograd` looks at every argument of the schema in
+    the light of every other, which at this many takes longer than all else a call costs the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _below_autograd(keyset, *inputs)
+        query, key, value, *rest = inputs
+        ctx.save_for_backward(query, key, value, *output, *rest[:NUM_TENSORS])
+        ctx.options = rest[NUM_TENSORS:]
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads
+        query, key, value, out, lse, *rest = ctx.saved_tensors
+        options = Options(*rest, *ctx.options)
+        if grad_out is None and grad_lse is None:
+            return (None,) * (4 + len(options))
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        *of_inputs, grad_sinks = ring_backward_op(
+            grad_out, grad_lse, query, key, value, out, lse, *options
+        )
+        differentiable = {} if options.sinks is None else {"sinks": grad_sinks}
+        return None, *of_inputs, *map(differentiable.get, Options._fields)
 
 
-def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, out, lse, *rest = ctx.saved_tensors
-    options = Options(*rest, *ctx.options)
-    if grad_out is None and grad_lse is None:
-        return (None,) * (3 + len(options))
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    *grads, grad_sinks = ring_backward_op(grad_out, grad_lse, query, key, value, out, lse, *options)
-    differentiable = {} if options.sinks is None else {"sinks": grad_sinks}
-    return *grads, *map(differentiable.get, Options._fields)
+def _below_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return ring_op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+
+def _autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    is_recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+    return (_RingFunction.apply if is_recorded else _below_autograd)(keyset, *inputs)
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError("ring attention is differentiable once, not twice")
 
 
-torch.library.register_autograd(FORWARD, _autograd, setup_context=_setup_context)
+_LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
+_LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
 torch.library.register_autograd(BACKWARD, _refuse_second)
 
 

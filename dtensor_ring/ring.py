@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dtensor_ring.comm import Packet, Rotation, SumRotation
 from dtensor_ring.execute import Pair, Saved, Scoring, backward_tiles, forward_tiles
-from dtensor_ring.merge import GradientSum, Partial
+from dtensor_ring.merge import GradientShare, GradientSum, Partial
 from dtensor_ring.plan import Plan
+from dtensor_ring.trace import Label
 
 
 def ring_forward(
@@ -25,9 +26,12 @@ def ring_forward(
     shards = Rotation(group, plan, shard, shard[0].dtype)
     held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
-        shards.post(hop, packet)
-        forward_tiles(step.tiles, query, held, partial, scoring)
-        packet = shards.wait()
+        label = Label("forward", hop - 1, step.source)
+        with label("send"):
+            shards.post(hop, packet)
+        forward_tiles(step.tiles, query, held, partial, scoring, label)
+        with label("wait"):
+            packet = shards.wait()
         held = packet.pair if packet else held
     shards.close()
     return partial.result(sinks)
@@ -45,17 +49,23 @@ def ring_backward(
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     shards = Rotation(group, plan, shard, shard[0].dtype)
     sums = SumRotation(group, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
-    (held, packet), grad_held = _pack(shards, shard, plan), grad_shard
+    held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
-        shards.post(hop, packet)
-        backward_tiles(step.tiles, saved, held, grad_query, grad_held, scoring)
+        label, shares = Label("backward", hop - 1, step.source), (GradientShare(), GradientShare())
+        with label("send"):
+            shards.post(hop, packet)
+        grad_held = shares if hop > 1 else grad_shard
+        backward_tiles(step.tiles, saved, held, grad_query, grad_held, scoring, label)
         if hop > 1:
-            arrived = sums.wait()
-            sums.post(hop, _add(sums, arrived, grad_held, step.source) if packet else None)
-        packet = shards.wait()
+            with label("wait for sums"):
+                arrived = sums.wait()
+            with label("send sums"):
+                sums.post(hop, _add(sums, arrived, shares, step.source) if packet else None)
+        with label("wait"):
+            packet = shards.wait()
         held = packet.pair if packet else held
-        grad_held = GradientSum(held[0]), GradientSum(held[1])
-    sums.wait()
+    with Label("backward", plan.num_steps, plan.rank)("wait for sums"):
+        sums.wait()
     if sums.home:
         for grad, home in zip(grad_shard, sums.home.pair, strict=True):
             grad.add_home(home, plan.reaches[plan.rank].cols)
@@ -83,11 +93,11 @@ def _pack(shards: Rotation, shard: Pair, plan: Plan) -> tuple[Pair, Packet | Non
 def _add(
     sums: SumRotation,
     arrived: Packet | None,
-    grads: tuple[GradientSum, GradientSum],
+    shares: tuple[GradientShare, GradientShare],
     source: int,
 ) -> Packet:
     """The sum that arrived, or a new one, with this rank's share added."""
     packet = arrived or sums.packet(source)
-    for total, grad in zip(packet.pair, grads, strict=True):
-        grad.add_to(total, first=arrived is None)
+    for total, share in zip(packet.pair, shares, strict=True):
+        share.add_to(total, first=arrived is None)
     return packet

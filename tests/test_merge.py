@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor_ring import Mask
-from dtensor_ring.merge import GradientSum, Partial, cols_of, merge_, rows_of
+from dtensor_ring.merge import GradientShare, GradientSum, Partial, cols_of, merge_, rows_of
 from dtensor_ring.order import TOKEN_MAJOR, Order, in_order
 from dtensor_ring.tile import FULL, Tile
 from tests.dense import dense_attention
@@ -153,13 +153,15 @@ def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], home
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("empty", [True, False], ids=["empty", "filled"])
-def test_gradient_sum_adds_to_another(first: bool, empty: bool) -> None:
-    like, before = torch.empty(1, 2, 3, 4, dtype=torch.bfloat16), torch.randn(1, 2, 3, 4)
-    mine, total = GradientSum(like), before.clone()
-    grad = torch.randn(1, 2, 3, 4).bfloat16()
-    if not empty:
-        mine.add(ALL, grad)
-    mine.add_to(total, first)
-    share = torch.zeros_like(before) if empty else grad.float()
-    assert torch.equal(total, share if first else before + share)
+@pytest.mark.parametrize(
+    "regions", [[], [ALL], [SOME], [SOME, ALL], [SOME, SOME]], ids=lambda r: str(len(r))
+)
+def test_gradient_share(first: bool, regions: list[tuple[slice, ...]]) -> None:
+    share, total = GradientShare(), torch.randn(2, 2, 3, 4)
+    expected = torch.zeros_like(total) if first else total.clone()
+    for region in regions:
+        grad = torch.randn(total[region].shape).bfloat16()
+        expected[region] += grad
+        share.add(region, grad)
+    share.add_to(total, first)
+    assert torch.equal(total, expected)

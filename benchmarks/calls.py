@@ -1,0 +1,108 @@
+"""What a call of attention costs the host, in microseconds, where there is nothing to compute.
+
+    python benchmarks/calls.py
+
+One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Next to each
+call stands the cost on top of the kernel alone. With ``--quick`` it takes seconds and writes to
+``out``.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import origin, publish
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.benchmark import Timer
+
+from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
+
+SHAPE = 1, 4, 16, 8
+DOCUMENTS = torch.tensor([0, 3, 9, 16], dtype=torch.int32)
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of a call, alone and followed by backward."""
+
+    name: str
+    forward: float
+    both: float
+
+
+def calls(mesh: DeviceMesh) -> dict[str, Call]:
+    """The kernel alone, then what is called by users."""
+    plain = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
+    dtensors = [shard_sequence(x.detach(), mesh, 2).requires_grad_() for x in plain]
+    aten = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return {
+        "the kernel": lambda: aten(*plain, 0.0, True)[0],
+        "ring_attention": lambda: ring_attention(*plain, mesh=mesh),
+        "ring_attention, full": lambda: ring_attention(*plain, mesh=mesh, mask=Mask.full()),
+        "ring_attention, 3 documents": lambda: ring_attention(
+            *plain, mesh=mesh, cu_seqlens=DOCUMENTS
+        ),
+        "ring_attention on DTensors": lambda: ring_attention(*dtensors).to_local(),
+        "scaled_dot_product_attention on DTensors": lambda: F.scaled_dot_product_attention(
+            *dtensors, is_causal=True
+        ).to_local(),
+    }
+
+
+def measure(name: str, call: Call, seconds: float) -> Cost:
+    """Medians, of calls that autograd records."""
+    grad = torch.ones(SHAPE)
+
+    def both() -> None:
+        call().backward(grad)
+
+    stages = ("call()", {"call": call}), ("both()", {"both": both})
+    times = [
+        Timer(code, globals=names).blocked_autorange(min_run_time=seconds) for code, names in stages
+    ]
+    return Cost(name, *(1e6 * time.median for time in times))
+
+
+def report(console: Console, about: dict[str, str], costs: list[Cost]) -> None:
+    """Print the table, in Markdown."""
+    console.print("# Calls on CPUs\n")
+    for what, text in about.items():
+        console.print(f"- {what}: {text}", highlight=False)
+    console.print(f"\nMicroseconds, medians; one rank, float32, (B, N, S, H) = {SHAPE}.\n")
+    table = Table(box=MARKDOWN)
+    table.add_column("call")
+    for heading in ("forward", "on top of the kernel", "with backward", "on top of the kernel"):
+        table.add_column(heading, justify="right")
+    kernel = costs[0]
+    for cost in costs:
+        columns = cost.forward, cost.forward - kernel.forward, cost.both, cost.both - kernel.both
+        table.add_row(cost.name, *(f"{x:.0f}" for x in columns))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take seconds")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    set_sequence_layout(mesh, "zigzag")
+    about = origin()
+    costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
+    dist.destroy_process_group()
+    record = {"about": about, "costs": [asdict(cost) for cost in costs]}
+    publish("calls-cpu", quick, record, lambda console: report(console, about, costs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What a ring allocates beside its kernels: counted in bytes, by storage, at every op it calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag, comm
+from dtensor_ring.buffer import BufferPool
+from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.kernels.kernel import Kernel
+from dtensor_ring.ring import ring_backward, ring_forward
+from tests.pool import Pool
+from tests.rings import Ring
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM, SHARD = 2, 8, 2, 16, 64
+QUERY = BATCH * HEADS * SHARD * HEAD_DIM  # numbers of a rank's query
+SHARDS = 2 * BATCH * KV_HEADS * SHARD * HEAD_DIM  # and of its key and value
+ROWS = BATCH * HEADS * SHARD  # and of its lse
+
+
+class Counted(TorchDispatchMode):
+    """Storages that ops made: bytes that are alive at most, and how many are large."""
+
+    def __init__(self, large: int) -> None:
+        super().__init__()
+        self.peak, self.num_large = 0, 0
+        self._large = large
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._ours: set[int] = set()
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Those that a kernel makes."""
+        self._ours |= {StorageWeakRef(x.untyped_storage()).cdata for x in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and _key(x) not in given | self._ours:
+                storage = x.untyped_storage()
+                self._alive[_key(x)] = StorageWeakRef(storage), storage.nbytes()
+                self.num_large += storage.nbytes() >= self._large
+        self._alive = {key: x for key, x in self._alive.items() if not x[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._alive.values()))
+        return result
+
+
+def _key(x: Tensor) -> int:
+    return StorageWeakRef(x.untyped_storage()).cdata
+
+
+class Ready(Kernel):
+    """Hands out tensors of the right shapes that were there before: what is counted is the ring."""
+
+    name = "ready"
+
+    def __init__(self, dtype: torch.dtype, counted: Counted) -> None:
+        self._out = torch.ones(QUERY, dtype=dtype)
+        self._lse = torch.ones(ROWS)
+        self._grads = [torch.ones(QUERY, dtype=dtype) for _ in range(3)]
+        counted.ignore(self._out, self._lse, *self._grads)
+
+    def missing(self) -> None:
+        return None
+
+    def supports(self, problem: object) -> None:
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+        assert (key.shape[1], value.shape[1]) == (KV_HEADS, KV_HEADS), "nothing is expanded"
+        return self._shaped(self._out, query), self._shaped(self._lse, query[..., 0])
+
+    def backward(self, grad_out: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+        like = query, key, value
+        return tuple(self._shaped(*pair) for pair in zip(self._grads, like, strict=True))
+
+    @staticmethod
+    def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+        return flat[: like.numel()].view(like.shape)
+
+
+RINGS = [
+    Ring(layout, world_size, world_size * SHARD, mask)
+    for layout, mask in (
+        (ZigZag(), Mask.causal()),
+        (Striped(), Mask.causal()),
+        (Contiguous(), Mask.full()),
+        (Contiguous(), Mask.sliding(3 * SHARD)),
+    )
+    for world_size in (2, 4)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ring", RINGS, ids=lambda r: f"{r.layout.name}-{r.mask}-{r.world_size}")
+def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -> None:
+    """Whatever the number of steps: two shards, their gradients, and what is accumulated."""
+    wide = 4
+    narrow = dtype.itemsize
+    cast = 0 if dtype == torch.float32 else wide  # of what is merged, or of the result
+    forward_limit = 2 * SHARDS * narrow + QUERY * (wide + cast) + 4 * ROWS * wide
+    # Gradients: those two that travel, the one on its way home, and the rank's own.
+    backward_limit = 2 * SHARDS * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
+    counts = pool.run(ring.world_size, _count, ring, dtype)
+    assert max(forward.peak for forward, _ in counts) >= SHARDS * narrow, "they were counted"
+    for forward, backward in counts:
+        assert forward.peak <= forward_limit
+        assert backward.peak <= backward_limit
+        if not cast:  # else the merge widens what it merges
+            assert forward.num_large <= 3, "the shards, and the output"
+            assert backward.num_large <= 8, "the limit's tensors, one by one"
+
+
+class Count(NamedTuple):
+    """Of one loop."""
+
+    peak: int
+    num_large: int
+
+
+def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
+    """Of forward and of backward."""
+    plan = ring.plans()[dist.get_rank()]
+    query, grad_out = (torch.ones(BATCH, HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
+    key, value = (torch.ones(BATCH, KV_HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
+    counts = []
+    for is_forward in (True, False):
+        counted = Counted(SHARDS * dtype.itemsize // 4)
+        scoring = Scoring(Ready(dtype, counted), 1.0)
+        with patch.object(comm, "BUFFERS", BufferPool()), counted:
+            if is_forward:
+                out, lse = ring_forward(query, (key, value), plan, scoring, dist.group.WORLD)
+            else:
+                saved = Saved(grad_out, query, out, lse)
+                ring_backward(saved, (key, value), plan, scoring, dist.group.WORLD)
+        counts.append(Count(counted.peak, counted.num_large))
+    return counts

@@ -156,9 +156,9 @@ def bare_transfers(
     next_rank = dist.get_global_rank(group, (rank + 1) % size)
     previous_rank = dist.get_global_rank(group, (rank - 1) % size)
     for _ in range(num_hops):
-        transfers = [
-            dist.P2POp(dist.isend, message, next_rank, group),
+        transfers = [  # in this order: with the send first, gloo moves one direction at a time
             dist.P2POp(dist.irecv, spare, previous_rank, group),
+            dist.P2POp(dist.isend, message, next_rank, group),
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()

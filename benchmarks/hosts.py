@@ -4,7 +4,7 @@
 
 Hosts are network namespaces of this machine (see network.py), with one process of one thread each.
 Three links: as fast as they get, one that moves a shard in four fifths of the time that a step
-computes, and one on which that takes 15 times as long. With ``--quick`` the sequence is short and
+computes, and one on which that takes many times as long. With ``--quick`` the sequence is short and
 the results go to ``out``.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from dtensor_ring.op import Options, default_scale
 from dtensor_ring.order import TOKEN_MAJOR, in_order
 
 FAST, HIDDEN, SLOW = "unlimited", "transfer = 0.8 compute", "transfer = 15 compute"
+HIDDEN, SLOW = 0.8, 15
 COMPUTE, EXPOSED = ("tile", "merge"), ("wait", "wait for sums")
 PORT = 29512
 
@@ -62,7 +63,8 @@ class Measurement:
     """Seconds by contender, stage and repeat; and the spans of each rank's steps, of one repeat."""
 
     world_size: int
-    link: str
+    slowness: float
+    """Of a hop alone over what a step computes, forward, to which the link was limited; 0: not."""
     bytes_per_second: float | None
     seconds: dict[str, list[list[float]]]
     spans: list[list[Span]] = field(default_factory=list)
@@ -133,7 +135,10 @@ def spans_of(stages: Any) -> list[Span]:
     return spans
 
 
-def measure(network: Hosts, case: Case, link: str, rate: float | None) -> Measurement:
+def measure(network: Hosts, case: Case, compute: float, slowness: float) -> Measurement:
+    """On links on which a hop takes so much of the seconds that a step computes."""
+    message = 2 * NUM_HEADS * HEAD_DIM * 4 * case.seq_len / case.world_size
+    rate = message / (slowness * compute) if slowness else None
     network.limit(rate)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -143,21 +148,18 @@ def measure(network: Hosts, case: Case, link: str, rate: float | None) -> Measur
             json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(case.world_size)
         ]
     spans = [[Span(**span) for span in rank["spans"]] for rank in found]
-    return Measurement(case.world_size, link, rate, found[0]["seconds"], spans)
+    return Measurement(case.world_size, slowness, rate, found[0]["seconds"], spans)
 
 
 def run(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
     """On a fast link first, which says how long a step computes."""
     with hosts(world_size) as network:
         case = Case(world_size, seq_len, repeats, network.address(0))
-        fast = measure(network, case, FAST, None)
+        fast = measure(network, case, 0, 0)
         compute = min(fast.step("forward", COMPUTE, step) for step in range(world_size))
-        message = 2 * NUM_HEADS * HEAD_DIM * 4 * seq_len / world_size
-        return [
-            fast,
-            measure(network, case, HIDDEN, message / (0.8 * compute)),
-            measure(network, case, SLOW, message / (15 * compute)),
-        ]
+        hidden = measure(network, case, compute, HIDDEN)
+        slow = measure(network, replace(case, repeats=2), compute, SLOW / (world_size - 1))
+        return [fast, hidden, slow]
 
 
 def table(measurements: list[Measurement]) -> Table:
@@ -174,7 +176,7 @@ def table(measurements: list[Measurement]) -> Table:
             exposed, alone = exposed / len(hops), m.transfer(stage)
             times = {name: seconds[stage] for name, seconds in m.seconds.items()}
             result.add_row(
-                *(str(m.world_size), m.link, what),
+                *(str(m.world_size), f"{m.slowness:.1f}" if m.slowness else "-", what),
                 f"{m.bytes_per_second / 1e6:.0f}" if m.bytes_per_second else "-",
                 *(f"{1e3 * x:.1f}" for x in (compute, alone, exposed)),
                 f"{exposed / alone:.3f}",
@@ -194,9 +196,7 @@ def draw(measurements: list[Measurement], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [
-        m for m in measurements if m.link != FAST and m.world_size == measurements[-1].world_size
-    ]
+    shown = [m for m in measurements if m.slowness and m.world_size == measurements[-1].world_size]
     figure, panels = pyplot.subplots(len(shown), 1, figsize=(8, 2 * len(shown)), squeeze=False)
     colors = {"tile": "tab:blue", "merge": "tab:green", "wait": "tab:red"}
     for panel, m in zip(panels[:, 0], shown, strict=True):
@@ -207,7 +207,12 @@ def draw(measurements: list[Measurement], path: Path) -> None:
                 panel.broken_barh(
                     bars, (rank - 0.4, 0.8), color=color, label=None if rank else what
                 )
-        panel.set(title=m.link, xlabel="ms", yticks=range(m.world_size), ylabel="rank")
+        panel.set(
+            title=f"a hop takes {m.slowness:.1f} of what a step computes",
+            xlabel="ms",
+            yticks=range(m.world_size),
+            ylabel="rank",
+        )
         panel.invert_yaxis()
         panel.legend(loc="upper right", ncols=3)
     figure.tight_layout()
@@ -232,7 +237,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     about, measurements = origin(), []
     for world_size in (2,) if quick else (2, 4):
-        measurements += run(world_size, (1024 if quick else 4096) * world_size, 2 if quick else 5)
+        measurements += run(world_size, 2048 if quick else 8192, 2 if quick else 7)
     record = {"about": about, "measurements": [asdict(m) for m in measurements]}
     folder = publish(
         "hosts-cpu", quick, record, lambda console: report(console, about, measurements)

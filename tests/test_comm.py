@@ -52,11 +52,11 @@ def recorded() -> Iterator[list[list[Message]]]:
 
 
 def messages_of(ring: Ring, rank: int, per_column: int, dtype: torch.dtype) -> list[list[Message]]:
-    """What a rank has to send and receive at each hop, from the reaches of the shards."""
+    """What a rank has to receive and to send at each hop, from the reaches of the shards."""
     reaches, hops = ring.plans()[0].reaches, []
     for hop in range(1, ring.world_size):
         messages = []
-        for what, held, peer in (("isend", hop - 1, rank + 1), ("irecv", hop, rank - 1)):
+        for what, held, peer in (("irecv", hop, rank - 1), ("isend", hop - 1, rank + 1)):
             reach = reaches[(rank - held) % ring.world_size]
             if hop <= reach.num_hops:
                 numel = (reach.cols[1] - reach.cols[0]) * per_column

@@ -76,7 +76,7 @@ Columns = dict[str, Callable[[Case], str]]
 
 def cases(quick: bool) -> list[Case]:
     """Those with real kernels, then those with stubs."""
-    repeats = {4096: 2} if quick else {4096: 15, 16384: 9}
+    repeats = {4096: 2} if quick else {4096: 15, 16384: 7, 65536: 2}
     orders = list(ORDERS)[:1] if quick else list(ORDERS)
     return [
         Case(2, seq_len, dtype, "B, L, N, H", False, number)
@@ -84,7 +84,7 @@ def cases(quick: bool) -> list[Case]:
         for dtype in ("float32", "bfloat16")
     ] + [
         Case(world_size, 16384, "float32", order, True, 5 if quick else 30)
-        for world_size in (2, 4)
+        for world_size in (2, 4, 8)
         for order in orders
     ]
 

@@ -31,9 +31,12 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed ## measure the ring, and what masks cost
+bench: $(VENV)/.installed ## measure the ring, masks, calls and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
+	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
+	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
+	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -26,7 +26,7 @@ from dtensor_ring.order import TOKEN_MAJOR
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
-WIDTH = 160
+WIDTH = 140
 STAGES = ("forward", "forward + backward")
 ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
 """Of the dimensions in memory, by name."""

@@ -1,6 +1,6 @@
 """The ring between hosts, on links of limited rate: what of the transfers is exposed.
 
-    sudo python benchmarks/hosts.py
+    sudo .venv/bin/python benchmarks/hosts.py
 
 Hosts are network namespaces of this machine (see network.py), with one process of one thread each.
 Three links: as fast as they get, one that moves a shard in four fifths of the time that a step
@@ -10,17 +10,18 @@ the results go to ``out``.
 
 import argparse
 import json
+import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from baselines import median_ratio, time_paired, torch_ring, transfers, zigzag_shard
-from harness import HEAD_DIM, NUM_HEADS, STAGES, op_stages, origin, publish
+from baselines import Stages, median_ratio, time_paired, torch_ring, transfers, zigzag_shard
+from harness import HEAD_DIM, NUM_HEADS, op_stages, origin, publish
 from network import Hosts, hosts
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -31,9 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 from dtensor_ring.op import Options, default_scale
 from dtensor_ring.order import TOKEN_MAJOR, in_order
 
-FAST, HIDDEN, SLOW = "unlimited", "transfer = 0.8 compute", "transfer = 15 compute"
 HIDDEN, SLOW = 0.8, 15
-COMPUTE, EXPOSED = ("tile", "merge"), ("wait", "wait for sums")
+COMPUTE, EXPOSED = ("tile", "merge"), ("send", "wait", "send sums", "wait for sums")
+NUM_PROFILED = 6
 PORT = 29512
 
 
@@ -60,31 +61,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds by contender, stage and repeat; and the spans of each rank's steps, of one repeat."""
+    """Seconds by contender, stage and repeat; and spans by call and rank."""
 
     world_size: int
     slowness: float
     """Of a hop alone over what a step computes, forward, to which the link was limited; 0: not."""
     bytes_per_second: float | None
     seconds: dict[str, list[list[float]]]
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[list[Span]]]
 
-    def step(self, ring: str, kinds: tuple[str, ...], step: int) -> float:
-        """Seconds that a step spends on these, on the rank where it is most."""
-        return max(
+    def spent(self, ring: str, kinds: tuple[str, ...]) -> float:
+        """Seconds that a ring spends on these, on the average of ranks; the median of calls."""
+        return median(
             sum(
                 x.end - x.start
+                for spans in call
                 for x in spans
-                if (x.ring, x.step) == (ring, step) and x.what in kinds
+                if x.ring == ring and x.what in kinds
             )
-            for spans in self.spans
+            / self.world_size
+            for call in self.spans
         )
 
-    def transfer(self, stage: int) -> float:
-        """Seconds of a hop alone: key and value, or those and the sums of their gradients."""
-        both = self.seconds["transfers"]
-        alone = [x - y for x, y in zip(both[1], both[0], strict=True)] if stage else both[0]
-        return median(alone) / (self.world_size - 1)
+    def alone(self, name: str, stage: int) -> list[float]:
+        """Seconds of forward, or of backward without the forward before it, by repeat."""
+        forward, both = self.seconds[name]
+        return [b - a for a, b in zip(forward, both, strict=True)] if stage else forward
 
 
 def work(rank: int, folder: Path) -> None:
@@ -96,6 +98,7 @@ def work(rank: int, folder: Path) -> None:
         init_method=f"tcp://{case.address}:{PORT}",
         rank=rank,
         world_size=case.world_size,
+        timeout=timedelta(minutes=5),
     )
     mesh = init_device_mesh("cpu", (case.world_size,))
     torch.manual_seed(0)
@@ -106,31 +109,33 @@ def work(rank: int, folder: Path) -> None:
     scale, group = default_scale(HEAD_DIM), mesh.get_group()
     ours = op_stages(shards, Options(**length, scale=scale, group_name=group.group_name))
     contenders = {
-        "ours": ours,
-        "all-gather": torch_ring(mesh, shards, stub=False, rotation="allgather"),
-        "transfers": transfers(group, *shards[2:]),
+        "ring": ours,
+        "gather": torch_ring(mesh, shards, stub=False, rotation="allgather"),
+        "bare": transfers(group, *shards[2:]),
     }
     with torch.no_grad():
         seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
         dist.barrier(group)
-        spans = spans_of(ours)
-    found = {"seconds": seconds, "spans": [asdict(span) for span in spans]}
+        spans = [spans_of(ours, group) for _ in range(NUM_PROFILED)][1:]  # the first warms up
+    found = {"seconds": seconds, "spans": [[asdict(x) for x in call] for call in spans]}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier(group)
     dist.destroy_process_group()
 
 
-def spans_of(stages: Any) -> list[Span]:
+def spans_of(stages: Stages, group: dist.ProcessGroup) -> list[Span]:
     """What the labels of the ring say in a profile of one call of each stage."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for stage in stages:
+            dist.barrier(group)
             stage()
-    spans, first = [], min(event.time_range.start for event in profiler.events())
+    spans, zeros = [], {}
     for event in profiler.events():
         if event.name.startswith("ring "):
             place, what = event.name.split(": ")
             ring, step, _ = place.removeprefix("ring ").split(", ")
-            times = ((x - first) / 1e6 for x in (event.time_range.start, event.time_range.end))
+            zero = zeros.setdefault(ring, event.time_range.start)
+            times = ((x - zero) / 1e6 for x in (event.time_range.start, event.time_range.end))
             spans.append(Span(ring, int(step.removeprefix("step ")), what, *times))
     return spans
 
@@ -147,7 +152,8 @@ def measure(network: Hosts, case: Case, compute: float, slowness: float) -> Meas
         found = [
             json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(case.world_size)
         ]
-    spans = [[Span(**span) for span in rank["spans"]] for rank in found]
+    by_rank = [[[Span(**x) for x in call] for call in rank["spans"]] for rank in found]
+    spans = [list(call) for call in zip(*by_rank, strict=True)]
     return Measurement(case.world_size, slowness, rate, found[0]["seconds"], spans)
 
 
@@ -156,35 +162,30 @@ def run(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
     with hosts(world_size) as network:
         case = Case(world_size, seq_len, repeats, network.address(0))
         fast = measure(network, case, 0, 0)
-        compute = min(fast.step("forward", COMPUTE, step) for step in range(world_size))
+        compute = fast.spent("forward", COMPUTE) / world_size
         hidden = measure(network, case, compute, HIDDEN)
         slow = measure(network, replace(case, repeats=2), compute, SLOW / (world_size - 1))
         return [fast, hidden, slow]
 
 
 def table(measurements: list[Measurement]) -> Table:
-    result = Table("hosts", "link", "what", box=MARKDOWN)
-    headings = ("MB/s", "step computes ms", "hop alone ms", "exposed a hop ms", "exposed/hop")
-    headings += ("ours ms", "transfers ms", "all-gather ms", "ours/transfers", "ours/all-gather")
+    result = Table("hosts", "what", box=MARKDOWN)
+    headings = ("limit", "MB/s", "step ms", "hop ms", "exposed ms", "exposed/hop")
+    headings += ("ring ms", "bare ms", "gather ms", "ring/bare", "ring/gather")
     for heading in headings:
-        result.add_column(heading, justify="right")
+        result.add_column(heading, justify="right", no_wrap=True)
     for m in measurements:
-        hops = range(m.world_size - 1)
-        for stage, (what, ring) in enumerate(zip(STAGES, ("forward", "backward"), strict=True)):
-            compute = median(m.step(ring, COMPUTE, step) for step in hops)
-            exposed = sum(m.step(ring, EXPOSED, step) for step in range(m.world_size + 1))
-            exposed, alone = exposed / len(hops), m.transfer(stage)
-            times = {name: seconds[stage] for name, seconds in m.seconds.items()}
+        for stage, what in enumerate(("forward", "backward")):
+            hop = median(m.alone("bare", stage)) / (m.world_size - 1)
+            exposed = m.spent(what, EXPOSED) / (m.world_size - 1)
+            times = {name: m.alone(name, stage) for name in m.seconds}
+            limit = f"{m.slowness:.1f}", f"{(m.bytes_per_second or 0) / 1e6:.0f}"
             result.add_row(
-                *(str(m.world_size), f"{m.slowness:.1f}" if m.slowness else "-", what),
-                f"{m.bytes_per_second / 1e6:.0f}" if m.bytes_per_second else "-",
-                *(f"{1e3 * x:.1f}" for x in (compute, alone, exposed)),
-                f"{exposed / alone:.3f}",
-                *(f"{1e3 * median(times[x]):.0f}" for x in ("ours", "transfers", "all-gather")),
-                *(
-                    f"{median_ratio(times['ours'], times[x]):.3f}"
-                    for x in ("transfers", "all-gather")
-                ),
+                *(str(m.world_size), what, *(limit if m.slowness else "--")),
+                *(f"{1e3 * x:.1f}" for x in (m.spent(what, COMPUTE) / m.world_size, hop, exposed)),
+                f"{exposed / hop:.3f}",
+                *(f"{1e3 * median(times[name]):.0f}" for name in ("ring", "bare", "gather")),
+                *(f"{median_ratio(times['ring'], times[name]):.3f}" for name in ("bare", "gather")),
             )
     return result
 
@@ -198,10 +199,10 @@ def draw(measurements: list[Measurement], path: Path) -> None:
 
     shown = [m for m in measurements if m.slowness and m.world_size == measurements[-1].world_size]
     figure, panels = pyplot.subplots(len(shown), 1, figsize=(8, 2 * len(shown)), squeeze=False)
-    colors = {"tile": "tab:blue", "merge": "tab:green", "wait": "tab:red"}
+    colors = {"tile": "tab:blue", "merge": "tab:green", "send": "tab:orange", "wait": "tab:red"}
     for panel, m in zip(panels[:, 0], shown, strict=True):
         for what, color in colors.items():
-            for rank, spans in enumerate(m.spans):
+            for rank, spans in enumerate(m.spans[-1]):
                 of_kind = [x for x in spans if (x.ring, x.what) == ("forward", what)]
                 bars = [(1e3 * x.start, 1e3 * (x.end - x.start)) for x in of_kind]
                 panel.broken_barh(
@@ -214,7 +215,7 @@ def draw(measurements: list[Measurement], path: Path) -> None:
             ylabel="rank",
         )
         panel.invert_yaxis()
-        panel.legend(loc="upper right", ncols=3)
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 
@@ -225,8 +226,11 @@ def report(console: Console, about: dict[str, str], measurements: list[Measureme
     for what, text in about.items():
         console.print(f"- {what}: {text}", highlight=False)
     console.print(
-        f"\nCausal, zigzag, float32, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo. A hop moves "
-        "key and value;\nwith backward also, in float32, the sums of their gradients.\n"
+        f"\nCausal, zigzag, float32, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo. The limit is "
+        "what a hop takes of what a step\ncomputes, forward. Then milliseconds: what a step "
+        "computes; a hop alone (key and value, in backward also\nthe sums of their gradients); "
+        "what is exposed of it (sends and waits, the mean of ranks); and as a whole our\nring, "
+        "the bare transfers, and PyTorch's ring by all-gather (gradients go by all-to-all there).\n"
     )
     console.print(table(measurements))
 
@@ -234,10 +238,16 @@ def report(console: Console, about: dict[str, str], measurements: list[Measureme
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a short sequence, on two hosts")
-    quick = parser.parse_args().quick
+    parser.add_argument("--hosts", type=int, nargs="+", help="by default 2, and 4 on 4 cores")
+    arguments = parser.parse_args()
+    quick, cores = arguments.quick, os.cpu_count() or 1
+    numbers = arguments.hosts or [number for number in (2, 4) if number <= max(cores, 2)]
     about, measurements = origin(), []
-    for world_size in (2,) if quick else (2, 4):
-        measurements += run(world_size, 2048 if quick else 8192, 2 if quick else 7)
+    try:
+        for world_size in numbers:
+            measurements += run(world_size, 2048 if quick else 8192, 2 if quick else 7)
+    except RuntimeError as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
     record = {"about": about, "measurements": [asdict(m) for m in measurements]}
     folder = publish(
         "hosts-cpu", quick, record, lambda console: report(console, about, measurements)

@@ -1,13 +1,16 @@
 """Hosts on one machine: network namespaces, joined by links of limited rate through a bridge."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SWITCH = "dtensor-ring-switch"
+PREFIX = "dtensor-ring-"
+SWITCH = PREFIX + "switch"
 BURST_BYTES = 256 * 1024
 """What a link lets through at once: a timer tick's worth of the fastest rate here."""
 
@@ -16,28 +19,26 @@ class Hosts:
     """Namespaces, each with a link `eth0` to the others."""
 
     def __init__(self, num: int) -> None:
-        self.names = [f"dtensor-ring-{index}" for index in range(num)]
+        self.names = [f"{PREFIX}{index}" for index in range(num)]
 
     def address(self, index: int) -> str:
         return f"10.99.0.{index + 1}"
 
     def limit(self, bytes_per_second: float | None) -> None:
         """What each host may send; `None` is as much as it can."""
+        queue = ["pfifo"]
+        if bytes_per_second is not None:
+            rate = f"{8 * bytes_per_second:.0f}"
+            queue = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "200ms"]
         for name in self.names:
-            if bytes_per_second is None:
-                _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo")
-            else:
-                rate = ("rate", f"{8 * bytes_per_second:.0f}", "burst", str(BURST_BYTES))
-                _ip(
-                    *("netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0"),
-                    *("root", "tbf", *rate, "latency", "200ms"),
-                )
+            replace = ("tc", "qdisc", "replace", "dev", "eth0", "root")
+            _ip("netns", "exec", name, *replace, *queue)
 
     def run(self, script: Path, *arguments: str) -> None:
         """Run a script once on each host, with its number as the first argument.
 
         Raises:
-            RuntimeError: if it fails on one of them.
+            RuntimeError: if it fails on one of them; the others are ended then.
         """
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         processes = [
@@ -47,11 +48,19 @@ class Hosts:
             )
             for index, name in enumerate(self.names)
         ]
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.returncode for process in processes):
+                    break
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"the processes on the hosts ended with {codes}")
 
-    def _open(self) -> None:
+    def open(self) -> None:
         _ip("netns", "add", SWITCH)
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "bridge", "up")
@@ -65,28 +74,40 @@ class Hosts:
             for device in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", device, "up")
 
-    def _close(self) -> None:
-        for name in (*self.names, SWITCH):
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
-
 
 @contextmanager
 def hosts(num: int) -> Iterator[Hosts]:
     """So many hosts, which are gone afterwards.
 
     Raises:
-        PermissionError: if this process may not make them.
+        RuntimeError: if this process may not make them, lacks the tools, or others are in use.
     """
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if missing:
+        raise RuntimeError(f"{' and '.join(missing)} not found; install iproute2")
     if os.geteuid():
-        raise PermissionError("making network namespaces needs root: sudo python ...")
+        raise RuntimeError("making network namespaces needs root; run it with sudo")
+    _clear()  # what an earlier run may have left
     made = Hosts(num)
-    made._close()  # what an earlier run may have left
     try:
-        made._open()
+        made.open()
         yield made
     finally:
-        made._close()
+        _clear()
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+def _clear() -> None:
+    """Delete all hosts, unless something still runs on them."""
+    listed = [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
+    ours = [name for name in listed if name.startswith(PREFIX)]
+    if any(_ip("netns", "pids", name) for name in ours):
+        raise RuntimeError("another run uses these hosts; wait for it, or end it")
+    for name in ours:
+        _ip("netns", "delete", name)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

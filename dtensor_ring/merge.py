@@ -14,6 +14,7 @@ from dtensor_ring.tile import Span, Tile
 
 Region = tuple[slice, slice, slice]
 """An index of batch, heads and tokens."""
+WHOLE: Region = (slice(None), slice(None), slice(None))
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -121,14 +122,23 @@ class GradientSum:
 
 
 class GradientShare:
-    """A step's share of the gradient of a shard that is passing: kept until the sum arrives."""
+    """A step's share of the gradient of a shard that is passing, until the sum arrives.
 
-    def __init__(self) -> None:
+    The tiles' gradients are kept as they are, unless they outgrow the shard `(B, N, C, H)`.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
         self._grads: list[tuple[Region, Tensor]] = []
 
     def add(self, region: Region, grad: Tensor) -> None:
-        """Keep the gradient of a region of `(B, N, C)`."""
+        """Add the gradient of a region of `(B, N, C)`."""
         self._grads.append((region, grad))
+        if sum(x.numel() for _, x in self._grads) > self._like.numel():
+            total = GradientSum(self._like)
+            for kept in self._grads:
+                total.add(*kept)
+            self._grads = [(WHOLE, total.total())]
 
     def add_to(self, total: Tensor, first: bool) -> None:
         """Add to the sum, or begin it: then `total` holds nothing yet."""

@@ -24,7 +24,8 @@ def ring_forward(
     """`(out, lse)` of the local queries over all keys and values of the ring."""
     partial = Partial(query, shard[1].shape[3])
     shards = Rotation(group, plan, shard, shard[0].dtype)
-    held, packet = _pack(shards, shard, plan)
+    with Label("forward", 0, plan.rank)("pack"):
+        held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
         label = Label("forward", hop - 1, step.source)
         with label("send"):
@@ -49,9 +50,11 @@ def ring_backward(
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     shards = Rotation(group, plan, shard, shard[0].dtype)
     sums = SumRotation(group, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
-    held, packet = _pack(shards, shard, plan)
+    with Label("backward", 0, plan.rank)("pack"):
+        held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
-        label, shares = Label("backward", hop - 1, step.source), (GradientShare(), GradientShare())
+        label = Label("backward", hop - 1, step.source)
+        shares = GradientShare(held[0]), GradientShare(held[1])
         with label("send"):
             shards.post(hop, packet)
         grad_held = shares if hop > 1 else grad_shard
@@ -59,16 +62,20 @@ def ring_backward(
         if hop > 1:
             with label("wait for sums"):
                 arrived = sums.wait()
+            with label("merge"):
+                total = _add(sums, arrived, shares, step.source) if packet else None
             with label("send sums"):
-                sums.post(hop, _add(sums, arrived, shares, step.source) if packet else None)
+                sums.post(hop, total)
         with label("wait"):
             packet = shards.wait()
         held = packet.pair if packet else held
-    with Label("backward", plan.num_steps, plan.rank)("wait for sums"):
+    label = Label("backward", plan.num_steps - 1, plan.rank)  # the last one only waits
+    with label("wait for sums"):
         sums.wait()
     if sums.home:
-        for grad, home in zip(grad_shard, sums.home.pair, strict=True):
-            grad.add_home(home, plan.reaches[plan.rank].cols)
+        with label("merge"):
+            for grad, home in zip(grad_shard, sums.home.pair, strict=True):
+                grad.add_home(home, plan.reaches[plan.rank].cols)
     shards.close()
     sums.close()
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from dtensor_ring import ring_attention
 from dtensor_ring.trace import Label
@@ -22,11 +23,14 @@ def _labels(rank: int, world_size: int) -> set[str]:
     for step in range(world_size):
         source = (rank - step) % world_size
         at = f"step {step}, source {source}"
-        expected |= {f"ring forward, {at}: {what}" for what in ("send", "tile", "merge", "wait")}
-        expected |= {f"ring backward, {at}: {what}" for what in ("send", "tile", "merge", "wait")}
-        if step:
-            expected |= {f"ring backward, {at}: {what}" for what in ("wait for sums", "send sums")}
-    return expected | {f"ring backward, step {world_size}, source {rank}: wait for sums"}
+        both = (
+            ("send", "tile", "merge", "wait") if step else ("pack", "send", "tile", "merge", "wait")
+        )
+        sums = ("wait for sums", "send sums") if step else ()
+        expected |= {f"ring forward, {at}: {what}" for what in both}
+        expected |= {f"ring backward, {at}: {what}" for what in both + sums}
+    home = f"ring backward, step {world_size - 1}, source {rank}"  # what others summed up
+    return expected | {f"{home}: {what}" for what in ("wait for sums", "merge")}
 
 
 def test_every_step_is_labelled(pool: Pool, tmp_path: Path) -> None:
@@ -43,6 +47,24 @@ def test_every_step_is_labelled(pool: Pool, tmp_path: Path) -> None:
 def _traced(folder: Path) -> Path:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     return write_trace(mesh, 48, folder)
+
+
+def test_a_compiled_call_has_the_same_labels(pool: Pool) -> None:
+    eager, compiled = pool.run(1, _eager_and_compiled)[0]
+    assert eager == compiled
+    assert len(eager) > 8
+
+
+def _eager_and_compiled() -> list[set[str]]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    found = []
+    for call in (ring_attention, torch.compile(ring_attention, backend="aot_eager")):
+        call(x, x, x, mesh=mesh).sum().backward()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            call(x, x, x, mesh=mesh).sum().backward()
+        found.append({event.name for event in profiler.events() if event.name.startswith("ring ")})
+    return found
 
 
 def test_nothing_is_recorded_without_a_profiler(pool: Pool) -> None:

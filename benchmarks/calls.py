@@ -10,6 +10,7 @@ call stands the cost on top of the kernel alone. With ``--quick`` it takes secon
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,11 +73,8 @@ def measure(name: str, call: Call, seconds: float) -> Cost:
     return Cost(name, *(1e6 * time.median for time in times))
 
 
-def report(console: Console, about: dict[str, str], costs: list[Cost]) -> None:
-    """Print the table, in Markdown."""
-    console.print("# Calls on CPUs\n")
-    for what, text in about.items():
-        console.print(f"- {what}: {text}", highlight=False)
+def report(console: Console, costs: list[Cost]) -> None:
+    """Print what was measured, in Markdown."""
     console.print(f"\nMicroseconds, medians; one rank, float32, (B, N, S, H) = {SHAPE}.\n")
     table = Table(box=MARKDOWN)
     table.add_column("call")
@@ -100,8 +98,8 @@ def main() -> None:
     about = origin()
     costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
     dist.destroy_process_group()
-    record = {"about": about, "costs": [asdict(cost) for cost in costs]}
-    publish("calls-cpu", quick, record, lambda console: report(console, about, costs))
+    measured = {"costs": [asdict(cost) for cost in costs]}
+    publish("calls-cpu", "Calls on CPUs", quick, about, measured, partial(report, costs=costs))
 
 
 if __name__ == "__main__":

@@ -88,12 +88,22 @@ def origin() -> dict[str, str]:
     }
 
 
-def publish(name: str, quick: bool, record: object, show: Callable[[Console], None]) -> Path:
+def publish(
+    name: str,
+    title: str,
+    quick: bool,
+    about: dict[str, str],
+    measured: dict[str, Any],
+    show: Callable[[Console], None],
+) -> Path:
     """Write what was measured into the folder returned, which keeps nothing quick, and show it."""
     folder = ROOT / "out" if quick else ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps({"about": about, **measured}) + "\n")
     with (folder / f"{name}.md").open("w") as file:
-        show(Console(file=file, width=WIDTH))
-    show(Console(width=WIDTH))
+        for console in (Console(file=file, width=WIDTH), Console(width=WIDTH)):
+            console.print(f"# {title}\n")
+            for what, text in about.items():
+                console.print(f"- {what}: {text}", highlight=False)
+            show(console)
     return folder

@@ -15,37 +15,26 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from baselines import Stages, median_ratio, time_paired, torch_ring, transfers, zigzag_shard
-from harness import HEAD_DIM, NUM_HEADS, op_stages, origin, publish
+from baselines import Stages, median_ratio, time_paired, torch_ring, transfers
+from harness import HEAD_DIM, NUM_HEADS, origin, publish
 from network import Hosts, hosts
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from ring import Case, our_ring, random_inputs, shards_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
-
-from dtensor_ring.op import Options, default_scale
-from dtensor_ring.order import TOKEN_MAJOR, in_order
 
 HIDDEN, SLOW = 0.8, 15
 COMPUTE, EXPOSED = ("tile", "merge"), ("send", "wait", "send sums", "wait for sums")
 NUM_PROFILED = 6
 PORT = 29512
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the processes measure."""
-
-    world_size: int
-    seq_len: int
-    repeats: int
-    address: str
 
 
 @dataclass(frozen=True)
@@ -89,25 +78,20 @@ class Measurement:
         return [b - a for a, b in zip(forward, both, strict=True)] if stage else forward
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path, address: str) -> None:
     """What runs on a host."""
     case = Case(**json.loads((folder / "case.json").read_text()))
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{case.address}:{PORT}",
+        init_method=f"tcp://{address}:{PORT}",
         rank=rank,
         world_size=case.world_size,
         timeout=timedelta(minutes=5),
     )
     mesh = init_device_mesh("cpu", (case.world_size,))
-    torch.manual_seed(0)
-    whole = [torch.randn(1, NUM_HEADS, case.seq_len, HEAD_DIM) for _ in range(4)]
-    shards = [zigzag_shard(x, 2, rank, case.world_size) for x in whole]
-    shards = [in_order(x, TOKEN_MAJOR, x.dtype) for x in shards]
-    length = {"seq_len": case.seq_len, "key_seq_len": case.seq_len, "layout": "zigzag", "right": 0}
-    scale, group = default_scale(HEAD_DIM), mesh.get_group()
-    ours = op_stages(shards, Options(**length, scale=scale, group_name=group.group_name))
+    group, shards = mesh.get_group(), shards_of(case, random_inputs(case), rank)
+    ours = our_ring(case, shards, group)
     contenders = {
         "ring": ours,
         "gather": torch_ring(mesh, shards, stub=False, rotation="allgather"),
@@ -115,7 +99,6 @@ def work(rank: int, folder: Path) -> None:
     }
     with torch.no_grad():
         seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
-        dist.barrier(group)
         spans = [spans_of(ours, group) for _ in range(NUM_PROFILED)][1:]  # the first warms up
     found = {"seconds": seconds, "spans": [[asdict(x) for x in call] for call in spans]}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
@@ -148,7 +131,7 @@ def measure(network: Hosts, case: Case, compute: float, slowness: float) -> Meas
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)))
-        network.run(Path(__file__).resolve(), name)
+        network.run(Path(__file__).resolve(), name, network.address(0))
         found = [
             json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(case.world_size)
         ]
@@ -160,7 +143,7 @@ def measure(network: Hosts, case: Case, compute: float, slowness: float) -> Meas
 def run(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
     """On a fast link first, which says how long a step computes."""
     with hosts(world_size) as network:
-        case = Case(world_size, seq_len, repeats, network.address(0))
+        case = Case(world_size, seq_len, "float32", "B, L, N, H", False, repeats)
         fast = measure(network, case, 0, 0)
         compute = fast.spent("forward", COMPUTE) / world_size
         hidden = measure(network, case, compute, HIDDEN)
@@ -220,11 +203,8 @@ def draw(measurements: list[Measurement], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def report(console: Console, about: dict[str, str], measurements: list[Measurement]) -> None:
-    """Print the table, in Markdown."""
-    console.print("# The ring between hosts\n")
-    for what, text in about.items():
-        console.print(f"- {what}: {text}", highlight=False)
+def report(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured, in Markdown."""
     console.print(
         f"\nCausal, zigzag, float32, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo. The limit is "
         "what a hop takes of what a step\ncomputes, forward. Then milliseconds: what a step "
@@ -248,15 +228,14 @@ def main() -> None:
             measurements += run(world_size, 2048 if quick else 8192, 2 if quick else 7)
     except RuntimeError as error:
         sys.exit(f"{Path(__file__).name}: {error}")
-    record = {"about": about, "measurements": [asdict(m) for m in measurements]}
-    folder = publish(
-        "hosts-cpu", quick, record, lambda console: report(console, about, measurements)
-    )
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report, measurements=measurements)
+    folder = publish("hosts-cpu", "The ring between hosts", quick, about, measured, show)
     draw(measurements, folder / "hosts-cpu.png")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:  # started by `Hosts.run`
-        work(int(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) == 4 and sys.argv[1].isdigit():  # started by `Hosts.run`
+        work(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     else:
         main()

@@ -8,6 +8,7 @@ neighbouring times. Leave the machine alone meanwhile.
 
 import argparse
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from random import Random
 from statistics import median
 
@@ -122,11 +123,8 @@ def table(measurement: Measurement) -> Table:
     return result
 
 
-def report(console: Console, about: dict[str, str], measurement: Measurement) -> None:
-    """Print the table, in Markdown."""
-    console.print("# Masks on CPUs\n")
-    for what, text in about.items():
-        console.print(f"- {what}: {text}", highlight=False)
+def report(console: Console, measurement: Measurement) -> None:
+    """Print what was measured, in Markdown."""
     console.print(
         f"\n{SEQ_LEN:,} tokens, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, float32, {WORLD_SIZE} "
         f"ranks of one thread, gloo.\nThe window is {WINDOW:,} tokens; the {NUM_DOCUMENTS} packed "
@@ -144,8 +142,8 @@ def main() -> None:
     about = origin()
     (result,) = spawn(WORLD_SIZE, measure, [2 if quick else 15])
     measurement = Measurement(**result)
-    record = {"about": about, **asdict(measurement)}
-    publish("masks-cpu", quick, record, lambda console: report(console, about, measurement))
+    show = partial(report, measurement=measurement)
+    publish("masks-cpu", "Masks on CPUs", quick, about, asdict(measurement), show)
 
 
 if __name__ == "__main__":

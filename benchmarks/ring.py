@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -96,6 +97,12 @@ def random_inputs(case: Case) -> list[Tensor]:
     return [in_order(torch.randn(shape), ORDERS[case.order], dtype) for _ in range(4)]
 
 
+def shards_of(case: Case, whole: list[Tensor], rank: int) -> list[Tensor]:
+    """What a rank holds of the whole tensors."""
+    shards = (zigzag_shard(x, 2, rank, case.world_size) for x in whole)
+    return [in_order(x, ORDERS[case.order], x.dtype) for x in shards]
+
+
 def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
     """Our op under a causal mask."""
     options = Options(
@@ -168,8 +175,7 @@ def check_agreement(contenders: dict[str, Stages], case: Case, rank: int) -> Non
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     rank, whole = group.rank(), random_inputs(case)
-    order, dtype = ORDERS[case.order], whole[0].dtype
-    shards = [in_order(zigzag_shard(x, 2, rank, case.world_size), order, dtype) for x in whole]
+    shards = shards_of(case, whole, rank)
     contenders = {"torch": torch_ring(mesh, shards, case.stub)}
     if case.stub:
         contenders["ours"] = our_ring_around_stub(case, shards, group)
@@ -219,11 +225,8 @@ def table(measurements: list[Measurement], columns: Columns, names: list[str]) -
     return result
 
 
-def report(console: Console, about: dict[str, str], measurements: list[Measurement]) -> None:
-    """Print the tables, in Markdown."""
-    console.print("# The ring on CPUs\n")
-    for what, text in about.items():
-        console.print(f"- {what}: {text}", highlight=False)
+def report(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured, in Markdown."""
     console.print(
         f"\nCausal, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo, one thread a rank. "
         "Milliseconds are medians;\nratios are medians of the ratios of neighbouring times.\n"
@@ -246,8 +249,9 @@ def main() -> None:
     quick = parser.parse_args().quick
     about = origin()
     measurements = run(cases(quick))
-    record = {"about": about, "measurements": [asdict(m) for m in measurements]}
-    publish("ring-cpu", quick, record, lambda console: report(console, about, measurements))
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report, measurements=measurements)
+    publish("ring-cpu", "The ring on CPUs", quick, about, measured, show)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from dtensor_ring.kernels.kernel import Kernel
 from dtensor_ring.merge import GradientShare, GradientSum, Partial, cols_of, rows_of
+from dtensor_ring.plan import Step
+from dtensor_ring.segments import Segments, launches
 from dtensor_ring.tile import Tile
 from dtensor_ring.trace import Label
 
@@ -23,6 +26,11 @@ class Scoring:
     scale: float
     softcap: float = 0.0
 
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What kernels take last."""
+        return self.scale, self.softcap
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -35,27 +43,25 @@ class Saved:
     grad_lse: Tensor | None = None
 
 
-def forward_tiles(
-    tiles: tuple[Tile, ...],
+def forward_step(
+    step: Step,
     query: Tensor,
     held: Pair,
     partial: Partial,
     scoring: Scoring,
     label: Label,
 ) -> None:
-    """Add the tiles' attention over the held keys and values to `partial`."""
-    for tile in tiles:
-        rows, cols = rows_of(tile), cols_of(tile)
+    """Add the attention of a step's tiles over the held keys and values to `partial`."""
+    for launch in _launches(step, query, held[0], scoring.kernel.has_segments):
         with label("tile"):
-            out, lse = scoring.kernel.forward(
-                query[rows], held[0][cols], held[1][cols], tile.mask, scoring.scale, scoring.softcap
-            )
+            attend = _attend_segments if isinstance(launch, Segments) else _attend
+            out, lse = attend(launch, query, held, scoring)
         with label("merge"):
-            partial.add(tile, out, lse)
+            partial.add(_tile(launch, query, held[0]), out, lse)
 
 
-def backward_tiles(
-    tiles: tuple[Tile, ...],
+def backward_step(
+    step: Step,
     saved: Saved,
     held: Pair,
     grad_query: GradientSum,
@@ -63,17 +69,74 @@ def backward_tiles(
     scoring: Scoring,
     label: Label,
 ) -> None:
-    """Add the tiles' gradients to those of the queries and of the held keys and values."""
-    for tile in tiles:
-        rows, cols = rows_of(tile), cols_of(tile)
+    """Add the gradients of a step's tiles to those of the queries and of the held pair."""
+    has_segments = scoring.kernel.has_segments and saved.grad_lse is None
+    for launch in _launches(step, saved.query, held[0], has_segments):
         with label("tile"):
-            grads = scoring.kernel.backward(
-                *(saved.grad_out[rows], saved.query[rows], held[0][cols], held[1][cols]),
-                *(saved.out[rows], saved.lse[rows]),
-                None if saved.grad_lse is None else saved.grad_lse[rows],
-                *(tile.mask, scoring.scale, scoring.softcap),
-            )
+            pull = _pull_back_segments if isinstance(launch, Segments) else _pull_back
+            grads = pull(launch, saved, held, scoring)
+        tile = _tile(launch, saved.query, held[0])
         with label("merge"):
-            grad_query.add(rows, grads[0])
-            grad_held[0].add(cols, grads[1])
-            grad_held[1].add(cols, grads[2])
+            grad_query.add(rows_of(tile), grads[0])
+            grad_held[0].add(cols_of(tile), grads[1])
+            grad_held[1].add(cols_of(tile), grads[2])
+
+
+def _launches(
+    step: Step, query: Tensor, key: Tensor, has_segments: bool
+) -> Sequence[Tile | Segments]:
+    if not has_segments:
+        return step.tiles
+    return launches(step, query.shape[0], query.shape[2], key.shape[2])
+
+
+def _tile(launch: Tile | Segments, query: Tensor, key: Tensor) -> Tile:
+    """What a launch covers."""
+    if isinstance(launch, Tile):
+        return launch
+    return Tile((0, query.shape[2]), (0, key.shape[2]), launch.mask)
+
+
+def _attend(tile: Tile, query: Tensor, held: Pair, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    rows, cols = rows_of(tile), cols_of(tile)
+    return scoring.kernel.forward(
+        query[rows], held[0][cols], held[1][cols], tile.mask, *scoring.factors
+    )
+
+
+def _attend_segments(
+    segments: Segments, query: Tensor, held: Pair, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    tensors = map(_one_behind_the_other, (query, *held))
+    out, lse = scoring.kernel.forward_segments(*tensors, segments, *scoring.factors)
+    batch = query.shape[0]
+    return _by_batch(out, batch), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _pull_back(tile: Tile, saved: Saved, held: Pair, scoring: Scoring) -> tuple[Tensor, ...]:
+    rows, cols = rows_of(tile), cols_of(tile)
+    return scoring.kernel.backward(
+        *(saved.grad_out[rows], saved.query[rows], held[0][cols], held[1][cols]),
+        *(saved.out[rows], saved.lse[rows]),
+        None if saved.grad_lse is None else saved.grad_lse[rows],
+        *(tile.mask, *scoring.factors),
+    )
+
+
+def _pull_back_segments(
+    segments: Segments, saved: Saved, held: Pair, scoring: Scoring
+) -> tuple[Tensor, ...]:
+    tensors = map(_one_behind_the_other, (saved.grad_out, saved.query, *held, saved.out))
+    lse = saved.lse.transpose(0, 1).flatten(1)
+    grads = scoring.kernel.backward_segments(*tensors, lse, segments, *scoring.factors)
+    return tuple(_by_batch(grad, saved.query.shape[0]) for grad in grads)
+
+
+def _one_behind_the_other(x: Tensor) -> Tensor:
+    """`(B, N, L, H)` to `(B * L, N, H)`: a view, if it is token-major or the batch is 1."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_batch(x: Tensor, batch: int) -> Tensor:
+    """`(B * L, N, H)` back to `(B, N, L, H)`."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)

@@ -30,7 +30,7 @@ class Reach:
     num_hops: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: it may hold many tiles
 class Step:
     """One iteration of the ring: `tiles` against the columns `cols` of the source's shard.
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.comm import Packet, Rotation, SumRotation
-from dtensor_ring.execute import Pair, Saved, Scoring, backward_tiles, forward_tiles
+from dtensor_ring.execute import Pair, Saved, Scoring, backward_step, forward_step
 from dtensor_ring.merge import GradientShare, GradientSum, Partial
 from dtensor_ring.plan import Plan
 from dtensor_ring.trace import Label
@@ -30,7 +30,7 @@ def ring_forward(
         label = Label("forward", hop - 1, step.source)
         with label("send"):
             shards.post(hop, packet)
-        forward_tiles(step.tiles, query, held, partial, scoring, label)
+        forward_step(step, query, held, partial, scoring, label)
         with label("wait"):
             packet = shards.wait()
         held = packet.pair if packet else held
@@ -58,7 +58,7 @@ def ring_backward(
         with label("send"):
             shards.post(hop, packet)
         grad_held = shares if hop > 1 else grad_shard
-        backward_tiles(step.tiles, saved, held, grad_query, grad_held, scoring, label)
+        backward_step(step, saved, held, grad_query, grad_held, scoring, label)
         if hop > 1:
             with label("wait for sums"):
                 arrived = sums.wait()

@@ -16,7 +16,7 @@ from tests.test_public import ROOT
 # Layers 0 to 5: a module imports from its own layer and those below, and never in a circle.
 LAYERS = (
     {"layout", "mask", "tile", "plan", "balanced", "schedule"},
-    {"order", "kernels", "merge", "trace", "execute"},
+    {"order", "segments", "kernels", "merge", "trace", "execute"},
     {"buffer", "comm", "ring"},
     {"check", "op"},
     {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},

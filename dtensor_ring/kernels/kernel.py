@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.mask import Mask
+from dtensor_ring.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What decides whether a kernel can serve a ring: the same value on every rank."""
+    """What decides whether a kernel can serve a ring: the same value on every rank.
+
+    `windowed` says that tiles may have other bands than full and causal ones.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -23,6 +27,7 @@ class Problem:
     scale: float = 1.0
     softcap: float = 0.0
     differentiable_lse: bool = False
+    windowed: bool = False
 
 
 class Kernel(ABC):
@@ -35,6 +40,8 @@ class Kernel(ABC):
     """
 
     name: ClassVar[str]
+    has_segments: ClassVar[bool] = False
+    """Whether the two methods at the end are there: one launch for many tiles."""
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -72,3 +79,36 @@ class Kernel(ABC):
         `out` and `lse` are those of the whole row, over all tiles; `grad_lse` is given only to
         kernels that support `differentiable_lse`.
         """
+
+    def forward_segments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of many tiles: `query` is `(T, N, H)`, `key` `(U, Nkv, H)`, `value` likewise.
+
+        `out` is `(T, N, Hv)` and `lse` `(N, T)`; a row without keys is (0, -inf).
+        """
+        raise NotImplementedError(f"{self.name} has no segments")
+
+    def backward_segments(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` of many tiles; a row without keys, and a key without rows, gets 0.
+
+        `lse` is `(N, T)`, and -inf only of rows without keys.
+        """
+        raise NotImplementedError(f"{self.name} has no segments")

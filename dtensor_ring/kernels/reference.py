@@ -8,6 +8,7 @@ from torch import Tensor
 from dtensor_ring.kernels.band import hidden, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
+from dtensor_ring.segments import Segments
 
 BLOCK_ROWS = 128
 """Queries per block: bounds the scores held at a time to `B * N * BLOCK_ROWS * C`."""
@@ -17,6 +18,7 @@ class Reference(Kernel):
     """Softmax attention, written out; float32 inside, float64 for float64 inputs."""
 
     name = "reference"
+    has_segments = True
 
     def missing(self) -> str | None:
         return None
@@ -77,6 +79,51 @@ class Reference(Kernel):
             grad_key[:, :, seen] += flat_scores.mT @ queries.flatten(2, 3)
             grad_query[:, :, block] = _ungrouped(flat_scores @ keys, heads)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+    def forward_segments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, heads = query.shape[:2]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_full((heads, num_rows), -torch.inf, dtype=wide)
+        out = query.new_zeros(num_rows, heads, value.shape[2])
+        for rows, cols in segments.tiles():
+            tensors = _by_head(query[rows], key[cols], value[cols])
+            tile_out, tile_lse = self.forward(*tensors, segments.mask, scale, softcap)
+            out[rows], lse[:, rows] = tile_out[0].transpose(0, 1), tile_lse[0]
+        return out, lse
+
+    def backward_segments(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for rows, cols in segments.tiles():
+            tensors = _by_head(grad_out[rows], query[rows], key[cols], value[cols], out[rows])
+            saved = *tensors, lse[:, rows].unsqueeze(0), None
+            of_tile = self.backward(*saved, segments.mask, scale, softcap)
+            for grad, part, at in zip(grads, of_tile, (rows, cols, cols), strict=True):
+                grad[at] = part[0].transpose(0, 1)
+        return grads
+
+
+def _by_head(*tensors: Tensor) -> list[Tensor]:
+    """`(T, N, H)` to `(1, N, T, H)`."""
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""Many tiles in one launch: they show what the tiles show, and documents take one or two."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.segments import FEWEST, Segments, launches
+from dtensor_ring.tile import CAUSAL, FULL, Tile
+from tests.dense import visible
+from tests.rings import Ring
+from tests.test_fuzz import documents_of, masks
+
+Pairs = torch.Tensor
+"""How often each pair of a query and a key is scored, `(B, L, C)`."""
+
+
+def scored(launch: Tile | Segments, shape: tuple[int, int, int]) -> Pairs:
+    """By one launch."""
+    counts = torch.zeros(shape, dtype=torch.int)
+    if isinstance(launch, Tile):
+        batch = slice(None) if launch.batch is None else slice(launch.batch, launch.batch + 1)
+        region = counts[batch, slice(*launch.rows), slice(*launch.cols)]
+        region += visible(launch.mask, region.shape[1:], 1)[0, 0]
+        return counts
+    _, num_rows, num_cols = shape
+    for (row, end_row), (col, end_col) in zip(
+        pairwise(launch.rows), pairwise(launch.cols), strict=True
+    ):
+        if row < end_row and col < end_col:
+            (batch, last), (of_key, last_of_key) = (
+                (start // size, (end - 1) // size)
+                for start, end, size in ((row, end_row, num_rows), (col, end_col, num_cols))
+            )
+            assert batch == last == of_key == last_of_key, "a segment has one batch row"
+            rows = slice(row - batch * num_rows, end_row - batch * num_rows)
+            cols = slice(col - batch * num_cols, end_col - batch * num_cols)
+            counts[batch, rows, cols] += visible(launch.mask, (end_row - row, end_col - col), 1)[
+                0, 0
+            ]
+    return counts
+
+
+def check(launch: Segments, shape: tuple[int, int, int]) -> None:
+    """What kernels rely on."""
+    ends = launch.rows, launch.cols
+    for boundaries, num_tokens in zip(ends, shape[1:], strict=True):
+        assert (boundaries[0], boundaries[-1]) == (0, shape[0] * num_tokens), "all tokens"
+        assert list(boundaries) == sorted(boundaries)
+    sizes = [(b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)]
+    assert launch.max_rows == max(rows for rows, _ in sizes)
+    assert launch.max_cols == max(cols for _, cols in sizes)
+    if launch.mask != FULL:
+        assert all(rows == cols for rows, cols in sizes if rows and cols), "squares"
+    assert sum(1 for rows, cols in sizes if rows and cols) >= FEWEST
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), layout=st.sampled_from([Contiguous(), Striped(), ZigZag()]))
+def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZag) -> None:
+    world_size, batch_size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    seq_len = world_size * data.draw(st.integers(1, 20))
+    documents = data.draw(st.none() | documents_of(seq_len, batch_size, 12))
+    ring = Ring(layout, world_size, seq_len, data.draw(masks()), documents)
+    for plan in ring.plans():
+        num_rows = len(ring.positions(plan.rank))
+        for step in plan.steps:
+            shape = batch_size, num_rows, step.cols[1] - step.cols[0]
+            expected = sum((scored(x, shape) for x in step.tiles), torch.zeros(shape).int())
+            found = launches(step, *shape)
+            for launch in found:
+                if isinstance(launch, Segments):
+                    check(launch, shape)
+            actual = sum((scored(x, shape) for x in found), torch.zeros(shape).int())
+            assert torch.equal(actual, expected), (step.tiles, found)
+
+
+ENDS = tuple(range(0, 1024, 16)), (0, 5, 7, 300, 301, 302, 600, 1000)
+
+
+@pytest.mark.parametrize("documents", [ENDS[:1], ENDS], ids=["shared", "by row"])
+@pytest.mark.parametrize("layout", [Contiguous(), Striped(), ZigZag()], ids=lambda x: x.name)
+@pytest.mark.parametrize("mask", [CAUSAL, Mask.sliding(8), FULL], ids=str)
+def test_documents_take_few_launches(layout: Striped, documents: tuple, mask: Mask) -> None:
+    """One for each mask and each pair of chunks that one document reaches between, not one each."""
+    ring = Ring(layout, 4, 1024, mask, documents)
+    most_tiles = 0
+    for plan in ring.plans():
+        for step in plan.steps:
+            shape = 2, 256, step.cols[1] - step.cols[0]
+            assert len(launches(step, *shape)) <= 6
+            most_tiles = max(most_tiles, len(step.tiles))
+    assert most_tiles > 12
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_what_one_launch_serves_stays_one(batch_size: int) -> None:
+    for layout in (Contiguous(), Striped(), ZigZag()):
+        for plan in Ring(layout, 4, 64, CAUSAL).plans():
+            for step in plan.steps:
+                shape = 16, step.cols[1] - step.cols[0]
+                assert set(launches(step, batch_size, *shape)) == set(step.tiles)
+
+
+def test_boundaries() -> None:
+    segments = Segments((0, 2, 5), (0, 0, 4), FULL)
+    rows, cols = segments.boundaries(torch.device("cpu"))
+    assert (rows.dtype, cols.dtype) == (torch.int32, torch.int32)
+    assert (rows.tolist(), cols.tolist()) == ([0, 2, 5], [0, 0, 4])
+    assert (segments.max_rows, segments.max_cols) == (3, 4)
+    assert list(segments.tiles()) == [(slice(2, 5), slice(0, 4))]

@@ -41,6 +41,7 @@ from dtensor_ring.op import Options, default_scale
 from dtensor_ring.order import in_order
 from dtensor_ring.plan import plan
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import GroupWire
 
 MAX_SECONDS = 100
 """For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""
@@ -139,6 +140,7 @@ class StubKernel(Kernel):
 
 def our_ring_around_stub(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
     """Our ring around kernels that compute nothing."""
+    wire = GroupWire(group)
     grad_out, query, *rest = shards
     pair = rest[0], rest[1]
     kernel = StubKernel()
@@ -148,12 +150,12 @@ def our_ring_around_stub(case: Case, shards: list[Tensor], group: dist.ProcessGr
 
     def forward() -> list[Tensor]:
         kernel.forwards.restart()
-        kept[:] = ring_forward(query, pair, schedule, scoring, group)
+        kept[:] = ring_forward(query, pair, schedule, scoring, wire)
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
         kernel.backwards.restart()
-        return ring_backward(Saved(grad_out, query, *kept), pair, schedule, scoring, group)
+        return ring_backward(Saved(grad_out, query, *kept), pair, schedule, scoring, wire)
 
     return forward, backward
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from weakref import WeakSet
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.buffer import BUFFERS
 from dtensor_ring.plan import Plan
+from dtensor_ring.wire import Message, Wire, Work
 
 
 class Packet:
@@ -39,16 +38,16 @@ class Rotation:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        wire: Wire,
         plan: Plan,
         like: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> None:
-        _make_ready(group, like[0].device)
-        self._group, self._plan = group, plan
+        wire.prepare(like[0].device)
+        self._wire, self._plan = wire, plan
         self._like, self._dtype = like, dtype
         self._buffers: list[Tensor] = []
-        self._works: list[dist.Work] = []
+        self._works: Sequence[Work] = []
         self._arriving: Packet | None = None
 
     def packet(self, source: int) -> Packet:
@@ -61,13 +60,9 @@ class Rotation:
         return self._packet(buffer, source)
 
     def post(self, hop: int, packet: Packet | None) -> None:
-        """Start hop number `hop`: `packet` goes on if others need it, the next one comes in.
-
-        Receives go first: of two ranks that both begin by sending, gloo lets only one send at a
-        time, and the hop takes twice as long.
-        """
-        operations = sorted(self._operations(hop, packet), key=lambda x: x.op is dist.isend)
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        """Start hop number `hop`: `packet` goes on if others need it, the next one comes in."""
+        receives, sends = self._messages(hop, packet)
+        self._works = self._wire.start(receives, sends)
 
     def wait(self) -> Packet | None:
         """The packet that came in, once the sends of this hop are done too; `None` if none did."""
@@ -81,26 +76,26 @@ class Rotation:
         for buffer in self._buffers:
             BUFFERS.give(buffer)
 
-    def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
-        plan, operations = self._plan, []
+    def _messages(self, hop: int, packet: Packet | None) -> tuple[list[Message], list[Message]]:
+        """What this rank receives, and what it sends."""
+        plan = self._plan
+        receives: list[Message] = []
+        sends: list[Message] = []
         if packet is not None and plan.arrives(self._source(hop - 1), hop):
-            operations += self._message(dist.isend, packet, plan.rank + 1)
+            self._add(sends, packet, plan.rank + 1)
         if plan.arrives(self._source(hop), hop):
             self._arriving = self.packet(self._source(hop))
-            operations += self._message(dist.irecv, self._arriving, plan.rank - 1)
-        return operations
+            self._add(receives, self._arriving, plan.rank - 1)
+        return receives, sends
 
     def _source(self, hop: int) -> int:
         """Whose shard this rank holds after that many hops."""
         return (self._plan.rank - hop) % self._plan.world_size
 
-    def _message(
-        self, operation: Callable[..., dist.Work | None], packet: Packet, peer: int
-    ) -> list[dist.P2POp]:
-        if not packet.flat.numel():
-            return []
-        peer %= self._plan.world_size
-        return [dist.P2POp(operation, packet.flat, group=self._group, group_peer=peer)]
+    def _add(self, messages: list[Message], packet: Packet, peer: int) -> None:
+        """A message for the packet, unless it is empty."""
+        if packet.flat.numel():
+            messages.append(Message(packet.flat, peer % self._plan.world_size))
 
     def _take(self, num_cols: int) -> Tensor:
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
@@ -109,16 +104,6 @@ class Rotation:
     def _packet(self, buffer: Tensor, source: int) -> Packet:
         start, end = self._plan.reaches[source].cols
         return Packet(buffer, self._like, end - start, self._dtype)
-
-
-_READY: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
-def _make_ready(group: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL wants all ranks of a group in its first call, and a hop may concern only a few."""
-    if device.type == "cuda" and group not in _READY:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _READY.add(group)
 
 
 class SumRotation(Rotation):
@@ -137,15 +122,15 @@ class SumRotation(Rotation):
         if self._home_buffer is not None:
             BUFFERS.give(self._home_buffer)
 
-    def _operations(self, hop: int, packet: Packet | None) -> list[dist.P2POp]:
-        operations = super()._operations(hop, packet)
+    def _messages(self, hop: int, packet: Packet | None) -> tuple[list[Message], list[Message]]:
+        receives, sends = super()._messages(hop, packet)
         plan = self._plan
         source, last = self._source(hop - 1), hop - 1
         if packet is not None and plan.reaches[source].num_hops == last:
-            operations += self._message(dist.isend, packet, source)
+            self._add(sends, packet, source)
         if plan.arrives(plan.rank, last) and plan.reaches[plan.rank].num_hops == last:
             start, end = plan.reaches[plan.rank].cols
             self._home_buffer = self._take(end - start)
             self.home = self._packet(self._home_buffer, plan.rank)
-            operations += self._message(dist.irecv, self.home, plan.rank + last)
-        return operations
+            self._add(receives, self.home, plan.rank + last)
+        return receives, sends

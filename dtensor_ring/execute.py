@@ -54,8 +54,7 @@ def forward_step(
     """Add the attention of a step's tiles over the held keys and values to `partial`."""
     for launch in _launches(step, query, held[0], scoring.kernel.has_segments):
         with label("tile"):
-            attend = _attend_segments if isinstance(launch, Segments) else _attend
-            out, lse = attend(launch, query, held, scoring)
+            out, lse = _attend(launch, query, held, scoring)
         with label("merge"):
             partial.add(_tile(launch, query, held[0]), out, lse)
 
@@ -73,8 +72,7 @@ def backward_step(
     has_segments = scoring.kernel.has_segments and saved.grad_lse is None
     for launch in _launches(step, saved.query, held[0], has_segments):
         with label("tile"):
-            pull = _pull_back_segments if isinstance(launch, Segments) else _pull_back
-            grads = pull(launch, saved, held, scoring)
+            grads = _pull_back(launch, saved, held, scoring)
         tile = _tile(launch, saved.query, held[0])
         with label("merge"):
             grad_query.add(rows_of(tile), grads[0])
@@ -97,38 +95,50 @@ def _tile(launch: Tile | Segments, query: Tensor, key: Tensor) -> Tile:
     return Tile((0, query.shape[2]), (0, key.shape[2]), launch.mask)
 
 
-def _attend(tile: Tile, query: Tensor, held: Pair, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    rows, cols = rows_of(tile), cols_of(tile)
+def _attend(
+    launch: Tile | Segments, query: Tensor, held: Pair, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    if isinstance(launch, Segments):
+        return _attend_segments(launch, query, held, scoring)
+    rows, cols = rows_of(launch), cols_of(launch)
     return scoring.kernel.forward(
-        query[rows], held[0][cols], held[1][cols], tile.mask, *scoring.factors
+        query[rows], held[0][cols], held[1][cols], launch.mask, *scoring.factors
     )
 
 
 def _attend_segments(
     segments: Segments, query: Tensor, held: Pair, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    tensors = map(_one_behind_the_other, (query, *held))
-    out, lse = scoring.kernel.forward_segments(*tensors, segments, *scoring.factors)
+    flat = _one_behind_the_other
+    out, lse = scoring.kernel.forward_segments(
+        *(flat(query), flat(held[0]), flat(held[1]), segments, *scoring.factors)
+    )
     batch = query.shape[0]
     return _by_batch(out, batch), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def _pull_back(tile: Tile, saved: Saved, held: Pair, scoring: Scoring) -> tuple[Tensor, ...]:
-    rows, cols = rows_of(tile), cols_of(tile)
+def _pull_back(
+    launch: Tile | Segments, saved: Saved, held: Pair, scoring: Scoring
+) -> tuple[Tensor, ...]:
+    if isinstance(launch, Segments):
+        return _pull_back_segments(launch, saved, held, scoring)
+    rows, cols = rows_of(launch), cols_of(launch)
     return scoring.kernel.backward(
         *(saved.grad_out[rows], saved.query[rows], held[0][cols], held[1][cols]),
         *(saved.out[rows], saved.lse[rows]),
         None if saved.grad_lse is None else saved.grad_lse[rows],
-        *(tile.mask, *scoring.factors),
+        *(launch.mask, *scoring.factors),
     )
 
 
 def _pull_back_segments(
     segments: Segments, saved: Saved, held: Pair, scoring: Scoring
 ) -> tuple[Tensor, ...]:
-    tensors = map(_one_behind_the_other, (saved.grad_out, saved.query, *held, saved.out))
-    lse = saved.lse.transpose(0, 1).flatten(1)
-    grads = scoring.kernel.backward_segments(*tensors, lse, segments, *scoring.factors)
+    flat = _one_behind_the_other
+    grads = scoring.kernel.backward_segments(
+        *(flat(saved.grad_out), flat(saved.query), flat(held[0]), flat(held[1]), flat(saved.out)),
+        *(saved.lse.transpose(0, 1).flatten(1), segments, *scoring.factors),
+    )
     return tuple(_by_batch(grad, saved.query.shape[0]) for grad in grads)
 
 

@@ -19,6 +19,7 @@ from dtensor_ring.mask import Mask
 from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import GroupWire
 
 FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"
@@ -75,6 +76,10 @@ class Options(NamedTuple):
     def group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.group_name)
 
+    @property
+    def wire(self) -> GroupWire:
+        return GroupWire(self.group)
+
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """This rank's plan, once the lengths of its shards are seen to be right."""
         batch, rank, world_size = query.shape[0], self.group.rank(), self.group.size()
@@ -117,7 +122,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Ten
     check_shapes(query, key, value, options.sinks)
     schedule, scoring = options.plan(query, key), options.scoring(query, value)
     query, key, value = _unit_stride(query, key, value)
-    return ring_forward(query, (key, value), schedule, scoring, options.group, options.sinks)
+    return ring_forward(query, (key, value), schedule, scoring, options.wire, options.sinks)
 
 
 @torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
@@ -136,7 +141,7 @@ def _backward(
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, query, out, lse, grad_lse)
     scoring = options.scoring(query, value, differentiable_lse=grad_lse is not None)
-    grads = ring_backward(saved, (key, value), schedule, scoring, options.group)
+    grads = ring_backward(saved, (key, value), schedule, scoring, options.wire)
     return *grads, _sinks_gradient(saved, options.sinks)
 
 

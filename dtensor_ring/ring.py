@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.comm import Packet, Rotation, SumRotation
@@ -11,6 +10,7 @@ from dtensor_ring.execute import Pair, Saved, Scoring, backward_step, forward_st
 from dtensor_ring.merge import GradientShare, GradientSum, Partial
 from dtensor_ring.plan import Plan
 from dtensor_ring.trace import Label
+from dtensor_ring.wire import Wire
 
 
 def ring_forward(
@@ -18,12 +18,12 @@ def ring_forward(
     shard: Pair,
     plan: Plan,
     scoring: Scoring,
-    group: dist.ProcessGroup,
+    wire: Wire,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the local queries over all keys and values of the ring."""
     partial = Partial(query, shard[1].shape[3])
-    shards = Rotation(group, plan, shard, shard[0].dtype)
+    shards = Rotation(wire, plan, shard, shard[0].dtype)
     with Label("forward", 0, plan.rank)("pack"):
         held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):
@@ -43,13 +43,13 @@ def ring_backward(
     shard: Pair,
     plan: Plan,
     scoring: Scoring,
-    group: dist.ProcessGroup,
+    wire: Wire,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the local query, key and value."""
     grad_query = GradientSum(saved.query)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
-    shards = Rotation(group, plan, shard, shard[0].dtype)
-    sums = SumRotation(group, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
+    shards = Rotation(wire, plan, shard, shard[0].dtype)
+    sums = SumRotation(wire, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
     with Label("backward", 0, plan.rank)("pack"):
         held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):

@@ -17,7 +17,7 @@ from tests.test_public import ROOT
 LAYERS = (
     {"layout", "mask", "tile", "plan", "balanced", "schedule"},
     {"order", "segments", "kernels", "merge", "trace", "execute"},
-    {"buffer", "comm", "ring"},
+    {"buffer", "wire", "comm", "ring"},
     {"check", "op"},
     {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
 )

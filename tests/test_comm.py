@@ -15,6 +15,7 @@ from torch import Tensor
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.buffer import MAX_SPARES, BufferPool
 from dtensor_ring.comm import Packet, Rotation
+from dtensor_ring.wire import GroupWire
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -97,7 +98,7 @@ def test_rotation(pool: Pool, ring: Ring) -> None:
 def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float] | None], int]:
     """Messages, the positions that arrived at each hop, and how many buffers were used."""
     plan = ring.plans()[dist.get_rank()]
-    rotation = Rotation(dist.group.WORLD, plan, LIKE, torch.float32)
+    rotation = Rotation(GroupWire(dist.group.WORLD), plan, LIKE, torch.float32)
     packet, packets, arrived = None, [], []
     if plan.reaches[plan.rank].num_hops:
         packet = rotation.packet(plan.rank)

@@ -18,6 +18,7 @@ from dtensor_ring.buffer import BufferPool
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels.kernel import Kernel
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import GroupWire
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -137,15 +138,17 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
     plan = ring.plans()[dist.get_rank()]
     query, grad_out = (torch.ones(BATCH, HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
     key, value = (torch.ones(BATCH, KV_HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
-    counts = []
+    counts, wire = [], GroupWire(dist.group.WORLD)
     for is_forward in (True, False):
         counted = Counted(SHARDS * dtype.itemsize // 4)
         scoring = Scoring(Ready(dtype, counted), 1.0)
         with patch.object(comm, "BUFFERS", BufferPool()), counted:
             if is_forward:
-                out, lse = ring_forward(query, (key, value), plan, scoring, dist.group.WORLD)
+                out, lse = ring_forward(
+                    query, (key, value), plan, scoring, GroupWire(dist.group.WORLD)
+                )
             else:
                 saved = Saved(grad_out, query, out, lse)
-                ring_backward(saved, (key, value), plan, scoring, dist.group.WORLD)
+                ring_backward(saved, (key, value), plan, scoring, wire)
         counts.append(Count(counted.peak, counted.num_large))
     return counts

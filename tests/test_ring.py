@@ -10,6 +10,7 @@ from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import KERNELS
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import GroupWire
 from tests.dense import dense_attention
 from tests.pool import Pool
 from tests.rings import Ring
@@ -73,10 +74,10 @@ def _run(ring: Ring) -> tuple[Hops, Hops, dict[str, float]]:
     query, key, value, grad_out = (x[:, :, positions] for x in whole)
     scoring = Scoring(KERNELS["reference"], 0.4)
     with recorded() as forward:
-        out, lse = ring_forward(query, (key, value), plan, scoring, dist.group.WORLD)
+        out, lse = ring_forward(query, (key, value), plan, scoring, GroupWire(dist.group.WORLD))
     with recorded() as backward:
         saved = Saved(grad_out, query, out, lse)
-        grads = ring_backward(saved, (key, value), plan, scoring, dist.group.WORLD)
+        grads = ring_backward(saved, (key, value), plan, scoring, GroupWire(dist.group.WORLD))
     dense = dense_attention(*whole[:3], ring.mask, cu_seqlens=ring.cu_seqlens(), scale=0.4)
     expected = [dense.out, dense.lse, *dense.backward(whole[3])]
     errors = {"none": 0.0}

@@ -94,8 +94,10 @@ class Reference(Kernel):
         lse = query.new_full((heads, num_rows), -torch.inf, dtype=wide)
         out = query.new_zeros(num_rows, heads, value.shape[2])
         for rows, cols in segments.tiles():
-            tensors = _by_head(query[rows], key[cols], value[cols])
-            tile_out, tile_lse = self.forward(*tensors, segments.mask, scale, softcap)
+            tile_out, tile_lse = self.forward(
+                *(_by_head(query[rows]), _by_head(key[cols]), _by_head(value[cols])),
+                *(segments.mask, scale, softcap),
+            )
             out[rows], lse[:, rows] = tile_out[0].transpose(0, 1), tile_lse[0]
         return out, lse
 
@@ -113,17 +115,19 @@ class Reference(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows, cols in segments.tiles():
-            tensors = _by_head(grad_out[rows], query[rows], key[cols], value[cols], out[rows])
-            saved = *tensors, lse[:, rows].unsqueeze(0), None
-            of_tile = self.backward(*saved, segments.mask, scale, softcap)
+            of_tile = self.backward(
+                *(_by_head(grad_out[rows]), _by_head(query[rows])),
+                *(_by_head(key[cols]), _by_head(value[cols]), _by_head(out[rows])),
+                *(lse[:, rows].unsqueeze(0), None, segments.mask, scale, softcap),
+            )
             for grad, part, at in zip(grads, of_tile, (rows, cols, cols), strict=True):
                 grad[at] = part[0].transpose(0, 1)
         return grads
 
 
-def _by_head(*tensors: Tensor) -> list[Tensor]:
+def _by_head(x: Tensor) -> Tensor:
     """`(T, N, H)` to `(1, N, T, H)`."""
-    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""All ranks of a ring in one process, one thread each: their messages are copies.
+
+So a ring of any size runs on one GPU, where its ranks take turns: what it takes altogether is the
+sum of what its ranks take.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Lock
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.wire import Message, Work
+
+Result = TypeVar("Result")
+TIMEOUT = 300
+"""Seconds for the other side of a message to be posted."""
+
+
+class Transfer:
+    """A message: whichever side is posted last makes the copy, on the stream of its thread."""
+
+    def __init__(self, posted: Tensor, is_send: bool) -> None:
+        self.is_send = is_send
+        self.error: BaseException | None = None
+        self._posted = posted
+        self._done = Event()
+
+    def complete(self, other: Tensor) -> None:
+        source, target = (self._posted, other) if self.is_send else (other, self._posted)
+        target.copy_(source)
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        if not self._done.wait(TIMEOUT):
+            raise TimeoutError("the other side of a message was never posted")
+        if self.error is not None:
+            raise RuntimeError("another rank failed") from self.error
+
+
+class Exchange:
+    """Where the threads of a ring meet."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+        self._error: BaseException | None = None
+
+    def post(self, route: tuple[int, int], flat: Tensor, is_send: bool) -> Transfer:
+        """One side of the next message from the first rank of the route to the second."""
+        with self._lock:
+            waiting = self._waiting[route]
+            if waiting and waiting[0].is_send != is_send:
+                transfer = waiting.popleft()
+                transfer.complete(flat)
+                return transfer
+            waiting.append(Transfer(flat, is_send))
+            if self._error is not None:
+                waiting[-1].fail(self._error)
+            return waiting[-1]
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits any more for a rank that failed."""
+        with self._lock:
+            self._error = error
+            for transfer in (x for waiting in self._waiting.values() for x in waiting):
+                transfer.fail(error)
+
+
+class PlayedWire:
+    """Messages of one rank to those in the other threads."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+
+    def prepare(self, device: torch.device) -> None:
+        """Nothing to do."""
+
+    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+        post, rank = self._exchange.post, self._rank
+        received = [post((x.peer, rank), x.flat, False) for x in receives]
+        return received + [post((rank, x.peer), x.flat, True) for x in sends]
+
+
+def play(world_size: int, run: Callable[[int, PlayedWire], Result]) -> list[Result]:
+    """What `run(rank, wire)` returns on each rank.
+
+    Raises:
+        BaseException: what the first rank raised that failed.
+    """
+    exchange = Exchange()
+
+    def of_rank(rank: int) -> Result:
+        try:
+            with torch.no_grad():
+                return run(rank, PlayedWire(exchange, rank))
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+
+    with ThreadPoolExecutor(world_size) as threads:
+        futures = [threads.submit(of_rank, rank) for rank in range(world_size)]
+    errors = [error for error in (future.exception() for future in futures) if error]
+    for error in sorted(errors, key=lambda error: isinstance(error, RuntimeError)):
+        raise error.__cause__ or error
+    return [future.result() for future in futures]

@@ -1,0 +1,120 @@
+"""Rings whose ranks are threads of one process: so a single GPU runs rings of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.played import PlayedWire, play
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.kernels import KERNELS, Problem
+from dtensor_ring.layout import Layout
+from dtensor_ring.plan import Documents
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import Message
+from tests.rings import Case, Ring
+from tests.test_kernels import GPU
+
+CAUSAL, WINDOW = Mask.causal(), Mask.sliding(40)
+SEQ_LEN = 512
+SHARED = ((0, 3, 130, 131, 200, 300, 512),)
+BY_ROW = SHARED[0], (0, 1, 2, 3, 64, 128, 500)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def ring(layout: Layout, mask: Mask, documents: Documents | None = None, size: int = 4) -> Ring:
+    return Ring(layout, size, SEQ_LEN, mask, documents)
+
+
+RINGS = {
+    "zigzag": ring(ZigZag(), CAUSAL),
+    "zigzag, 8 ranks": ring(ZigZag(), CAUSAL, size=8),
+    "striped": ring(Striped(), CAUSAL),
+    "contiguous": ring(Contiguous(), CAUSAL),
+    "full": ring(Contiguous(), Mask.full()),
+    "window": ring(ZigZag(), WINDOW),
+    "striped window": ring(Striped(), WINDOW),
+    "both sides": ring(Contiguous(), Mask.local(30, 20)),
+    "documents": ring(ZigZag(), CAUSAL, SHARED),
+    "documents by row": ring(Contiguous(), CAUSAL, BY_ROW),
+    "striped documents": ring(Striped(), CAUSAL, BY_ROW),
+    "window and documents": ring(ZigZag(), WINDOW, SHARED),
+    "balanced documents": ring(Balanced(CAUSAL, SEQ_LEN, 4, SHARED, 32), CAUSAL, SHARED),
+}
+
+
+@dataclass(frozen=True)
+class Played:
+    """What runs a case: a kernel on a device."""
+
+    kernel: str
+    device: str
+    dtype: torch.dtype
+
+
+ON_CPU = [Played("reference", "cpu", torch.float32), Played("cpu_flash", "cpu", torch.bfloat16)]
+ON_GPU = [Played("reference", "cuda", torch.float32)]
+ON_GPU += [Played(name, "cuda", torch.bfloat16) for name in GPU]
+every_kernel = pytest.mark.parametrize(
+    "played",
+    [*ON_CPU, *(pytest.param(x, marks=pytest.mark.gpu) for x in ON_GPU)],
+    ids=lambda x: f"{x.kernel} on {x.device}",
+)
+CASES = {name: Case(ring) for name, ring in RINGS.items()}
+for name in ("zigzag", "window and documents"):
+    CASES[f"{name}, sinks"] = Case(RINGS[name], sinks=(0.5, -1.0, 2.0, 0.0))
+    CASES[f"{name}, softcap"] = Case(RINGS[name], softcap=2.0)
+
+
+@every_kernel
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_ring(case: Case, played: Played) -> None:
+    head_dims = (64, 64) if played.device == "cuda" else (8, 8)
+    case = replace(case, dtype=played.dtype, head_dims=head_dims)
+    kernel = KERNELS[played.kernel]
+    problem = Problem(played.device, played.dtype, *head_dims, case.scale, case.softcap)
+    reason = kernel.missing() or kernel.supports(problem)
+    if reason:
+        pytest.skip(f"{kernel.name}: {reason}")
+    world_size = case.ring.world_size
+    results = play(world_size, lambda rank, wire: of_rank(case, played, rank, wire))
+    for rank, of_this in enumerate(results):
+        positions = case.ring.positions(rank)
+        for what, actual, whole in zip(
+            ("out", "lse", "dq", "dk", "dv"), of_this, case.expected(), strict=False
+        ):
+            expected = whole[:, :, positions]
+            assert actual.shape == expected.shape
+            difference = (actual.cpu().double() - expected).masked_fill_(
+                actual.cpu() == expected, 0
+            )
+            largest = max(1.0, whole.abs().nan_to_num(posinf=0.0).max().item())
+            assert difference.abs().max() <= TOLERANCES[played.dtype] * largest, (rank, what)
+
+
+def of_rank(case: Case, played: Played, rank: int, wire: PlayedWire) -> tuple[Tensor, ...]:
+    """Out, lse and gradients of a rank's query, key and value."""
+    plan = case.ring.plans()[rank]
+    query, key, value, *sinks = (x.to(played.device) for x in case.shards(rank))
+    grad_out = case.grads()[0][:, :, case.ring.positions(rank)].to(played.device)
+    scoring = Scoring(KERNELS[played.kernel], case.scale, case.softcap)
+    out, lse = ring_forward(query, (key, value), plan, scoring, wire, *sinks)
+    saved = Saved(grad_out, query, out, lse)
+    return out, lse, *ring_backward(saved, (key, value), plan, scoring, wire)
+
+
+def test_a_rank_that_fails() -> None:
+    """The others do not wait for it, and its error is the one that is told."""
+
+    def fails(rank: int, wire: PlayedWire) -> None:
+        for work in wire.start([Message(torch.zeros(1), 1 - rank)], []):
+            if rank == 1:
+                raise ValueError("no more")
+            work.wait()
+
+    with pytest.raises(ValueError, match="no more"):
+        play(2, fails)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dtensor_ring.gradient import GradientShare, GradientSum
 from dtensor_ring.kernels.kernel import Kernel
-from dtensor_ring.merge import GradientShare, GradientSum, Partial, cols_of, rows_of
+from dtensor_ring.partial import Partial
 from dtensor_ring.plan import Step
+from dtensor_ring.region import cols_of, rows_of
 from dtensor_ring.segments import Segments, launches
 from dtensor_ring.tile import Tile
 from dtensor_ring.trace import Label
@@ -50,13 +52,17 @@ def forward_step(
     partial: Partial,
     scoring: Scoring,
     label: Label,
+    is_last: bool = False,
 ) -> None:
     """Add the attention of a step's tiles over the held keys and values to `partial`."""
-    for launch in _launches(step, query, held[0], scoring.kernel.has_segments):
+    todo = _launches(step, query, held[0], scoring.kernel.has_segments)
+    covered = [_tile(launch, query, held[0]) for launch in todo]
+    are_last = _last_of_their_rows(covered) if is_last else [False] * len(covered)
+    for launch, tile, is_last_of_rows in zip(todo, covered, are_last, strict=True):
         with label("tile"):
             out, lse = _attend(launch, query, held, scoring)
         with label("merge"):
-            partial.add(_tile(launch, query, held[0]), out, lse)
+            partial.add(tile, out, lse, is_last_of_rows)
 
 
 def backward_step(
@@ -93,6 +99,17 @@ def _tile(launch: Tile | Segments, query: Tensor, key: Tensor) -> Tile:
     if isinstance(launch, Tile):
         return launch
     return Tile((0, query.shape[2]), (0, key.shape[2]), launch.mask)
+
+
+def _last_of_their_rows(tiles: list[Tile]) -> list[bool]:
+    """Whether no later tile has rows up to the end of the tile."""
+    first_row: dict[int | None, int] = {}  # of the later tiles, by batch row
+    result = []
+    for tile in reversed(tiles):
+        batches = first_row if tile.batch is None else (None, tile.batch)
+        result.append(all(first_row.get(x, tile.rows[1]) >= tile.rows[1] for x in batches))
+        first_row[tile.batch] = min(first_row.get(tile.batch, tile.rows[0]), tile.rows[0])
+    return result[::-1]
 
 
 def _attend(

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dtensor_ring.comm import Packet, Rotation, SumRotation
 from dtensor_ring.execute import Pair, Saved, Scoring, backward_step, forward_step
-from dtensor_ring.merge import GradientShare, GradientSum, Partial
+from dtensor_ring.gradient import GradientShare, GradientSum
+from dtensor_ring.partial import Partial
 from dtensor_ring.plan import Plan
 from dtensor_ring.trace import Label
 from dtensor_ring.wire import Wire
@@ -22,7 +23,7 @@ def ring_forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the local queries over all keys and values of the ring."""
-    partial = Partial(query, shard[1].shape[3])
+    partial = Partial(query, shard[1].shape[3], sinks)
     shards = Rotation(wire, plan, shard, shard[0].dtype)
     with Label("forward", 0, plan.rank)("pack"):
         held, packet = _pack(shards, shard, plan)
@@ -30,12 +31,12 @@ def ring_forward(
         label = Label("forward", hop - 1, step.source)
         with label("send"):
             shards.post(hop, packet)
-        forward_step(step, query, held, partial, scoring, label)
+        forward_step(step, query, held, partial, scoring, label, hop == plan.num_steps)
         with label("wait"):
             packet = shards.wait()
         held = packet.pair if packet else held
     shards.close()
-    return partial.result(sinks)
+    return partial.result()
 
 
 def ring_backward(

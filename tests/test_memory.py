@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, comm
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, comm, merge
 from dtensor_ring.buffer import BufferPool
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels.kernel import Kernel
@@ -26,6 +26,7 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM, SHARD = 2, 8, 2, 16, 64
 QUERY = BATCH * HEADS * SHARD * HEAD_DIM  # numbers of a rank's query
 SHARDS = 2 * BATCH * KV_HEADS * SHARD * HEAD_DIM  # and of its key and value
 ROWS = BATCH * HEADS * SHARD  # and of its lse
+PIECE = 512  # what is cast at a time
 
 
 class Counted(TorchDispatchMode):
@@ -109,8 +110,9 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
     """Whatever the number of steps: two shards, their gradients, and what is accumulated."""
     wide = 4
     narrow = dtype.itemsize
-    cast = 0 if dtype == torch.float32 else wide  # of what is merged, or of the result
-    forward_limit = 2 * SHARDS * narrow + QUERY * (wide + cast) + 4 * ROWS * wide
+    cast = 0 if dtype == torch.float32 else wide  # of the result
+    output = wide if dtype == torch.float32 else wide + narrow
+    forward_limit = 2 * SHARDS * narrow + QUERY * output + (4 * ROWS + 2 * PIECE) * wide
     # Gradients: those two that travel, the one on its way home, and the rank's own; then a step's,
     # as kernels return them, and their sum if they outgrow a shard.
     backward_limit = 2 * SHARDS * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
@@ -142,7 +144,11 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
     for is_forward in (True, False):
         counted = Counted(SHARDS * dtype.itemsize // 4)
         scoring = Scoring(Ready(dtype, counted), 1.0)
-        with patch.object(comm, "BUFFERS", BufferPool()), counted:
+        with (
+            patch.multiple(comm, BUFFERS=BufferPool()),
+            patch.multiple(merge, PIECE=PIECE),
+            counted,
+        ):
             if is_forward:
                 out, lse = ring_forward(
                     query, (key, value), plan, scoring, GroupWire(dist.group.WORLD)

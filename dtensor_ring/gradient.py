@@ -1,0 +1,76 @@
+"""Sums of the tiles' gradients: of what a rank owns, and of what passes by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.order import TOKEN_MAJOR, in_order, zeros
+from dtensor_ring.region import WHOLE, Region
+from dtensor_ring.tile import Span
+
+
+class GradientSum:
+    """The sum of the tiles' gradients of one tensor `(B, N, L, H)`.
+
+    A single tile that covers everything is kept as it is; a sum of more is float32 or wider.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+
+    def add(self, region: Region, grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, L)`."""
+        if self._total is None and grad.shape == self._like.shape:
+            self._total = grad
+            return
+        self.total()[region].add_(grad)
+
+    def total(self) -> Tensor:
+        """The sum so far, to be written to."""
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        if self._total is None:
+            self._total = zeros(self._like, self._like.shape, TOKEN_MAJOR, wide)
+        self._total = self._total.to(wide)
+        return self._total
+
+    def add_home(self, home: Tensor, cols: Span) -> None:
+        """Add what the other ranks summed up for these columns; rounds once, at the end."""
+        own = (self.total() if self._total is None else self._total)[:, :, slice(*cols)]
+        torch.add(own, home, out=own)
+
+    def result(self) -> Tensor:
+        """The sum in the tensor's dtype, token-major."""
+        total = self.total() if self._total is None else self._total
+        return in_order(total, TOKEN_MAJOR, self._like.dtype)
+
+
+class GradientShare:
+    """A step's share of the gradient of a shard that is passing, until the sum arrives.
+
+    The tiles' gradients are kept as they are, unless they outgrow the shard `(B, N, C, H)`.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._grads: list[tuple[Region, Tensor]] = []
+
+    def add(self, region: Region, grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, C)`."""
+        self._grads.append((region, grad))
+        if sum(x.numel() for _, x in self._grads) > self._like.numel():
+            total = GradientSum(self._like)
+            for kept in self._grads:
+                total.add(*kept)
+            self._grads = [(WHOLE, total.total())]
+
+    def add_to(self, total: Tensor, first: bool) -> None:
+        """Add to the sum, or begin it: then `total` holds nothing yet."""
+        if first and [grad.shape for _, grad in self._grads] == [total.shape]:
+            total.copy_(self._grads[0][1])
+            return
+        if first:
+            total.zero_()
+        for region, grad in self._grads:
+            total[region].add_(grad)

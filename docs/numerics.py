@@ -32,6 +32,8 @@ WORLD_SIZES = (1, 2, 4, 8)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 64
 KERNEL = "aten kernel"
+NARROW = "bfloat16"
+"""What sums of gradients may travel as, beside the default."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Row:
     ranks: int
     layout: str
     errors: list[float]
+    grad_dtype: str | None = None
 
 
 @cache
@@ -135,7 +138,13 @@ def _padded(problem: Problem, pair: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat([x, x.new_zeros(*x.shape[:2], extra, HEAD_DIM)], 2) for x in pair]
 
 
-def ring(problem: Problem, dtype: str, layout: str | Balanced, mesh: DeviceMesh) -> list[Tensor]:
+def ring(
+    problem: Problem,
+    dtype: str,
+    layout: str | Balanced,
+    mesh: DeviceMesh,
+    grad_dtype: str | None = None,
+) -> list[Tensor]:
     """The results of the ring for this rank's tokens."""
     shards = [shard_sequence(x, mesh, 2, layout).to_local() for x in problem.inputs(dtype)]
     grad_out, *inputs = (x.requires_grad_() for x in shards)
@@ -145,16 +154,19 @@ def ring(problem: Problem, dtype: str, layout: str | Balanced, mesh: DeviceMesh)
         cu_seqlens=None if problem.cu_seqlens is None else torch.tensor(problem.cu_seqlens).int(),
         sinks=None if problem.sinks is None else torch.tensor(problem.sinks),
         runs=sequence_runs(layout) if isinstance(layout, Balanced) else None,
+        grad_dtype=grad_dtype and getattr(torch, grad_dtype),
         mesh=mesh,
         return_lse=True,
     )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, grad_out.detach())]
 
 
-def measure(problem: Problem, dtype: str, layout: str, mesh: DeviceMesh) -> list[float]:
+def measure(
+    problem: Problem, dtype: str, layout: str, mesh: DeviceMesh, grad_dtype: str | None = None
+) -> list[float]:
     """The errors of the ring over all ranks; it must give the same bits twice."""
     chosen = problem.layout(layout, mesh.size())
-    results, again = (ring(problem, dtype, chosen, mesh) for _ in range(2))
+    results, again = (ring(problem, dtype, chosen, mesh, grad_dtype) for _ in range(2))
     for name, x, y in zip(RESULTS, results, again, strict=True):
         if not torch.equal(x, y):
             raise AssertionError(f"{name} differs when computed twice: {dtype}, {layout}, {mesh}")
@@ -186,8 +198,9 @@ def work(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         mesh = init_device_mesh("cpu", (world_size,))  # a world's mesh keeps its layout
         for (title, problem), dtype in product(PROBLEMS.items(), DTYPES):
-            found = measure(problem, dtype, layout, mesh)
-            rows.append(asdict(Row(title, dtype, world_size, layout, found)))
+            for grad_dtype in (None, NARROW) if layout == "zigzag" else (None,):
+                found = measure(problem, dtype, layout, mesh, grad_dtype)
+                rows.append(asdict(Row(title, dtype, world_size, layout, found, grad_dtype)))
         dist.destroy_process_group()
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
@@ -210,7 +223,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     """The lines of all tables, in Markdown."""
     yield f"Measured with torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}."
     for title in PROBLEMS:
-        here = [row for row in rows if row.problem == title]
+        here = [row for row in rows if row.problem == title and row.grad_dtype is None]
         yield from ("", f"### {title}", "")
         yield from ("The largest error of the ring over that of the kernel:", "")
         yield from _heading("dtype")
@@ -219,6 +232,19 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         yield from ("", "All errors:", "", *_heading("dtype", "ranks", "layout"))
         for row in sorted(here, key=lambda row: (DTYPES.index(row.dtype), row.layout != KERNEL)):
             yield _line(row.dtype, str(row.ranks), row.layout, *(f"{x:.1e}" for x in row.errors))
+    yield from ("", f"### Sums of gradients that travel as {NARROW}", "")
+    yield from ("Causal, zigzag; in brackets the errors where they travel as by default:", "")
+    yield from _heading("dtype", "ranks", results=("dk", "dv"))
+    yield from _narrow_lines([row for row in rows if row.problem == next(iter(PROBLEMS))])
+
+
+def _narrow_lines(rows: Sequence[Row]) -> Iterator[str]:
+    wide = {(row.dtype, row.ranks, row.layout): row for row in rows if row.grad_dtype is None}
+    for row in rows:
+        if row.grad_dtype == NARROW and row.ranks > 1 and row.dtype != "float64":
+            pairs = zip(row.errors, wide[row.dtype, row.ranks, row.layout].errors, strict=True)
+            cells = [f"{x:.1e} ({y:.1e})" for x, y in pairs]
+            yield _line(row.dtype, str(row.ranks), *cells[RESULTS.index("dk") :])
 
 
 def _ratios(rows: Sequence[Row], dtype: str) -> Iterator[float]:
@@ -229,9 +255,9 @@ def _ratios(rows: Sequence[Row], dtype: str) -> Iterator[float]:
     return (max(of) / error for of, error in zip(ring_errors, kernel, strict=True))
 
 
-def _heading(*columns: str) -> Iterator[str]:
-    yield _line(*columns, *RESULTS)
-    yield _line(*["---"] * len(columns), *["---:"] * len(RESULTS))
+def _heading(*columns: str, results: Sequence[str] = RESULTS) -> Iterator[str]:
+    yield _line(*columns, *results)
+    yield _line(*["---"] * len(columns), *["---:"] * len(results))
 
 
 def _line(*cells: str) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.agreement import check_agreement
 from dtensor_ring.annotation import axis_group, axis_layout, group_layout
+from dtensor_ring.check import is_wide_enough
 from dtensor_ring.dtensor import SEQUENCE
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale, ring_op
@@ -34,6 +35,7 @@ def ring_attention(
     return_lse: bool = False,
     key_cu_seqlens: Tensor | None = None,
     runs: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
     validate: bool = False,
 ) -> Any:
     """Attention over a sequence that is sharded over the ranks of a ring.
@@ -66,6 +68,9 @@ def ring_attention(
             like, and the mask must be full.
         runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
             int32 on the CPU, `(W, R, 2)`. By default the layout of the mesh says.
+        grad_dtype: dtype in which sums of key and value gradients travel from rank to rank, float32
+            (float64 for float64) by default. `torch.bfloat16` halves their bytes and rounds them at
+            each hop; docs/numerics.md has the errors.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
             eager calls.
@@ -96,6 +101,8 @@ def ring_attention(
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
+    if grad_dtype is not None and not is_wide_enough(grad_dtype):
+        raise ValueError(f"grad_dtype must be floating, 16 bits or more, got {grad_dtype}")
     options = Options(
         cu_seqlens=cu_seqlens,
         key_cu_seqlens=key_cu_seqlens,
@@ -104,6 +111,7 @@ def ring_attention(
         scale=default_scale(query.shape[-1]) if scale is None else scale,
         softcap=softcap,
         kernel=kernel,
+        grad_dtype=grad_dtype,
     )
     out, lse = ring_op(query, key, value, *_placed(options.under(mask), query, key, mesh))
     return (out, lse) if return_lse else out

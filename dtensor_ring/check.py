@@ -24,7 +24,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{name} {kind}" for name, kind in found.items())
             raise ValueError(f"query, key and value must have one {what}, got {listed}; use .to()")
-    if not query.dtype.is_floating_point or query.dtype.itemsize < 2:
+    if not is_wide_enough(query.dtype):
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {query.dtype}")
     if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"query, key and value disagree in batch, heads or length: {shapes}")
@@ -44,6 +44,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
     if sinks is not None and not sinks.is_floating_point():
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
+
+
+def is_wide_enough(dtype: torch.dtype) -> bool:
+    """Whether a ring computes with it."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = False) -> Documents:

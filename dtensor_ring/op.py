@@ -27,7 +27,7 @@ BACKWARD = "dtensor_ring::ring_attention_backward"
 _OPTIONS = (
     "Tensor? cu_seqlens, Tensor? key_cu_seqlens, Tensor? runs, Tensor? sinks, SymInt seq_len, "
     "SymInt key_seq_len, str layout, int? left, int? right, int? chunk, int? prefix, "
-    "float scale, float softcap, str? kernel, str group_name"
+    "float scale, float softcap, str? kernel, ScalarType? grad_dtype, str group_name"
 )
 torch.library.define(
     FORWARD, f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor out, Tensor lse)"
@@ -62,6 +62,7 @@ class Options(NamedTuple):
     scale: float = 1.0
     softcap: float = 0.0
     kernel: str | None = None
+    grad_dtype: torch.dtype | None = None
     group_name: Any = ""
 
     @property
@@ -141,7 +142,7 @@ def _backward(
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, query, out, lse, grad_lse)
     scoring = options.scoring(query, value, differentiable_lse=grad_lse is not None)
-    grads = ring_backward(saved, (key, value), schedule, scoring, options.wire)
+    grads = ring_backward(saved, (key, value), schedule, scoring, options.wire, options.grad_dtype)
     return *grads, _sinks_gradient(saved, options.sinks)
 
 

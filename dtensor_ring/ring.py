@@ -45,12 +45,14 @@ def ring_backward(
     plan: Plan,
     scoring: Scoring,
     wire: Wire,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the local query, key and value."""
+    """Gradients of the local query, key and value; by default sums travel as float32 or wider."""
     grad_query = GradientSum(saved.query)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     shards = Rotation(wire, plan, shard, shard[0].dtype)
-    sums = SumRotation(wire, plan, shard, torch.promote_types(shard[0].dtype, torch.float32))
+    grad_dtype = grad_dtype or torch.promote_types(shard[0].dtype, torch.float32)
+    sums = SumRotation(wire, plan, shard, grad_dtype)
     with Label("backward", 0, plan.rank)("pack"):
         held, packet = _pack(shards, shard, plan)
     for hop, step in enumerate(plan.steps, start=1):

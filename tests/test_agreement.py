@@ -88,6 +88,9 @@ DIFFERENCES = {
     ),
     "softcap": Difference("softcap: 2.0 on [0], 0.0 on {others}", {"softcap": 2.0}),
     "kernel": Difference("kernel: 'reference' on [0], None on {others}", {"kernel": "reference"}),
+    "grad_dtype": Difference(
+        "grad_dtype: torch.bfloat16 on [0], None on {others}", {"grad_dtype": torch.bfloat16}
+    ),
     "mask and scale": Difference(
         f"mask: {Mask.full()} on [0], {Mask.causal()} on {{others}}; "
         "scale: 0.5 on [0], None on {others}",

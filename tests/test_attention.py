@@ -28,8 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
         "scale": 0.4,
         "softcap": 3.0,
         "kernel": "reference",
+        "grad_dtype": torch.float64,
     },
 }
+HOW = ("kernel", "grad_dtype")
+"""Options that change no result."""
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous", "striped", "zigzag"])
@@ -47,7 +50,7 @@ def _check_case(layout: str | None, options: dict[str, Any]) -> None:
     mine = as_layout(layout or "contiguous").positions(dist.get_rank(), world_size, SEQ_LEN)
     *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
     grad_lse = torch.randn(grad_out.shape[:3])
-    scoring = {name: value for name, value in options.items() if name != "kernel"}
+    scoring = {name: value for name, value in options.items() if name not in HOW}
     dense = dense_attention(*inputs, **{"mask": Mask.causal(), **scoring})
     expected = dense.out, dense.lse, *dense.backward(grad_out, grad_lse)[:3]
 
@@ -86,6 +89,11 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
     ),
     "mask a tensor": (lambda x, mesh: {"mask": x}, TypeError, r"must be a dtensor_ring\.Mask"),
     "mask None": (lambda x, mesh: {"mask": None}, TypeError, r"Mask\.causal\(\), got None"),
+    "dtype of gradients": (
+        lambda x, mesh: {"grad_dtype": torch.int32},
+        ValueError,
+        "grad_dtype must be floating, 16 bits or more, got torch.int32",
+    ),
     "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "must be 0 .none. or positive"),
     "three dims": (
         lambda x, mesh: {"query": x[0]},

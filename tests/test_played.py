@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +16,7 @@ from dtensor_ring.kernels import KERNELS, Problem
 from dtensor_ring.layout import Layout
 from dtensor_ring.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.wire import Message
+from dtensor_ring.wire import Message, Work
 from tests.rings import Case, Ring
 from tests.test_kernels import GPU
 
@@ -96,7 +97,41 @@ def test_ring(case: Case, played: Played) -> None:
             assert difference.abs().max() <= TOLERANCES[played.dtype] * largest, (rank, what)
 
 
-def of_rank(case: Case, played: Played, rank: int, wire: PlayedWire) -> tuple[Tensor, ...]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_gradients_may_travel_narrow(dtype: torch.dtype) -> None:
+    case = Case(RINGS["zigzag"], dtype)
+    played = Played("reference", "cpu", dtype)
+    sent: list[torch.dtype] = []
+
+    class Counting(PlayedWire):
+        def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+            sent.extend(message.flat.dtype for message in sends)
+            return super().start(receives, sends)
+
+    def run(rank: int, wire: PlayedWire) -> tuple[Tensor, ...]:
+        wire.__class__ = Counting
+        return of_rank(case, played, rank, wire, torch.float16)
+
+    results = play(case.ring.world_size, run)
+    num_hops = case.ring.world_size - 1
+    assert sent.count(torch.float16) == 4 * num_hops, "one sum less than ranks, from each rank"
+    assert sent.count(dtype) == 2 * 4 * num_hops, "shards, forward and backward"
+    for rank, (_, _, _, *grads) in enumerate(results):
+        positions = case.ring.positions(rank)
+        for grad, whole in zip(grads, case.expected()[3:], strict=True):
+            assert grad.dtype == dtype
+            error = (grad.double() - whole[:, :, positions]).abs().max() / whole.abs().max()
+            assert error < (3e-3 if dtype == torch.float32 else 2e-2)
+            assert error > 1e-6, "they were rounded"
+
+
+def of_rank(
+    case: Case,
+    played: Played,
+    rank: int,
+    wire: PlayedWire,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
     """Out, lse and gradients of a rank's query, key and value."""
     plan = case.ring.plans()[rank]
     query, key, value, *sinks = (x.to(played.device) for x in case.shards(rank))
@@ -104,7 +139,7 @@ def of_rank(case: Case, played: Played, rank: int, wire: PlayedWire) -> tuple[Te
     scoring = Scoring(KERNELS[played.kernel], case.scale, case.softcap)
     out, lse = ring_forward(query, (key, value), plan, scoring, wire, *sinks)
     saved = Saved(grad_out, query, out, lse)
-    return out, lse, *ring_backward(saved, (key, value), plan, scoring, wire)
+    return out, lse, *ring_backward(saved, (key, value), plan, scoring, wire, grad_dtype)
 
 
 def test_a_rank_that_fails() -> None:

@@ -84,7 +84,8 @@ ring_attention(query: 'Any', key: 'Any', value: 'Any', *, mask: 'Mask' = Mask(le
         right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None, sinks: 'Any' =
         None, scale: 'float | None' = None, softcap: 'float' = 0.0, kernel: 'str | None' = None,
         mesh: 'DeviceMesh | None' = None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor |
-        None' = None, runs: 'Tensor | None' = None, validate: 'bool' = False) -> 'Any'
+        None' = None, runs: 'Tensor | None' = None, grad_dtype: 'torch.dtype | None' = None,
+        validate: 'bool' = False) -> 'Any'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
 set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str') -> 'None'

@@ -113,6 +113,9 @@ class Options(NamedTuple):
             self.scale,
             self.softcap,
             differentiable_lse,
+            windowed=self.left is not None,  # one bound on the right is cut into squares
+            grouped=query.shape[1] != value.shape[1],
+            packed=self.cu_seqlens is not None or self.chunk is not None,
         )
         return Scoring(select_kernel(self.kernel, problem), self.scale, self.softcap)
 

@@ -22,8 +22,9 @@ LAYERS = (
     {"check", "op"},
     {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
 )
-OPTIONAL = {"flash_attn", "flash_attn_interface", "torchtitan", "transformers", "triton"}
-OPTIONAL |= {"matplotlib", "rich"}
+# Two packages install into the folder flash_attn: the longest of these names is the one imported.
+OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
+OPTIONAL |= {"matplotlib", "rich", "triton"}
 SUBCLASSES = ("parallel_plans.huggingface.trainer", "parallel_plans.torchtitan")
 """Of classes of an optional package, which they import first: nobody imports them but users."""
 ON_FIRST_USE = {"dtensor_ring.merge_triton"}
@@ -74,21 +75,29 @@ def _subclasses(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in SUBCLASSES)
 
 
+def _optional(module: str) -> str | None:
+    """The optional package that a module belongs to."""
+    names = [x for x in OPTIONAL if module == x or module.startswith(f"{x}.")]
+    return max(names, key=len, default=None)
+
+
 def test_optional_packages_have_one_adapter_each() -> None:
     adapters: dict[str, set[str]] = {package: set() for package in OPTIONAL}
     for name, tree in TREES.items():
-        early = set(_imports(tree, late=False))
-        assert not early & ON_FIRST_USE, f"{name} needs {early & ON_FIRST_USE}"
+        late_only = set(_imports(tree, late=False)) & ON_FIRST_USE
+        assert not late_only, f"{name} needs {late_only}"
+        early = {_optional(imported) for imported in _imports(tree, late=False)} - {None}
         if not _subclasses(name) and name not in ON_FIRST_USE:
-            needed = {imported.partition(".")[0] for imported in early} & OPTIONAL
-            assert not needed, f"{name} needs {needed}"
+            assert not early, f"{name} needs {early}"
             assert not any(_subclasses(imported) for imported in _imports(tree)), name
         adapter = name
         if _layer(name) == len(LAYERS):
             adapter = ".".join(name.split(".")[:2]).removesuffix("_cpu")
         for imported in _imports(tree):
-            adapters.get(imported.partition(".")[0], set()).add(adapter)
+            if package := _optional(imported):
+                adapters[package].add(adapter)
     assert all(len(files) <= 1 for files in adapters.values()), adapters
+    assert adapters["flash_attn"] != adapters["flash_attn.cute"]
 
 
 def test_no_hidden_state() -> None:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
-from dtensor_ring import available_kernels
-from dtensor_ring.kernels import KERNELS, Problem, flash_attn2, select_kernel
+from dtensor_ring import Mask, op
+from dtensor_ring.kernels import (
+    KERNELS,
+    Kernel,
+    Problem,
+    select_kernel,
+)
+from dtensor_ring.layout import as_layout
+from dtensor_ring.plan import plan
+from tests.tiles import GPU
 
-GPU = ("flash_attn2", "cuda_flash")
+FLASH_ATTN = ("flash_attn3", "flash_attn4", "flash_attn2")
 
 PROBLEM = Problem("cpu", torch.float32, 8, 8)
 GPU_PROBLEM = replace(PROBLEM, device_type="cuda", dtype=torch.bfloat16)
+
+
+def head_dims(head_dim: int, value_head_dim: int | None = None) -> Problem:
+    return replace(GPU_PROBLEM, head_dim=head_dim, value_head_dim=value_head_dim or head_dim)
+
+
+def latent() -> Problem:
+    return head_dims(192, 128)
 
 
 @pytest.mark.parametrize(
@@ -34,19 +49,40 @@ GPU_PROBLEM = replace(PROBLEM, device_type="cuda", dtype=torch.bfloat16)
         ("cpu_flash", replace(PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
         ("cpu_flash", replace(PROBLEM, softcap=1.0), "it has no softcap"),
         ("cuda_flash", GPU_PROBLEM, None),
-        ("cuda_flash", replace(GPU_PROBLEM, scale=-1.0), "it needs a positive scale, got -1.0"),
         ("cuda_flash", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
-        ("flash_attn2", replace(GPU_PROBLEM, softcap=1.0), None),
+        *((name, replace(GPU_PROBLEM, softcap=1.0, windowed=True), None) for name in FLASH_ATTN),
+        ("flash_attn4", latent(), None),
+        ("flash_attn4", replace(latent(), softcap=1.0), None),
+        ("flash_attn4", replace(latent(), grouped=True), "192 and 128 without grouped-query only"),
+        ("flash_attn4", replace(latent(), dtype=torch.float32), "takes bfloat16 and float16, not"),
+        ("flash_attn4", head_dims(128), None),
+        ("flash_attn4", head_dims(136), "multiple of 8 up to 128, got 136"),
+        ("cudnn", replace(head_dims(64, 128), grouped=True), None),
+        ("cudnn", latent(), "head dims that are multiples of 8 up to 128, got 192, 128"),
+        ("cudnn", head_dims(64, 20), "head dims that are multiples of 8 up to 128, got 64, 20"),
+        ("cudnn", replace(GPU_PROBLEM, windowed=True), "it has no windows"),
+        ("cudnn", replace(GPU_PROBLEM, packed=True), "it has no segments, and each document"),
+        ("cudnn", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
         *(
             (name, problem, reason)
             for name in GPU
             for problem, reason in (
                 (PROBLEM, "it runs on CUDA, the tensors are on cpu"),
                 (replace(GPU_PROBLEM, dtype=torch.float32), "takes bfloat16 and float16, not"),
-                (replace(GPU_PROBLEM, value_head_dim=16), "one head dim .*, got 8 and 16"),
-                (replace(GPU_PROBLEM, head_dim=12, value_head_dim=12), "multiple of 8 .*, got 12"),
-                (replace(GPU_PROBLEM, head_dim=264, value_head_dim=264), "up to 256, got 264"),
+                (head_dims(12), "multiples? of 8 .*, got 12"),
+                (head_dims(264), "up to (128|256), got 264"),
+                (replace(GPU_PROBLEM, scale=-1.0), "it needs a positive scale, got -1.0"),
                 (replace(GPU_PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
+                (replace(GPU_PROBLEM, grouped=True), None),
+            )
+        ),
+        *(
+            (name, problem, reason)
+            for name in ("flash_attn3", "flash_attn2", "cuda_flash")
+            for problem, reason in (
+                (head_dims(256), None),
+                (head_dims(8, 16), "one head dim .*, got 8 and 16"),
+                (latent(), "one head dim .*, got 192 and 128"),
             )
         ),
     ],
@@ -56,49 +92,18 @@ def test_what_a_kernel_supports(name: str, problem: Problem, reason: str | None)
     assert found is None if reason is None else re.search(reason, found or ""), found
 
 
-def test_missing_gpu_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    for name in GPU:
-        assert KERNELS[name].missing() == "it needs compute capability 8.0, this GPU has 7.5"
-
-
-def test_available_kernels() -> None:
-    available = available_kernels()
-    assert list(available) == ["flash_attn2", "cuda_flash", "cpu_flash", "reference"]
-    assert available["cpu_flash"] is available["reference"] is None
-    if not torch.cuda.is_available():
-        assert available["flash_attn2"] == available["cuda_flash"] == "no CUDA device"
-
-
-def test_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    def not_loading(module: str) -> None:
-        raise ImportError(f"{module} was built for another torch")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash_attn2, "import_module", lambda module: None)
-    monkeypatch.setattr(flash_attn2, "version", missing)
-    flash_attn2._missing_package.cache_clear()
-    assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
-    for version, reason in {
-        "2.6.3": "it needs flash-attn 2.7 or a later 2.x, found 2.6.3",
-        "2.7.0": None,
-        "2.10.0.post1": None,
-        "3.0.0": "it needs flash-attn 2.7 or a later 2.x, found 3.0.0",
-    }.items():
-        monkeypatch.setattr(flash_attn2, "version", lambda _, version=version: version)
-        flash_attn2._missing_package.cache_clear()
-        assert KERNELS["flash_attn2"].missing() == reason
-    monkeypatch.setattr(flash_attn2, "version", lambda _: "2.8.0")
-    monkeypatch.setattr(flash_attn2, "import_module", not_loading)
-    flash_attn2._missing_package.cache_clear()
-    assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
-    flash_attn2._missing_package.cache_clear()
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("flash_attn3", head_dims(200)), ("cudnn", GPU_PROBLEM)],
+)
+def test_gradients_that_are_not_deterministic(name: str, problem: Problem) -> None:
+    assert KERNELS[name].supports(problem) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in (KERNELS[name].supports(problem) or "")
+        assert KERNELS["flash_attn3"].supports(head_dims(192)) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +122,44 @@ def test_the_first_kernel_that_can_is_chosen(problem: Problem, chosen: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("mask", "windowed"),
+    [
+        (Mask.full(), False),
+        (Mask.causal(), False),
+        (Mask.sliding(3), True),
+        (Mask.local(2, 1), True),
+        (Mask.local(None, 2), False),
+        (Mask.prefix_causal(2), False),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_what_a_ring_asks_for(
+    mask: Mask, windowed: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+
+    def select(name: str | None, problem: Problem) -> Kernel:
+        asked.append(problem)
+        return KERNELS["reference"]
+
+    monkeypatch.setattr(op, "select_kernel", select)
+    options = op.Options(scale=0.5).under(mask)
+    options.scoring(torch.empty(1, 2, 8, 4), torch.empty(1, kv_heads, 8, 6))
+    expected = Problem("cpu", torch.float32, 4, 6, 0.5, windowed=windowed, grouped=kv_heads == 1)
+    assert asked == [expected]
+    # Only a window has tiles that are neither full nor causal.
+    for layout in ("zigzag", "striped", "contiguous"):
+        steps = [
+            step for rank in range(2) for step in plan(as_layout(layout), mask, rank, 2, 24).steps
+        ]
+        bands = {tile.mask for step in steps for tile in step.tiles}
+        assert windowed or bands <= {Mask.full(), Mask.causal()}
+
+
+@pytest.mark.parametrize(
     ("name", "problem", "message"),
     [
-        ("flash9", PROBLEM, "unknown kernel 'flash9'; known kernels: flash_attn2, cuda_flash, cpu"),
+        ("flash9", PROBLEM, "unknown kernel 'flash9'; known kernels: flash_attn3, flash_attn4, "),
         (
             "cpu_flash",
             replace(PROBLEM, softcap=1.0),

@@ -18,7 +18,7 @@ from dtensor_ring.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.wire import Message, Work
 from tests.rings import Case, Ring
-from tests.test_kernels import GPU
+from tests.tiles import GPU
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(40)
 SEQ_LEN = 512
@@ -77,7 +77,13 @@ def test_ring(case: Case, played: Played) -> None:
     head_dims = (64, 64) if played.device == "cuda" else (8, 8)
     case = replace(case, dtype=played.dtype, head_dims=head_dims)
     kernel = KERNELS[played.kernel]
-    problem = Problem(played.device, played.dtype, *head_dims, case.scale, case.softcap)
+    mask, documents = case.ring.mask, case.ring.documents
+    problem = Problem(
+        *(played.device, played.dtype, *head_dims, case.scale, case.softcap),
+        windowed=mask.left is not None,
+        grouped=True,
+        packed=documents is not None,
+    )
     reason = kernel.missing() or kernel.supports(problem)
     if reason:
         pytest.skip(f"{kernel.name}: {reason}")

@@ -9,9 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from dtensor_ring.kernels.cuda_flash import bottom_right, flash2_limits, too_old_for_flash2
+from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.kernels.kernel import Kernel, Problem
+from dtensor_ring.kernels.varlen import clear_blind_rows, longest
+from dtensor_ring.kernels.window import Window, bottom_right, segments_window
 from dtensor_ring.mask import Mask
+from dtensor_ring.segments import Segments
 
 
 class FlashAttn2(Kernel):
@@ -21,14 +24,13 @@ class FlashAttn2(Kernel):
     """
 
     name = "flash_attn2"
+    has_segments = True
 
     def missing(self) -> str | None:
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-        return too_old_for_flash2() or _missing_package()
+        return no_gpu() or _missing_package()
 
     def supports(self, problem: Problem) -> str | None:
-        return flash2_limits(problem)
+        return gpu_limits(problem) or one_head_dim(problem, 256)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
@@ -36,10 +38,9 @@ class FlashAttn2(Kernel):
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        window = bottom_right(mask, q.shape[1], k.shape[1])
         out, lse, *_ = _flash_attn_forward(
-            *(q, k, v),
-            **_options(mask, q.shape[1], k.shape[1], scale, softcap),
-            return_softmax=False,
+            *(q, k, v), **_options(mask, window, scale, softcap), return_softmax=False
         )
         return out.transpose(1, 2), lse
 
@@ -59,14 +60,55 @@ class FlashAttn2(Kernel):
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        window = bottom_right(mask, q.shape[1], k.shape[1])
         _flash_attn_backward(
-            *(dout, q, k, v, o, lse.contiguous(), *grads),
-            **_options(mask, q.shape[1], k.shape[1], scale, softcap),
+            *(dout, q, k, v, o, lse.contiguous(), dq, dk, dv),
+            **_options(mask, window, scale, softcap),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        query_grad, key_grad, value_grad = (grad.transpose(1, 2) for grad in grads)
-        return query_grad, key_grad, value_grad
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def forward_segments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+        out, lse, *_ = _flash_attn_varlen_forward(
+            *(query, key, value, *segments.boundaries(query.device), *longest(segments)),
+            **_options(segments.mask, segments_window(segments), scale, softcap),
+            return_softmax=False,
+        )
+        return clear_blind_rows(out, lse, segments)
+
+    def backward_segments(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+        dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+        _flash_attn_varlen_backward(
+            *(grad_out, query, key, value, out, lse.contiguous(), dq, dk, dv),
+            *(*segments.boundaries(query.device), *longest(segments)),
+            **_options(segments.mask, segments_window(segments), scale, softcap),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
 
 
 @cache
@@ -84,8 +126,8 @@ def _missing_package() -> str | None:
     return None
 
 
-def _options(mask: Mask, rows: int, cols: int, scale: float, softcap: float) -> dict[str, object]:
-    left, right = bottom_right(mask, rows, cols)
+def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:
+    left, right = window
     return {
         "dropout_p": 0.0,
         "softmax_scale": scale,

@@ -17,7 +17,9 @@ from dtensor_ring.segments import Segments
 class Problem:
     """What decides whether a kernel can serve a ring: the same value on every rank.
 
-    `windowed` says that tiles may have other bands than full and causal ones.
+    `windowed` says that tiles may have other bands than full and causal ones, `grouped` that there
+    are fewer heads of keys than of queries, `packed` that there are documents, of which a step may
+    have any number.
     """
 
     device_type: str
@@ -28,6 +30,8 @@ class Problem:
     softcap: float = 0.0
     differentiable_lse: bool = False
     windowed: bool = False
+    grouped: bool = False
+    packed: bool = False
 
 
 class Kernel(ABC):

@@ -1,0 +1,279 @@
+"""Tiles and segments as the planner makes them, and what every kernel computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import Mask
+from dtensor_ring.kernels import Kernel, Problem
+from dtensor_ring.segments import Segments
+from tests.dense import dense_attention
+
+FULL, CAUSAL = Mask.full(), Mask.causal()
+GPU = ("flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash")
+"""Kernels that need one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tile and what is computed on it."""
+
+    rows: int = 7
+    cols: int = 7
+    mask: Mask = FULL
+    heads: tuple[int, int] = (2, 2)
+    head_dims: tuple[int, int] = (8, 8)
+    batch: int = 2
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    scale: float = 0.4
+    strided: bool = False
+    grad_lse: bool = False
+
+    def problem(self, device: str) -> Problem:
+        return Problem(
+            *(device, self.dtype, *self.head_dims),
+            *(self.scale, self.softcap, self.grad_lse),
+            windowed=self.mask not in (FULL, CAUSAL),
+            grouped=self.heads[0] != self.heads[1],
+        )
+
+    def tensor(self, heads: int, length: int, head_dim: int, device: str) -> Tensor:
+        x = torch.randn(self.batch, heads, length, head_dim).to(device, self.dtype)
+        if not self.strided:
+            return x
+        token_major = x.new_zeros(self.batch, length + 3, heads, head_dim).transpose(1, 2)
+        return token_major[:, :, 2:-1].copy_(x)
+
+
+TILES = {
+    "full": Case(),
+    "one pair": Case(1, 1, CAUSAL),
+    "wide": Case(3, 300),
+    "tall": Case(300, 3),
+    "causal": Case(7, 7, CAUSAL),
+    "causal blocks": Case(200, 200, CAUSAL),
+    "band": Case(9, 8, Mask(2, 1)),
+    "wide band": Case(5, 9, Mask(1, 5)),
+    "band of blocks": Case(300, 290, Mask(20, 30)),
+    "looks back": Case(5, 9, Mask(2, None)),
+    "looks ahead": Case(6, 9, Mask(None, 3)),
+    "empty batch": Case(4, 4, CAUSAL, batch=0),
+    "strided": Case(200, 200, CAUSAL, strided=True),
+}
+OPTIONS = {
+    "grouped": {"heads": (4, 2)},
+    "multi-query": {"heads": (3, 1)},
+    "head dim of value": {"head_dims": (8, 16)},
+    "latent": {"head_dims": (192, 128), "scale": 0.07},
+    "softcap": {"softcap": 2.0},
+    "grad of lse": {"grad_lse": True},
+    "all": {"heads": (4, 2), "head_dims": (16, 8), "softcap": 1.5, "grad_lse": True},
+    "float64": {"dtype": torch.float64},
+    "float16": {"dtype": torch.float16},
+    "bfloat16, grouped": {"dtype": torch.bfloat16, "heads": (4, 2)},
+    "bfloat16, softcap": {"dtype": torch.bfloat16, "softcap": 2.0},
+}
+SHAPES = ("wide", "causal blocks", "band of blocks")
+IN_BFLOAT16 = {
+    f"{shape}, bfloat16": replace(case, dtype=torch.bfloat16) for shape, case in TILES.items()
+}
+CASES = (
+    TILES
+    | IN_BFLOAT16
+    | {
+        f"{shape}, {name}": replace(TILES[shape], **option)
+        for shape in SHAPES
+        for name, option in OPTIONS.items()
+    }
+)
+
+
+@dataclass(frozen=True)
+class SegmentsCase:
+    """Segments and what is computed on them."""
+
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    mask: Mask = FULL
+    heads: tuple[int, int] = (2, 2)
+    head_dims: tuple[int, int] = (8, 8)
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    scale: float = 0.4
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.rows, self.cols, self.mask)
+
+    def problem(self, device: str) -> Problem:
+        options = (self.mask, self.heads, self.head_dims, 1, self.softcap, self.dtype, self.scale)
+        return Case(1, 1, *options).problem(device)
+
+    def tensors(self) -> list[Tensor]:
+        """Random query, key, value and gradient of out, the middle of larger tensors."""
+        (heads, kv_heads), (head_dim, value_dim) = self.heads, self.head_dims
+        num_rows, num_cols = self.rows[-1], self.cols[-1]
+        shapes = (
+            (num_rows, heads, head_dim),
+            (num_cols, kv_heads, head_dim),
+            (num_cols, kv_heads, value_dim),
+            (num_rows, heads, value_dim),
+        )
+        return [torch.randn(x + 3, y, z).to(self.dtype)[2:-1] for x, y, z in shapes]
+
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """The queries and the keys of the segments that have both."""
+        for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
+            if rows[0] < rows[1] and cols[0] < cols[1]:
+                yield slice(*rows), slice(*cols)
+
+
+PACKED = {
+    "documents": SegmentsCase((0, 5, 12, 20), (0, 5, 12, 20), CAUSAL),
+    "long": SegmentsCase((0, 130, 131, 300), (0, 130, 131, 300), CAUSAL),
+    "rectangles": SegmentsCase((0, 3, 10, 11), (0, 6, 8, 20)),
+    "one row each": SegmentsCase((0, 1, 1, 2), (0, 4, 7, 8), heads=(4, 2)),
+    "gaps": SegmentsCase((0, 4, 4, 9, 15, 15), (0, 4, 9, 14, 14, 20), CAUSAL),
+    "gaps, full": SegmentsCase((0, 4, 4, 9, 15, 15), (0, 3, 9, 14, 14, 20)),
+    "a gap first, the longest": SegmentsCase((0, 30, 30, 33), (0, 0, 40, 43), CAUSAL),
+    "looks back": SegmentsCase((0, 40, 90, 100), (0, 40, 90, 100), Mask(7, 0)),
+    "band, gaps": SegmentsCase((0, 9, 9, 20, 50), (0, 9, 60, 71, 71), Mask(2, 3)),
+    "wider than a segment": SegmentsCase((0, 3, 23), (0, 3, 23), Mask(5, 0)),
+}
+PACKED_OPTIONS = {
+    "grouped": {"heads": (4, 2)},
+    "latent": {"head_dims": (192, 128), "scale": 0.07},
+    "softcap": {"softcap": 2.0},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16, grouped": {"dtype": torch.bfloat16, "heads": (4, 2)},
+}
+PACKED |= {
+    f"{packed}, {name}": replace(PACKED[packed], **option)
+    for packed in ("long", "gaps", "band, gaps")
+    for name, option in PACKED_OPTIONS.items()
+}
+
+
+def assert_near(actual: Tensor, expected: Tensor, eps: float, what: str) -> None:
+    """Within a few roundings of the largest entry: sums of hundreds of terms round anywhere.
+
+    Terms are about 1 in size, and may cancel to nothing, as the gradient of a single pair does.
+    """
+    assert actual.shape == expected.shape, what
+    atol = 16 * eps * max(1.0, expected.abs().max().item()) if expected.numel() else 0
+    torch.testing.assert_close(
+        actual.cpu().double(), expected.detach(), rtol=0, atol=atol, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def check_tile(kernel: Kernel, case: Case, device: str) -> None:
+    """Output, lse and gradients of a tile are those of dense attention."""
+    torch.manual_seed(0)
+    wide = torch.promote_types(case.dtype, torch.float32)
+    (heads, kv_heads), (head_dim, value_dim) = case.heads, case.head_dims
+    query = case.tensor(heads, case.rows, head_dim, device)
+    key = case.tensor(kv_heads, case.cols, head_dim, device)
+    value = case.tensor(kv_heads, case.cols, value_dim, device)
+    grad_out = case.tensor(heads, case.rows, value_dim, device)
+    grad_lse = torch.randn(case.batch, heads, case.rows, dtype=wide) if case.grad_lse else None
+    options = (case.mask, case.scale, case.softcap)
+    inputs = [x.clone() for x in (query, key, value)]
+
+    out, lse = kernel.forward(query, key, value, *options)
+    expected = dense_attention(
+        *(x.cpu() for x in inputs), case.mask, scale=case.scale, softcap=case.softcap
+    )
+    assert (out.dtype, lse.dtype) == (case.dtype, wide)
+    eps = torch.finfo(case.dtype).eps
+    # aten's exponentials are approximate for 16-bit inputs, so lse is not quite float32 there.
+    lse_eps = eps if case.dtype == wide else eps / 64
+    assert_near(out, expected.out, eps, "out")
+    assert_near(lse, expected.lse, lse_eps, "lse")
+
+    slope = None if grad_lse is None else grad_lse.to(device)
+    grads = kernel.backward(grad_out, query, key, value, out, lse, slope, *options)
+    expected_grads = expected.backward(grad_out.cpu(), grad_lse)
+    for name, grad, expected_grad in zip("qkv", grads, expected_grads, strict=True):
+        assert_near(grad, expected_grad, eps, f"gradient of {name}")
+    for name, x, before in zip("qkv", (query, key, value), inputs, strict=True):
+        assert torch.equal(x, before), f"{name} was written to"
+
+
+@dataclass
+class Packed:
+    """What dense attention gives for segments, one by one, in float64."""
+
+    out: Tensor
+    lse: Tensor
+    grads: list[Tensor]
+
+
+def dense_segments(case: SegmentsCase, inputs: list[Tensor], grad_out: Tensor) -> Packed:
+    """Rows without keys are (0, -inf); they, and keys without rows, have gradients of 0."""
+    lse = grad_out.new_full((grad_out.shape[1], len(grad_out)), -torch.inf, dtype=torch.float64)
+    grads = [torch.zeros_like(x, dtype=torch.float64) for x in inputs]
+    result = Packed(torch.zeros_like(grad_out, dtype=torch.float64), lse, grads)
+    for rows, cols in case.parts():
+        spans = rows, cols, cols
+        part = [x[span].transpose(0, 1).unsqueeze(0) for x, span in zip(inputs, spans, strict=True)]
+        dense = dense_attention(*part, case.mask, scale=case.scale, softcap=case.softcap)
+        result.out[rows] = dense.out[0].detach().transpose(0, 1)
+        result.lse[:, rows] = dense.lse[0].detach()
+        found = dense.backward(grad_out[rows].transpose(0, 1).unsqueeze(0))
+        for grad, span, share in zip(grads, spans, found, strict=True):
+            grad[span] = share[0].transpose(0, 1)
+    return result
+
+
+def check_segments(kernel: Kernel, case: SegmentsCase, device: str) -> None:
+    """Output, lse and gradients of segments are those of dense attention, one by one."""
+    torch.manual_seed(0)
+    *inputs, grad_out = case.tensors()
+    expected = dense_segments(case, inputs, grad_out)
+    tensors, slope = [x.to(device) for x in inputs], grad_out.to(device)
+    options = case.segments, case.scale, case.softcap
+
+    out, lse = kernel.forward_segments(*tensors, *options)
+    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    eps = torch.finfo(case.dtype).eps
+    assert_near(out, expected.out, eps, "out")
+    seen = expected.lse > -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, ~seen), "lse of rows without keys"
+    lse_eps = eps if case.dtype == torch.float32 else eps / 64
+    assert_near(lse.cpu()[seen], expected.lse[seen], lse_eps, "lse")
+
+    grads = kernel.backward_segments(slope, *tensors, out, lse, *options)
+    for name, grad, expected_grad in zip("qkv", grads, expected.grads, strict=True):
+        assert_near(grad, expected_grad, eps, f"gradient of {name}")
+    for name, x, before in zip("qkv", tensors, inputs, strict=True):
+        assert torch.equal(x.cpu(), before), f"{name} was written to"
+
+
+def check_shares(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    """With `out` and `lse` of the whole row, gradients are the share of a part of the keys."""
+    torch.manual_seed(0)
+    eps = torch.finfo(dtype).eps
+    whole = SegmentsCase((0, 5, 12), (0, 7, 14), dtype=dtype)
+    *inputs, grad_out = whole.tensors()
+    expected = dense_segments(whole, inputs, grad_out)
+    query, key, value = inputs
+    saved = expected.out.to(dtype), expected.lse.float()
+    rest = [x.to(device) for x in saved]
+    grad_query = torch.zeros_like(expected.grads[0])
+    for bounds, kept in {
+        (0, 3, 6): [0, 1, 2, 7, 8, 9],
+        (0, 4, 8): [3, 4, 5, 6, 10, 11, 12, 13],
+    }.items():
+        tensors = [x.to(device) for x in (grad_out, query, key[kept], value[kept])]
+        segments = Segments(whole.rows, bounds, FULL)
+        grads = kernel.backward_segments(*tensors, *rest, segments, whole.scale, 0.0)
+        grad_query += grads[0].cpu()
+        for index, name in ((1, "key"), (2, "value")):
+            assert_near(grads[index], expected.grads[index][kept], eps, f"gradient of {name}")
+    assert_near(grad_query, expected.grads[0], 2 * eps, "gradient of query")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from dtensor_ring.buffer import BUFFERS
+from dtensor_ring.order import HEAD_MAJOR, TOKEN_MAJOR, Order, strides
 from dtensor_ring.plan import Plan
 from dtensor_ring.wire import Message, Wire, Work
 
@@ -16,15 +18,20 @@ class Packet:
     """Two tensors `(B, N, C, H)` side by side in a buffer, which travel in one message."""
 
     def __init__(
-        self, buffer: Tensor, like: tuple[Tensor, Tensor], num_cols: int, dtype: torch.dtype
+        self,
+        buffer: Tensor,
+        like: tuple[Tensor, Tensor],
+        num_cols: int,
+        dtype: torch.dtype,
+        order: Order = HEAD_MAJOR,
     ) -> None:
         flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         tensors, offset = [], 0
         for x in like:
             batch, heads, _, head_dim = x.shape
-            numel = batch * num_cols * heads * head_dim
-            view = flat[offset : offset + numel].view(batch, heads, num_cols, head_dim)
-            tensors.append(view)
+            shape = batch, heads, num_cols, head_dim
+            numel = prod(shape)
+            tensors.append(flat[offset : offset + numel].as_strided(shape, strides(shape, order)))
             offset += numel
         self.flat = flat[:offset]
         self.pair = (tensors[0], tensors[1])
@@ -46,9 +53,15 @@ class Rotation:
         wire.prepare(like[0].device)
         self._wire, self._plan = wire, plan
         self._like, self._dtype = like, dtype
+        self._order = self._order_on(like[0].device)
         self._buffers: list[Tensor] = []
         self._works: Sequence[Work] = []
         self._arriving: Packet | None = None
+
+    @staticmethod
+    def _order_on(device: torch.device) -> Order:
+        """As kernels read fastest what arrives."""
+        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
 
     def packet(self, source: int) -> Packet:
         """The buffer whose turn it is, shaped for the part of the source's shard that travels."""
@@ -103,7 +116,7 @@ class Rotation:
 
     def _packet(self, buffer: Tensor, source: int) -> Packet:
         start, end = self._plan.reaches[source].cols
-        return Packet(buffer, self._like, end - start, self._dtype)
+        return Packet(buffer, self._like, end - start, self._dtype, self._order)
 
 
 class SumRotation(Rotation):
@@ -116,6 +129,11 @@ class SumRotation(Rotation):
 
     home: Packet | None = None
     _home_buffer: Tensor | None = None
+
+    @staticmethod
+    def _order_on(device: torch.device) -> Order:
+        """As kernels write gradients."""
+        return TOKEN_MAJOR
 
     def close(self) -> None:
         super().close()

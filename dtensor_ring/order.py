@@ -14,6 +14,9 @@ Order = tuple[int, ...]
 TOKEN_MAJOR: Order = (0, 2, 1, 3)
 """A transposed `(B, L, N, H)`, as the projections around an attention yield and want it."""
 
+HEAD_MAJOR: Order = (0, 1, 2, 3)
+"""The tokens of a head next to each other."""
+
 
 def order_of(x: Tensor) -> Order:
     """The order of `x`, whose last stride is 1."""

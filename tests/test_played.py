@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.played import PlayedWire, play
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import KERNELS, Problem
@@ -17,6 +16,7 @@ from dtensor_ring.layout import Layout
 from dtensor_ring.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.wire import Message, Work
+from tests.played import PlayedWire, play
 from tests.rings import Case, Ring
 from tests.tiles import GPU
 

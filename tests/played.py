@@ -1,7 +1,6 @@
 """All ranks of a ring in one process, one thread each: their messages are copies.
 
-So a ring of any size runs on one GPU, where its ranks take turns: what it takes altogether is the
-sum of what its ranks take.
+So a ring of any size runs on one GPU, where its ranks take turns.
 """
 
 from collections import defaultdict, deque

@@ -1,0 +1,137 @@
+"""What a ring promises on a GPU: nothing waits on the host, and CUDA graphs capture it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.kernels import KERNELS, Problem
+from dtensor_ring.plan import Plan
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import Message, Work
+from tests.test_played import RINGS
+from tests.tiles import GPU
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+RANK = 1
+NAMES = ("zigzag", "striped", "window", "documents", "striped documents", "window and documents")
+
+
+class Done:
+    """A message that was copied at once."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Nowhere:
+    """A wire without others: what arrives are always the same numbers."""
+
+    def __init__(self, numbers: Tensor, dtype: torch.dtype) -> None:
+        self._numbers = {torch.float32: numbers.float(), dtype: numbers.to(dtype)}
+
+    def prepare(self, device: torch.device) -> None:
+        """Nothing to do."""
+
+    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+        for message in receives:
+            message.flat.copy_(self._numbers[message.flat.dtype][: message.flat.numel()])
+        return [Done() for _ in receives + sends]
+
+
+def rank_of(name: str, kernel: str, device: str, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    """Forward and backward of a rank."""
+    ring = RINGS[name]
+    mine: Plan = ring.plans()[RANK]
+    num_rows = len(ring.positions(RANK))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, num_rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    query, key, value, grad_out = (x.transpose(1, 2) for x in tensors)
+    numbers = torch.randn(2 * key.numel(), generator=generator).to(device)
+    scoring, wire = Scoring(KERNELS[kernel], 0.125), Nowhere(numbers, dtype)
+
+    @torch.no_grad()
+    def run() -> list[Tensor]:
+        out, lse = ring_forward(query, (key, value), mine, scoring, wire)
+        saved = Saved(grad_out, query, out, lse)
+        return [out, lse, *ring_backward(saved, (key, value), mine, scoring, wire)]
+
+    return run
+
+
+def available(kernel: str, name: str) -> None:
+    """Skips where the kernel cannot."""
+    ring = RINGS[name]
+    problem = Problem(
+        *("cuda", torch.bfloat16, HEAD_DIM, HEAD_DIM),
+        windowed=ring.mask.left is not None,
+        grouped=True,
+        packed=ring.documents is not None,
+    )
+    reason = KERNELS[kernel].missing() or KERNELS[kernel].supports(problem)
+    if reason:
+        pytest.skip(f"{kernel}: {reason}")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+on_a_gpu = pytest.mark.gpu
+every_kernel = pytest.mark.parametrize("kernel", GPU)
+
+
+@on_a_gpu
+@every_kernel
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_does_not_wait(name: str, kernel: str) -> None:
+    available(kernel, name)
+    run = rank_of(name, kernel, "cuda", torch.bfloat16)
+    expected = run()  # compiles, and copies boundaries
+    torch.cuda.synchronize()
+    with no_waiting():
+        results = run()
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+@on_a_gpu
+@every_kernel
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_capture(name: str, kernel: str) -> None:
+    available(kernel, name)
+    run = rank_of(name, kernel, "cuda", torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for x in results:
+        x.zero_()
+    graph.replay()
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_alone_gives_the_same_again(name: str) -> None:
+    """What the tests above compare, without a GPU."""
+    run = rank_of(name, "reference", "cpu", torch.float32)
+    for x, y in zip(run(), run(), strict=True):
+        assert not x.isnan().any()
+        assert torch.equal(x, y)

@@ -2,16 +2,18 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
+GPU_PYTHON ?= $(VENV)/bin/python
 OLDEST := .venv-oldest
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench clean
+.PHONY: help demo test test-oldest lint format bench gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
-	@echo '  ARGS="..." is passed on to demo, test, test-oldest and bench.'
+	@echo '  ARGS="..." is passed on to demo, test, test-oldest, bench and gpu-check.'
 	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
+	@echo '  GPU_PYTHON=python3 makes gpu-check use an environment of yours, as it is.'
 
 demo: $(VENV)/.installed ## train a small Hugging Face model over a ring of CPU processes
 	$(VENV)/bin/python examples/train_hf.py $(ARGS)
@@ -37,6 +39,10 @@ bench: $(VENV)/.installed ## measure the ring, masks, calls and, as root, hosts
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
+
+gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test and measure on a GPU
+	$(GPU_PYTHON) -m pytest -m gpu $$(grep -l mark.gpu tests/*.py)
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

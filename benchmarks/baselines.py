@@ -102,21 +102,21 @@ class StubKernels:
 class TemplatedRing:
     """PyTorch's templated ring attention around the CPU flash kernel, on zigzag shards.
 
-    The rotation, "alltoall" or "allgather", is a setting of the whole process, so only one may be
-    used in it; everything else is PyTorch's default: load balanced, with results and gradients
-    merged in float32. With ``stub`` the kernels compute nothing, so that what the ring adds around
-    them can be timed.
+    The rotation is "alltoall" or "allgather"; everything else is PyTorch's default: load balanced,
+    with results and gradients merged in float32. With ``stub`` the kernels compute nothing, so that
+    what the ring adds around them can be timed.
     """
 
     def __init__(self, mesh: DeviceMesh, stub: bool = False, rotation: str = "alltoall") -> None:
         if mesh.ndim != 1:
             raise ValueError(f"the mesh must have one dimension, not {mesh.ndim}")
-        templated.set_rotate_method(rotation)
+        self._rotation = rotation
         self._group = mesh.get_group()
         self._stubs = (StubKernels(), StubKernels()) if stub else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of this rank's shard; ``lse`` is (batch, heads, tokens)."""
+        templated.set_rotate_method(self._rotation)  # for the whole process
         kernel = self._stubs[0].restart().forward if self._stubs else flash_forward
         out, lse = templated._templated_ring_attention(
             self._group, _TOKEN_DIM, kernel, query, key, value, is_causal=True
@@ -127,6 +127,7 @@ class TemplatedRing:
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)`` of this rank's shard, from what ``forward`` took and gave."""
+        templated.set_rotate_method(self._rotation)
         kernel = self._stubs[1].restart().backward if self._stubs else flash_backward
         dq, dk, dv = templated._templated_ring_attention_backward(
             self._group,

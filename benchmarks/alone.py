@@ -1,0 +1,232 @@
+"""The ranks of a ring one after the other on one device: ours, PyTorch's, and one kernel on all."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from baselines import Stages, templated
+from link import Link
+from torch import Tensor
+
+from dtensor_ring import Contiguous
+from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.kernels import KERNELS, Problem
+from dtensor_ring.layout import Layout
+from dtensor_ring.mask import Mask
+from dtensor_ring.op import default_scale
+from dtensor_ring.partial import Partial
+from dtensor_ring.plan import Plan, plan
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.wire import Message
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What is computed, and by what."""
+
+    kernel: str
+    world_size: int
+    shard: int
+    """Tokens of a rank."""
+    layout: Layout
+    mask: Mask
+    cu_seqlens: tuple[int, ...] | None = None
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def seq_len(self) -> int:
+        return self.world_size * self.shard
+
+    def problem(self) -> Problem:
+        return Problem(
+            *(self.device, self.dtype, self.head_dim, self.head_dim),
+            windowed=self.mask.left is not None,
+            grouped=self.heads[0] != self.heads[1],
+            packed=self.cu_seqlens is not None,
+        )
+
+    def plan(self, rank: int) -> Plan:
+        documents = None if self.cu_seqlens is None else (self.cu_seqlens,)
+        return plan(self.layout, self.mask, rank, self.world_size, self.seq_len, documents)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Visible pairs over all heads and ranks."""
+        plans = [self.plan(rank) for rank in range(self.world_size)]
+        steps = [step for of_rank in plans for step in of_rank.steps]
+        return self.heads[0] * sum(tile.area for step in steps for tile in step.tiles)
+
+    def whole(self) -> "Attention":
+        """The same on one rank: one launch of the kernel."""
+        return Attention(
+            *(self.kernel, 1, self.seq_len, Contiguous(), self.mask, self.cu_seqlens),
+            *(self.heads, self.head_dim, self.device, self.dtype),
+        )
+
+    def inputs(self) -> list[Tensor]:
+        """Gradient of the output, query, key and value of a rank, token-major."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        heads = self.heads[0], self.heads[0], self.heads[1], self.heads[1]
+        shapes = [(1, self.shard, num, self.head_dim) for num in heads]
+        return [
+            torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device).transpose(
+                1, 2
+            )
+            for shape in shapes
+        ]
+
+
+def link_of(attention: Attention, shards: list[Tensor], rate: float | None = None) -> Link:
+    """What brings shards, and the sums of their gradients."""
+    numbers = torch.cat([x.transpose(1, 2).flatten() for x in shards[2:]])
+    return Link({attention.dtype: numbers, torch.float32: numbers.float()}, rate)
+
+
+def rank_stages(attention: Attention, rank: int, shards: list[Tensor], link: Link) -> Stages:
+    """Our ring, on one rank."""
+    grad_out, query, key, value = shards
+    mine, scoring = attention.plan(rank), scoring_of(attention)
+    kept: list[Tensor] = []
+
+    def forward() -> list[Tensor]:
+        kept[:] = ring_forward(query, (key, value), mine, scoring, link)
+        return kept[:1]
+
+    def backward() -> tuple[Tensor, ...]:
+        return ring_backward(Saved(grad_out, query, *kept), (key, value), mine, scoring, link)
+
+    return forward, backward
+
+
+def scoring_of(attention: Attention) -> Scoring:
+    return Scoring(KERNELS[attention.kernel], default_scale(attention.head_dim))
+
+
+class _Rotater:
+    """PyTorch's ring sends by it, here over a link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def exchange_buffers(self, buffer: Tensor) -> None:
+        self._arriving = torch.empty_like(buffer.contiguous())
+        self._works = self._link.start([Message(self._arriving, 0)], [])
+
+    def next_buffer(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
+class _Group(SimpleNamespace):
+    """Rank and size, which is all that PyTorch's ring asks of a group then."""
+
+
+def torch_stages(attention: Attention, rank: int, shards: list[Tensor], link: Link) -> Stages:
+    """PyTorch's ring around the same kernel, causal and zigzag, on one rank."""
+    grad_out, query, key, value = shards
+    kernel, group = KERNELS[attention.kernel], _Group(rank=rank, size=attention.world_size)
+    factors = default_scale(attention.head_dim), 0.0
+    masks = {True: Mask.causal(), False: Mask.full()}
+    kept: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        return kernel.forward(q, k, v, masks[is_causal], *factors)
+
+    def pull_back(*, is_causal: bool, **x: Any) -> tuple[Tensor, ...]:
+        tensors = (
+            *(x[name] for name in ("grad_out", "query", "key", "value", "out")),
+            x["logsumexp"],
+        )
+        return kernel.backward(*tensors, None, masks[is_causal], *factors)
+
+    def forward() -> list[Tensor]:
+        with _over(link):
+            kept[:] = templated._templated_ring_attention(
+                *(group, 2, attend, query, key, value), is_causal=True
+            )
+        return kept[:1]
+
+    def backward() -> tuple[Tensor, ...]:
+        with _over(link):
+            return templated._templated_ring_attention_backward(
+                *(group, 2, pull_back, grad_out, "grad_out", query, key, value, *kept),
+                is_causal=True,
+            )
+
+    return forward, backward
+
+
+@contextmanager
+def _over(link: Link) -> Iterator[None]:
+    """PyTorch's ring between ranks that are not there."""
+    ranks = SimpleNamespace(
+        ProcessGroup=_Group,
+        get_rank=lambda group: group.rank,
+        get_world_size=lambda group: group.size,
+    )
+    with (
+        patch.object(templated, "dist", ranks),
+        patch.object(templated, "_create_rotater", lambda *_, **__: _Rotater(link)),
+    ):
+        yield
+
+
+def seconds_of(stages: Stages, device: str) -> list[float]:
+    """From the start to the end of each stage."""
+    if device != "cuda":
+        start, seconds = time.perf_counter(), []
+        for stage in stages:
+            stage()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+    begin, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(1 + len(stages)))
+    begin.record()
+    for stage, end in zip(stages, ends, strict=True):
+        stage()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e-3 * begin.elapsed_time(end) for end in ends]
+
+
+def merge_share(stages: Stages, device: str) -> float:
+    """The part of the forward that merging takes."""
+    marks: list[tuple[Any, Any]] = []
+    add = Partial.add
+
+    def now() -> Any:
+        if device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def marked(*args: Any) -> None:
+        start = now()
+        add(*args)
+        marks.append((start, now()))
+
+    with patch.object(Partial, "add", marked):
+        total = seconds_of(stages[:1], device)[0]
+    if device != "cuda":
+        return sum(end - start for start, end in marks) / total
+    return sum(1e-3 * start.elapsed_time(end) for start, end in marks) / total
+
+
+def in_turns(contenders: dict[str, Callable[[], list[float]]], repeats: int) -> dict[str, Any]:
+    """Seconds by name and stage, medians of that many turns after one to warm up."""
+    times: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for _ in range(1 + repeats):
+        for name, run in contenders.items():
+            times[name].append(run())
+    return {name: [median(x) for x in zip(*of[1:], strict=True)] for name, of in times.items()}

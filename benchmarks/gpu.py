@@ -1,0 +1,277 @@
+"""Measure rings of 4 and 8 ranks on one GPU: what they add to a kernel on the whole sequence.
+
+Run ``python benchmarks/gpu.py``: the ranks of a ring run one after the other, and what they would
+receive is copied on the device. It prints tables and writes them, with a picture, to
+``benchmarks/results``. With ``--quick`` it measures one small case and writes to ``out`` instead.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from alone import (
+    Attention,
+    in_turns,
+    link_of,
+    merge_share,
+    rank_stages,
+    seconds_of,
+    torch_stages,
+)
+from harness import STAGES, origin, publish
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.kernels import KERNELS
+from dtensor_ring.layout import Layout
+
+CAUSAL, WINDOW = Mask.causal(), Mask.sliding(4096)
+NUM_DOCUMENTS = 16
+RATES = (400e9, 100e9, 50e9, 25e9)
+"""Bytes per second of links."""
+AIMS = (0.95, 0.97)
+"""Of the speed of one launch, forward and with backward."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds by stage: of one launch on everything, and of all ranks together."""
+
+    attention: Attention
+    single: list[float]
+    ours: list[float]
+    torch: list[float] | None
+    merges: float
+
+    def speed(self, stage: int) -> float:
+        """That of the ring over that of one launch."""
+        return self.single[stage] / self.ours[stage]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds by stage: of a rank without links and with one, and what its messages take."""
+
+    attention: Attention
+    rate: float
+    free: list[float]
+    linked: list[float]
+    transfers: list[float]
+
+
+def documents(seq_len: int) -> tuple[int, ...]:
+    """Boundaries of documents of uneven length, always the same."""
+    return 0, *sorted(Random(0).sample(range(1, seq_len), NUM_DOCUMENTS - 1)), seq_len
+
+
+def attentions(device: str, quick: bool) -> Iterator[tuple[Attention, int]]:
+    """What is measured, and how often."""
+    if quick:
+        dims = {"heads": (4, 2), "head_dim": 64, "device": device}
+        bounds = documents(512)
+        for layout, cuts in ((ZigZag(), None), (Contiguous(), bounds)):
+            yield from _by_kernel(2, 256, layout, CAUSAL, cuts, 1, **dims)
+        return
+    bounds = documents(8 * 8192)
+    everywhere: list[tuple[Layout, Mask, Any]] = [
+        (ZigZag(), CAUSAL, None),
+        (Striped(), CAUSAL, None),
+        (Contiguous(), CAUSAL, None),
+        (ZigZag(), WINDOW, None),
+        (Contiguous(), WINDOW, None),
+        (ZigZag(), CAUSAL, bounds),
+        (Contiguous(), CAUSAL, bounds),
+        (Balanced(CAUSAL, 8 * 8192, 8, bounds), CAUSAL, bounds),
+    ]
+    for layout, mask, cuts in everywhere:
+        yield from _by_kernel(8, 8192, layout, mask, cuts, 7, device=device)
+    for world_size, shard, repeats in ((4, 8192, 7), (8, 32768, 2), (4, 131072, 1)):
+        for mask, cuts in ((CAUSAL, None), (WINDOW, None), (CAUSAL, documents(world_size * shard))):
+            found = _by_kernel(world_size, shard, ZigZag(), mask, cuts, repeats, device=device)
+            yield from list(found)[:1]
+
+
+def _by_kernel(
+    world_size: int,
+    shard: int,
+    layout: Layout,
+    mask: Mask,
+    cuts: tuple[int, ...] | None,
+    repeats: int,
+    **dims: Any,
+) -> Iterator[tuple[Attention, int]]:
+    """By each kernel but the reference that can, the preferred one first."""
+    for name, kernel in KERNELS.items():
+        attention = Attention(name, world_size, shard, layout, mask, cuts, **dims)
+        reason = kernel.missing() or kernel.supports(attention.problem())
+        if reason is None and name != "reference":
+            yield attention, repeats
+
+
+def measure(attention: Attention, repeats: int) -> Row:
+    """One launch, our ranks and those of PyTorch's ring in turns."""
+    device, world_size = attention.device, attention.world_size
+    shards, whole = attention.inputs(), attention.whole()
+    link, inputs = link_of(attention, shards), whole.inputs()
+    single = rank_stages(whole, 0, inputs, link_of(whole, inputs[:2] + shards[2:]))
+    ours = [rank_stages(attention, rank, shards, link) for rank in range(world_size)]
+    contenders = {
+        "single": lambda: seconds_of(single, device),
+        "ours": lambda: _sum(seconds_of(stages, device) for stages in ours),
+    }
+    if attention.cu_seqlens is None and (attention.layout, attention.mask) == (ZigZag(), CAUSAL):
+        theirs = [torch_stages(attention, rank, shards, link) for rank in range(world_size)]
+        contenders["torch"] = lambda: _sum(seconds_of(stages, device) for stages in theirs)
+    times = in_turns(contenders, repeats)
+    share = sum(merge_share(stages, device) for stages in ours) / world_size
+    return Row(attention, times["single"], times["ours"], times.get("torch"), share)
+
+
+def _sum(times: Iterator[list[float]]) -> list[float]:
+    return [sum(of_stage) for of_stage in zip(*times, strict=True)]
+
+
+def overlap(attention: Attention, rate: float, repeats: int) -> Overlap:
+    """A rank in the middle, all of whose messages come over a link."""
+    rank, shards = attention.world_size // 2, attention.inputs()
+    links = {"free": None, "linked": rate}
+    stages = {
+        name: rank_stages(attention, rank, shards, link_of(attention, shards, given))
+        for name, given in links.items()
+    }
+    times = in_turns(
+        {name: partial(seconds_of, x, attention.device) for name, x in stages.items()}, repeats
+    )
+    num_hops = attention.plan(rank).num_steps - 1
+    shard = sum(x.numel() * x.itemsize for x in shards[2:])
+    sums = 4 * shard // attention.dtype.itemsize
+    transfers = [num_hops * shard / rate, num_hops * (2 * shard + sums) / rate]
+    return Overlap(attention, rate, times["free"], times["linked"], transfers)
+
+
+def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
+    """Print what was measured, in Markdown."""
+    console.print(
+        "\nMilliseconds of all ranks together, which run one after the other; what they receive is "
+        "copied on the GPU.\n`one launch` is the same kernel on the whole sequence; speeds are "
+        "relative to it. TFLOP/s count visible\npairs. `merges` is their part of our forward.\n"
+    )
+    left = ("kernel", "ranks x tokens", "layout", "attention", "what")
+    right = ("one launch", "ours", "torch", "our speed", "torch's", "TFLOP/s", "merges")
+    table = _table(left, right)
+    for row in rows:
+        x = row.attention
+        for stage, what in enumerate(STAGES):
+            flops = 4 * x.pairs * x.head_dim * (1, 3.5)[stage]
+            theirs = row.torch[stage] if row.torch else None
+            table.add_row(
+                *(x.kernel, f"{x.world_size} x {x.shard:,}", x.layout.name, _name(x), what),
+                *(_ms(row.single[stage]), _ms(row.ours[stage]), _ms(theirs)),
+                *(_percent(row.speed(stage)), _percent(theirs and row.single[stage] / theirs)),
+                *(f"{flops / row.ours[stage] / 1e12:.0f}", _percent(row.merges)),
+            )
+    console.print(table)
+    if overlaps:
+        console.print("\nOne rank whose messages come over a link; exposed is relative to them.\n")
+        table = _table(("GB/s", "what"), ("without link ms", "with link ms", "messages", "exposed"))
+        for found in overlaps:
+            for stage, what in enumerate(STAGES):
+                free, linked = found.free[stage], found.linked[stage]
+                exposed = (linked - free) / found.transfers[stage]
+                times = _ms(free), _ms(linked), _ms(found.transfers[stage])
+                table.add_row(f"{found.rate / 1e9:.0f}", what, *times, _percent(exposed))
+        console.print(table)
+
+
+def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(*left, box=MARKDOWN)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _name(attention: Attention) -> str:
+    window = attention.mask.left
+    names = ["causal" if window is None else f"window {window + 1:,}"]
+    return ", ".join(names + ([f"{NUM_DOCUMENTS} documents"] if attention.cu_seqlens else []))
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    """The speed of rings, by kernel, next to one launch."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows)), layout="constrained")
+    names = [
+        f"{row.attention.kernel}, {row.attention.layout.name}, {_name(row.attention)}, "
+        f"{row.attention.world_size} x {row.attention.shard:,}"
+        for row in rows
+    ]
+    for stage, what in enumerate(STAGES):
+        places = [place + 0.4 * stage for place in range(len(rows))]
+        axes.barh(places, [100 * row.speed(stage) for row in rows], 0.38, label=what)
+        axes.axvline(100 * AIMS[stage], color=f"C{stage}", linestyle=":", linewidth=1)
+    axes.set_yticks([place + 0.2 for place in range(len(rows))], names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the speed of one launch (dotted: aims)")
+    axes.legend(loc="lower left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def machine(device: str) -> dict[str, str]:
+    """Where the numbers come from."""
+    about = origin()
+    if device == "cuda":
+        about["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        about["cuDNN"] = str(torch.backends.cudnn.version())
+    for package in ("triton", "flash-attn", "flash-attn-4"):
+        try:
+            about[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return about
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one small case")
+    parser.add_argument("--device", default="cuda", help="cpu tries the script, with --quick")
+    arguments = parser.parse_args()
+    device, quick = arguments.device, arguments.quick
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("this needs a CUDA device; --device cpu --quick tries the script without")
+    about, rows = machine(device), []
+    with torch.no_grad():
+        for attention, repeats in attentions(device, quick):
+            rows.append(measure(attention, repeats))
+        first, rates = rows[0].attention, RATES if device == "cuda" else ()
+        overlaps = [overlap(first, rate, 1 if quick else 5) for rate in rates]
+    measured = {"rows": [_plain(x) for x in rows], "overlaps": [_plain(x) for x in overlaps]}
+    show = partial(report, rows=rows, overlaps=overlaps)
+    folder = publish("ring-gpu", "Rings on one GPU", quick, about, measured, show)
+    draw(folder / "ring-gpu.png", rows)
+
+
+def _plain(found: Row | Overlap) -> dict[str, Any]:
+    """What JSON takes."""
+    return asdict(found) | {"attention": str(found.attention)}
+
+
+if __name__ == "__main__":
+    main()

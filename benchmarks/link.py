@@ -1,0 +1,61 @@
+"""Links to ranks that are not there: what arrives is a copy, at once or as slow as over a link."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.wire import Message
+
+
+class Arrival:
+    """A message on its way, on another stream than what is computed."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._event = stream.record_event() if stream is not None else None
+
+    def wait(self) -> None:
+        """Lets the current stream wait; the host does not."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class Link:
+    """The wire of a rank that runs alone; sends cost nothing.
+
+    Args:
+        numbers: by dtype a flat tensor, of which messages are the beginning.
+        rate: bytes per second of the link, `None` for as fast as the device copies. On CUDA only.
+    """
+
+    def __init__(self, numbers: dict[torch.dtype, Tensor], rate: float | None = None) -> None:
+        self._numbers, self._rate = numbers, rate
+        device = next(iter(numbers.values())).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def prepare(self, device: torch.device) -> None:
+        """Nothing to do."""
+
+    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Arrival]:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for flat, _ in receives:
+                if self._rate is not None:
+                    seconds = flat.numel() * flat.itemsize / self._rate
+                    torch.cuda._sleep(int(seconds * cycles_per_second()))
+                flat.copy_(self._numbers[flat.dtype][: flat.numel()])
+        return [Arrival(self._stream)] if receives else []
+
+
+@cache
+def cycles_per_second() -> float:
+    """Of the clock that `torch.cuda._sleep` counts, at the speed which the GPU has under load."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 200_000_000
+    for event in (start, end):
+        event.record()
+        torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    return cycles / (1e-3 * start.elapsed_time(end))

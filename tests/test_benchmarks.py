@@ -1,0 +1,21 @@
+"""The benchmark of a GPU runs without one, small, so that it runs where there is one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.test_public import ROOT
+
+
+def test_gpu_benchmark() -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--quick"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
+    rows = json.loads((ROOT / "out" / "ring-gpu.json").read_text())["rows"]
+    assert len(rows) == 2
+    for row in rows:
+        assert all(0 < forward < both for forward, both in (row["single"], row["ours"]))
+        assert 0 < row["merges"] < 1
+    assert [row["torch"] is not None for row in rows] == [True, False]
+    assert (ROOT / "out" / "ring-gpu.png").stat().st_size

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from dtensor_ring.merge import merge_
 from dtensor_ring.order import TOKEN_MAJOR, Order, in_order
-from tests.test_public import ROOT
 
+ROOT = Path(__file__).parent.parent
 HEAD_MAJOR = (0, 1, 2, 3)
 
 
@@ -87,8 +88,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, "fp32"), (90, "fp32"), (100, "fp32"), (90, "bf16"), (90, "fp64")]
+)
 def test_compiles_for_gpus(capability: int, dtype: str) -> None:
     """Without one: down to machine code."""
     import triton

@@ -41,8 +41,10 @@ bench: $(VENV)/.installed ## measure the ring, masks, calls and, as root, hosts
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 
 gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test and measure on a GPU
-	$(GPU_PYTHON) -m pytest -m gpu $$(grep -l mark.gpu tests/*.py)
-	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+	@failed=0; \
+	$(GPU_PYTHON) -m pytest -m gpu $$(grep -l mark.gpu tests/*.py) || failed=1; \
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
+	exit $$failed
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

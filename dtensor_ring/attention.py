@@ -70,7 +70,7 @@ def ring_attention(
             int32 on the CPU, `(W, R, 2)`. By default the layout of the mesh says.
         grad_dtype: dtype in which sums of key and value gradients travel from rank to rank, float32
             (float64 for float64) by default. `torch.bfloat16` halves their bytes and rounds them at
-            each hop; docs/numerics.md has the errors.
+            each hop; docs/numerics.md has the errors. float16 overflows beyond 65,504.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
             eager calls.

@@ -57,7 +57,7 @@ def forward_step(
     """Add the attention of a step's tiles over the held keys and values to `partial`."""
     todo = _launches(step, query, held[0], scoring.kernel.has_segments)
     covered = [_tile(launch, query, held[0]) for launch in todo]
-    are_last = _last_of_their_rows(covered) if is_last else [False] * len(covered)
+    are_last = last_of_their_rows(covered) if is_last else [False] * len(covered)
     for launch, tile, is_last_of_rows in zip(todo, covered, are_last, strict=True):
         with label("tile"):
             out, lse = _attend(launch, query, held, scoring)
@@ -101,7 +101,7 @@ def _tile(launch: Tile | Segments, query: Tensor, key: Tensor) -> Tile:
     return Tile((0, query.shape[2]), (0, key.shape[2]), launch.mask)
 
 
-def _last_of_their_rows(tiles: list[Tile]) -> list[bool]:
+def last_of_their_rows(tiles: list[Tile]) -> list[bool]:
     """Whether no later tile has rows up to the end of the tile."""
     first_row: dict[int | None, int] = {}  # of the later tiles, by batch row
     result = []

@@ -17,18 +17,18 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, targe
     `target` may be `out`. Reads and writes each number once, where the other takes seven passes.
     """
     batch, heads, rows, head_dim = out.shape
-    if not out.numel():
+    if not lse.numel():
         return
-    grid = triton.cdiv(rows, BLOCK_ROWS), heads, batch
+    grid = (triton.cdiv(rows, BLOCK_ROWS) * heads * batch,)
     tensors = out, block_out, target
     assert all(x.stride(3) == 1 or head_dim == 1 for x in tensors), "last strides are 1"
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     strides += [*lse.stride(), *block_lse.stride()]
     with torch.cuda.device_of(out):
         _merge[grid](
-            *(out, block_out, target, lse, block_lse, rows, head_dim, *strides),
+            *(out, block_out, target, lse, block_lse, heads, rows, head_dim, *strides),
             BLOCK_ROWS=tl.constexpr(BLOCK_ROWS),
-            BLOCK_DIMS=tl.constexpr(triton.next_power_of_2(head_dim)),
+            BLOCK_DIMS=tl.constexpr(max(1, triton.next_power_of_2(head_dim))),
         )
 
 
@@ -39,6 +39,7 @@ def _merge(
     target,
     lse,
     block_lse,
+    num_heads,
     num_rows,
     head_dim,
     out_batch,
@@ -60,8 +61,10 @@ def _merge(
     BLOCK_DIMS: tl.constexpr,
 ):
     """One block of rows of one head of one batch row; the numbers behind the shape are strides."""
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
+    block, sequence = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    head, batch = (sequence % num_heads).to(tl.int64), (sequence // num_heads).to(tl.int64)
+    rows = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIMS)
     is_row = rows < num_rows
     is_entry = is_row[:, None] & (dims < head_dim)[None, :]
@@ -70,18 +73,19 @@ def _merge(
     block_lse += batch * block_lse_batch + head * block_lse_head + rows * block_lse_row
     ours = tl.load(lse, mask=is_row, other=-float("inf"))
     theirs = tl.load(block_lse, mask=is_row, other=-float("inf"))
-    largest = tl.maximum(ours, theirs)
-    seen = largest > -float("inf")
-    base = tl.where(seen, largest, 0.0)
+    largest = tl.maximum(ours, theirs, propagate_nan=tl.PropagateNan.ALL)
+    unseen = largest == -float("inf")
+    base = tl.where(unseen, 0.0, largest)
     block_sum = tl.exp(theirs - base)
-    total = tl.where(seen, tl.exp(ours - base) + block_sum, 1.0)
-    weight = block_sum / total  # 0 where nothing is seen
-    tl.store(lse, tl.where(seen, base + tl.log(total), largest), mask=is_row)
+    total = tl.where(unseen, 1.0, tl.exp(ours - base) + block_sum)
+    weight = (block_sum / total)[:, None]  # 0 where nothing is seen
+    tl.store(lse, tl.where(unseen, largest, base + tl.log(total)), mask=is_row)
 
     out += batch * out_batch + head * out_head + rows[:, None] * out_row + dims[None, :]
     block_out += batch * block_batch + head * block_head + rows[:, None] * block_row + dims[None, :]
     target += batch * target_batch + head * target_head + rows[:, None] * target_row + dims[None, :]
     before = tl.load(out, mask=is_entry, other=0.0).to(weight.dtype)
-    block = tl.load(block_out, mask=is_entry, other=0.0).to(weight.dtype)
-    merged = before + weight[:, None] * (block - before)
+    after = tl.load(block_out, mask=is_entry, other=0.0).to(weight.dtype)
+    step = after - before
+    merged = tl.where(weight < 0.5, before + weight * step, after - (1.0 - weight) * step)
     tl.store(target, merged.to(target.dtype.element_ty), mask=is_entry)

@@ -238,8 +238,12 @@ torch.library.register_autograd(BACKWARD, _refuse_second)
 
 
 def _autocast(device_type: str) -> None:
-    """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does."""
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
+    """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does.
+
+    Below, and in all of backward, nothing is cast.
+    """
+    name = f"Autocast{device_type.upper()}"
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
 
     def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         eligible = x.is_floating_point() and x.dtype != torch.float64
@@ -250,7 +254,12 @@ def _autocast(device_type: str) -> None:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return ring_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), *options)
 
-    torch.library.impl(FORWARD, f"Autocast{device_type.upper()}")(run)
+    def run_backward(*inputs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return ring_backward_op(*inputs)
+
+    torch.library.impl(FORWARD, name)(run)
+    torch.library.impl(BACKWARD, name)(run_backward)
 
 
 _autocast("cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.merge import merge_
-from dtensor_ring.order import in_order, order_of, zeros
+from dtensor_ring.order import empty, in_order, order_of, zeros
 from dtensor_ring.region import Region, region, rows_of
 from dtensor_ring.tile import Tile
 
@@ -80,7 +80,8 @@ class Partial:
     def _accumulators(self, wide: torch.dtype, is_last: bool = False) -> tuple[Tensor, Tensor]:
         """The sums so far; what comes last may go to narrow ones."""
         if self._out is None or self._lse is None:
-            self._out = self._zeros(self._query.dtype if is_last else wide)
+            dtype = self._query.dtype if is_last else wide
+            self._out = zeros(self._query, self._shape, order_of(self._query), dtype)
             self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
         if not is_last:
             self._out = self._out.to(wide)
@@ -92,7 +93,7 @@ class Partial:
         if self._out.dtype == self._query.dtype:
             return self._out
         if self._target is None:
-            self._target = self._zeros(self._query.dtype)
+            self._target = empty(self._query, self._shape, order_of(self._query))
         self._finished.append(tile)
         return self._target
 
@@ -106,9 +107,6 @@ class Partial:
                 if start < rows[0]:
                     yield region(batch, (start, rows[0]))
                 start = max(start, rows[1])
-
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return zeros(self._query, self._shape, order_of(self._query), dtype)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

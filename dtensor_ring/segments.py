@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,7 @@ FEWEST = 3
 """Tiles worth one launch of segments, whose results are merged as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """Tiles of one mask, one behind the other on both sides.
 
@@ -33,19 +33,35 @@ class Segments:
     cols: tuple[int, ...]
     mask: Mask
 
-    @property
+    @cached_property
     def max_rows(self) -> int:
         """Queries of the longest segment."""
         return max(end - start for start, end in pairwise(self.rows))
 
-    @property
+    @cached_property
     def max_cols(self) -> int:
         """Keys of the longest segment."""
         return max(end - start for start, end in pairwise(self.cols))
 
+    @cached_property
+    def has_blind_rows(self) -> bool:
+        """Whether there are queries that see nothing."""
+        pairs = zip(pairwise(self.rows), pairwise(self.cols), strict=True)
+        return any(length(rows) and not length(cols) for rows, cols in pairs)
+
     def boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rows` and `cols`, int32 on the device, copied once."""
-        return _on_device(self.rows, device), _on_device(self.cols, device)
+        """`rows` and `cols`, int32 on the device; copied once, and there when this returns.
+
+        They live as long as this object, which `launches` keeps for a while: a CUDA graph that
+        captured them may outlive them.
+        """
+        if device not in self._copies:
+            self._copies[device] = _copied((self.rows, self.cols), device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each segment that has both."""
@@ -87,10 +103,10 @@ class _Chain:
 
     def takes(self, tile: Tile, batch: int) -> bool:
         """Whether the tile may be the next."""
-        is_square = length(tile.rows) == length(tile.cols)
-        if tile.mask != self.mask or not (is_square or self.mask in (FULL, CAUSAL)):
-            return False
         last_batch, last = self.links[-1]
+        are_square = all(length(x.rows) == length(x.cols) for x in (last, tile))
+        if tile.mask != self.mask or not (are_square or self.mask in (FULL, CAUSAL)):
+            return False
         is_behind = tile.rows[0] >= last.rows[1] and tile.cols[0] >= last.cols[1]
         return batch > last_batch or (batch == last_batch and is_behind)
 
@@ -125,6 +141,12 @@ def _by_batch(tiles: tuple[Tile, ...], batch_size: int) -> Iterator[tuple[Tile, 
         yield from ((tile, batch) for tile in tiles if tile.batch in (None, batch))
 
 
-@lru_cache(maxsize=256)
-def _on_device(boundaries: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(boundaries, dtype=torch.int32).to(device, non_blocking=True)
+def _copied(
+    boundaries: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """On a stream of their own, so that waiting for them is not waiting for what is computed."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.inference_mode(False), torch.cuda.stream(stream):
+        on_host = [torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in boundaries]
+        rows, cols = (ends.to(device) for ends in on_host)
+    return rows, cols

@@ -30,6 +30,9 @@ class Transfer:
 
     def complete(self, other: Tensor) -> None:
         source, target = (self._posted, other) if self.is_send else (other, self._posted)
+        if (source.dtype, source.numel()) != (target.dtype, target.numel()):
+            self.fail(ValueError(f"{_what(source)} was sent where {_what(target)} was expected"))
+            self.wait()
         target.copy_(source)
         self._done.set()
 
@@ -42,6 +45,10 @@ class Transfer:
             raise TimeoutError("the other side of a message was never posted")
         if self.error is not None:
             raise RuntimeError("another rank failed") from self.error
+
+
+def _what(flat: Tensor) -> str:
+    return f"{flat.numel()} x {flat.dtype}"
 
 
 class Exchange:

@@ -82,41 +82,47 @@ def available(kernel: str, name: str) -> None:
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-on_a_gpu = pytest.mark.gpu
+def assert_like_the_reference(results: list[Tensor], name: str) -> None:
+    """Rounded as bfloat16 is; gradients are of the size of what arrives."""
+    expected = rank_of(name, "reference", results[0].device.type, torch.bfloat16)()
+    for x, y in zip(results, expected, strict=True):
+        largest = y.masked_fill(y == -torch.inf, 0).abs().max().item()
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * max(1.0, largest))
+
+
 every_kernel = pytest.mark.parametrize("kernel", GPU)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @every_kernel
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_does_not_wait(name: str, kernel: str) -> None:
     available(kernel, name)
     run = rank_of(name, kernel, "cuda", torch.bfloat16)
-    expected = run()  # compiles, and copies boundaries
+    run()  # compiles, and copies boundaries
     torch.cuda.synchronize()
     with no_waiting():
         results = run()
-    for x, y in zip(results, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert_like_the_reference(results, name)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @every_kernel
-@pytest.mark.parametrize("name", NAMES)
-def test_graphs_capture(name: str, kernel: str) -> None:
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_graphs_capture_what_has_no_documents(name: str, kernel: str) -> None:
     available(kernel, name)
     run = rank_of(name, kernel, "cuda", torch.bfloat16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            expected = run()
+            run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -124,14 +130,10 @@ def test_graphs_capture(name: str, kernel: str) -> None:
     for x in results:
         x.zero_()
     graph.replay()
-    for x, y in zip(results, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert_like_the_reference(results, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rank_alone_gives_the_same_again(name: str) -> None:
-    """What the tests above compare, without a GPU."""
-    run = rank_of(name, "reference", "cpu", torch.float32)
-    for x, y in zip(run(), run(), strict=True):
-        assert not x.isnan().any()
-        assert torch.equal(x, y)
+def test_a_rank_alone_on_a_cpu(name: str) -> None:
+    """The checks above, on what runs here."""
+    assert_like_the_reference(rank_of(name, "cpu_flash", "cpu", torch.bfloat16)(), name)

@@ -9,6 +9,9 @@ import torch
 
 from dtensor_ring.kernels import KERNELS, Kernel
 from tests.packages import packages
+from tests.rings import Case as RingCase
+from tests.rings import Ring
+from tests.test_played import RINGS, Played, check_ring
 from tests.tiles import (
     CASES,
     FULL,
@@ -68,6 +71,13 @@ def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
     ]
     for grads in found[1:]:
         torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("case", RINGS.values(), ids=list(RINGS))
+def test_ring(name: str, case: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS[name].__class__, "missing", lambda self: None)
+    check_ring(RingCase(case), Played(name, "cpu", torch.float32), monkeypatch)
 
 
 def test_which_kernels_have_segments() -> None:

@@ -272,7 +272,11 @@ def _autocast(dtype: torch.dtype) -> tuple[list[torch.dtype], list[torch.dtype],
         outputs = case.attend(*inputs)
         expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     grad = case.grads()[0]
-    grads = torch.autograd.grad(outputs[0], inputs, grad.to(outputs[0].dtype))
+    slope = grad.to(outputs[0].dtype)
+    grads = torch.autograd.grad(outputs[0], inputs, slope, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = torch.autograd.grad(outputs[0], inputs, slope)
+    assert all(torch.equal(x, y) for x, y in zip(grads, within, strict=True))
     expected_grads = torch.autograd.grad(expected, inputs, grad.to(expected.dtype))
     found = errors([*outputs, *grads], [dense.out, dense.lse, *dense.backward(grad)])
     dtypes = [

@@ -80,6 +80,17 @@ def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZ
             assert torch.equal(actual, expected), (step.tiles, found)
 
 
+def test_a_band_that_is_cut_at_its_end_stands_alone() -> None:
+    """The first tile here is no square, and has the band of those behind it."""
+    ring = Ring(Striped(), 4, 76, Mask(1, 5), ((0, 30, 31, 45, 60, 72, 76),))
+    for plan in ring.plans():
+        for step in plan.steps:
+            shape = 1, 19, step.cols[1] - step.cols[0]
+            for launch in launches(step, *shape):
+                if isinstance(launch, Segments):
+                    check(launch, shape)
+
+
 ENDS = tuple(range(0, 1024, 16)), (0, 5, 7, 300, 301, 302, 600, 1000)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, longest
+from dtensor_ring.kernels.varlen import clear_blind_rows, lengths
 from dtensor_ring.kernels.window import Window, bottom_right, segments_window
 from dtensor_ring.mask import Mask
 from dtensor_ring.segments import Segments
@@ -80,7 +80,7 @@ class FlashAttn3(Kernel):
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = flash.fwd(
             *(query, key, value),
-            **_lengths(segments, query.device),
+            **lengths(segments, query.device),
             **_options(segments.mask, segments_window(segments), scale, softcap),
             num_splits=1,
         )
@@ -101,7 +101,7 @@ class FlashAttn3(Kernel):
         dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
         flash.bwd(
             *(grad_out, query, key, value, out, lse.contiguous(), dq, dk, dv),
-            **_lengths(segments, query.device),
+            **lengths(segments, query.device),
             **_options(segments.mask, segments_window(segments), scale, softcap),
             deterministic=_is_deterministic(),
         )
@@ -125,17 +125,6 @@ def _missing_package() -> str | None:
     if not (hasattr(flash, "fwd") and hasattr(flash, "bwd")):
         return "this flash_attn_interface is too old: it registers no torch.ops.flash_attn_3"
     return None
-
-
-def _lengths(segments: Segments, device: torch.device) -> dict[str, object]:
-    rows, cols = segments.boundaries(device)
-    max_rows, max_cols = longest(segments)
-    return {
-        "cu_seqlens_q": rows,
-        "cu_seqlens_k": cols,
-        "max_seqlen_q": max_rows,
-        "max_seqlen_k": max_cols,
-    }
 
 
 def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:

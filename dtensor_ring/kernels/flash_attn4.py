@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, longest
+from dtensor_ring.kernels.varlen import clear_blind_rows, lengths
 from dtensor_ring.kernels.window import Window, bottom_right, segments_window
 from dtensor_ring.mask import Mask
 from dtensor_ring.segments import Segments
@@ -93,7 +93,7 @@ class FlashAttn4(Kernel):
 
         out, lse, *_ = _flash_attn_fwd(
             *(query, key, value),
-            **_lengths(segments, query.device),
+            **lengths(segments, query.device),
             **_options(segments.mask, segments_window(segments), scale, softcap),
             return_lse=True,
         )
@@ -115,7 +115,7 @@ class FlashAttn4(Kernel):
 
         dq, dk, dv, *_ = _flash_attn_bwd(
             *(query, key, value, out, grad_out, lse.contiguous()),
-            **_lengths(segments, query.device),
+            **lengths(segments, query.device),
             **_options(segments.mask, segments_window(segments), scale, softcap),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -136,17 +136,6 @@ def _missing_package() -> str | None:
     except ImportError as error:
         return f"the flash-attn-4 package does not load: {error}"
     return None
-
-
-def _lengths(segments: Segments, device: torch.device) -> dict[str, object]:
-    rows, cols = segments.boundaries(device)
-    max_rows, max_cols = longest(segments)
-    return {
-        "cu_seqlens_q": rows,
-        "cu_seqlens_k": cols,
-        "max_seqlen_q": max_rows,
-        "max_seqlen_k": max_cols,
-    }
 
 
 def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:

@@ -17,8 +17,6 @@ each in its own way. Read there:
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -27,8 +25,7 @@ from dtensor_ring.segments import Segments
 
 def clear_blind_rows(out: Tensor, lse: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """`out` `(T, N, Hv)` and `lse` `(N, T)`, of which rows without keys become (0, -inf)."""
-    pairs = zip(pairwise(segments.rows), pairwise(segments.cols), strict=True)
-    if any(start < end and first == last for (start, end), (first, last) in pairs):
+    if segments.has_blind_rows:
         rows, cols = segments.boundaries(out.device)
         blind = (cols.diff() == 0).repeat_interleave(rows.diff(), output_size=out.shape[0])
         out.masked_fill_(blind.view(-1, 1, 1), 0)
@@ -43,3 +40,15 @@ def longest(segments: Segments) -> tuple[int, int]:
     takes for granted that no segment is without rows.
     """
     return max(2, segments.max_rows), segments.max_cols
+
+
+def lengths(segments: Segments, device: torch.device) -> dict[str, object]:
+    """As flash attention 3 and 4 call them."""
+    rows, cols = segments.boundaries(device)
+    max_rows, max_cols = longest(segments)
+    return {
+        "cu_seqlens_q": rows,
+        "cu_seqlens_k": cols,
+        "max_seqlen_q": max_rows,
+        "max_seqlen_k": max_cols,
+    }

@@ -1,0 +1,36 @@
+"""Which tiles are the last of their rows: what they give is final."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor_ring.execute import last_of_their_rows
+from dtensor_ring.tile import FULL, Tile
+from tests.test_partial import overlap
+
+
+@st.composite
+def tiles(draw: st.DrawFn) -> Tile:
+    start = draw(st.integers(0, 8))
+    rows = start, start + draw(st.integers(1, 4))
+    return Tile(rows, (0, 1), FULL, draw(st.sampled_from([None, 0, 1])))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(tiles(), max_size=6))
+def test_nothing_later_has_rows_of_the_last(found: list[Tile]) -> None:
+    flags = last_of_their_rows(found)
+    for index, (tile, flag) in enumerate(zip(found, flags, strict=True)):
+        if flag:
+            assert not any(overlap(tile, later) for later in found[index + 1 :])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(tiles(), max_size=6))
+def test_in_the_order_of_their_rows_all_are_found(found: list[Tile]) -> None:
+    found.sort(key=lambda tile: tile.rows)
+    assert last_of_their_rows(found) == [
+        not any(overlap(tile, later) for later in found[index + 1 :])
+        for index, tile in enumerate(found)
+    ]

@@ -16,6 +16,7 @@ from link import Link
 from torch import Tensor
 
 from dtensor_ring import Contiguous
+from dtensor_ring.comm import Rotation
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import KERNELS, Problem
 from dtensor_ring.layout import Layout
@@ -74,7 +75,7 @@ class Attention:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Gradient of the output, query, key and value of a rank, token-major."""
+        """Gradient of the output, query, key and value of every rank alike, token-major."""
         generator = torch.Generator(self.device).manual_seed(0)
         heads = self.heads[0], self.heads[0], self.heads[1], self.heads[1]
         shapes = [(1, self.shard, num, self.head_dim) for num in heads]
@@ -86,14 +87,54 @@ class Attention:
         ]
 
 
-def link_of(attention: Attention, shards: list[Tensor], rate: float | None = None) -> Link:
-    """What brings shards, and the sums of their gradients."""
-    numbers = torch.cat([x.transpose(1, 2).flatten() for x in shards[2:]])
-    return Link({attention.dtype: numbers, torch.float32: numbers.float()}, rate)
+def whole_inputs(attention: Attention, shards: list[Tensor]) -> list[Tensor]:
+    """Those of the whole sequence, of which every rank holds the same shards."""
+    wholes = [x.new_empty(1, attention.seq_len, x.shape[1], x.shape[3]) for x in shards]
+    for rank in range(attention.world_size):
+        positions = positions_of(attention, rank)
+        for whole, shard in zip(wholes, shards, strict=True):
+            whole[:, positions] = shard.transpose(1, 2)
+    return [whole.transpose(1, 2) for whole in wholes]
 
 
-def rank_stages(attention: Attention, rank: int, shards: list[Tensor], link: Link) -> Stages:
+def positions_of(attention: Attention, rank: int) -> Tensor:
+    """Where the tokens of a rank are in the sequence."""
+    dealt = attention.layout.positions(rank, attention.world_size, attention.seq_len)
+    return torch.tensor(dealt, device=attention.device)
+
+
+def link_of(
+    attention: Attention, rank: int, shards: list[Tensor], rate: float | None = None
+) -> Link:
+    """What brings a rank the shards of the others, as our ring packs them."""
+    mine, (key, value) = attention.plan(rank), shards[2:]
+    sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
+    arriving: dict[tuple[int, int], Tensor] = {}  # by columns: the ranks hold the same
+    messages = []
+    for hop in range(1, mine.num_steps):
+        source = (rank - hop) % attention.world_size
+        cols = mine.reaches[source].cols
+        if mine.arrives(source, hop):
+            if cols not in arriving:
+                packet = Rotation(Link([], sums), mine, (key, value), key.dtype).packet(source)
+                for part, shard in zip(packet.pair, (key, value), strict=True):
+                    part.copy_(shard[:, :, slice(*cols)])
+                arriving[cols] = packet.flat
+            messages.append(arriving[cols])
+    return Link(messages, sums, rate)
+
+
+def torch_link_of(attention: Attention, shards: list[Tensor]) -> Link:
+    """The same as PyTorch's ring packs them."""
+    message = torch.cat([x.contiguous().flatten() for x in shards[2:]])
+    return Link([message], torch.zeros_like(message, dtype=torch.float32))
+
+
+def rank_stages(
+    attention: Attention, rank: int, shards: list[Tensor], rate: float | None = None
+) -> Stages:
     """Our ring, on one rank."""
+    link = link_of(attention, rank, shards, rate)
     grad_out, query, key, value = shards
     mine, scoring = attention.plan(rank), scoring_of(attention)
     kept: list[Tensor] = []
@@ -132,8 +173,9 @@ class _Group(SimpleNamespace):
     """Rank and size, which is all that PyTorch's ring asks of a group then."""
 
 
-def torch_stages(attention: Attention, rank: int, shards: list[Tensor], link: Link) -> Stages:
+def torch_stages(attention: Attention, rank: int, shards: list[Tensor]) -> Stages:
     """PyTorch's ring around the same kernel, causal and zigzag, on one rank."""
+    link = torch_link_of(attention, shards)
     grad_out, query, key, value = shards
     kernel, group = KERNELS[attention.kernel], _Group(rank=rank, size=attention.world_size)
     factors = default_scale(attention.head_dim), 0.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -25,14 +26,15 @@ class Link:
     """The wire of a rank that runs alone; sends cost nothing.
 
     Args:
-        numbers: by dtype a flat tensor, of which messages are the beginning.
+        shards: the messages with keys and values, in the order in which they arrive; after the last
+            comes the first again.
+        sums: the beginning of every message with sums of gradients; of another dtype.
         rate: bytes per second of the link, `None` for as fast as the device copies. On CUDA only.
     """
 
-    def __init__(self, numbers: dict[torch.dtype, Tensor], rate: float | None = None) -> None:
-        self._numbers, self._rate = numbers, rate
-        device = next(iter(numbers.values())).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, shards: list[Tensor], sums: Tensor, rate: float | None = None) -> None:
+        self._shards, self._sums, self._rate = cycle(shards), sums, rate
+        self._stream = torch.cuda.Stream(sums.device) if sums.is_cuda else None
 
     def prepare(self, device: torch.device) -> None:
         """Nothing to do."""
@@ -45,13 +47,17 @@ class Link:
                 if self._rate is not None:
                     seconds = flat.numel() * flat.itemsize / self._rate
                     torch.cuda._sleep(int(seconds * cycles_per_second()))
-                flat.copy_(self._numbers[flat.dtype][: flat.numel()])
+                is_sum = flat.dtype == self._sums.dtype
+                flat.copy_(self._sums[: flat.numel()] if is_sum else next(self._shards))
         return [Arrival(self._stream)] if receives else []
 
 
 @cache
 def cycles_per_second() -> float:
-    """Of the clock that `torch.cuda._sleep` counts, at the speed which the GPU has under load."""
+    """Of the clock that `torch.cuda._sleep` counts, when nothing else runs.
+
+    Under attention it may be slower, and a link with it: what is exposed is rather overstated.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 200_000_000
     for event in (start, end):

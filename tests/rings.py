@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
+from dtensor_ring.kernels import Problem
 from dtensor_ring.layout import Layout
 from dtensor_ring.op import Options, ring_op
 from dtensor_ring.plan import Documents, Plan, plan
@@ -49,6 +50,15 @@ class Ring:
             )
             for rank in range(self.world_size)
         ]
+
+    def problem(self, device: str, dtype: torch.dtype, *dims_and_scoring: Any) -> Problem:
+        """What a kernel is asked, with grouped heads; head dims first, then scale and softcap."""
+        return Problem(
+            *(device, dtype, *dims_and_scoring),
+            windowed=self.mask.left is not None,
+            grouped=True,
+            packed=self.documents is not None,
+        )
 
     def positions(self, rank: int, of_keys: bool = False) -> Tensor:
         seq_len = self.seq_lens[of_keys]

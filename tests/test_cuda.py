@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import KERNELS, Problem
+from dtensor_ring.kernels import KERNELS
 from dtensor_ring.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.wire import Message, Work
@@ -67,13 +67,7 @@ def rank_of(name: str, kernel: str, device: str, dtype: torch.dtype) -> Callable
 
 def available(kernel: str, name: str) -> None:
     """Skips where the kernel cannot."""
-    ring = RINGS[name]
-    problem = Problem(
-        *("cuda", torch.bfloat16, HEAD_DIM, HEAD_DIM),
-        windowed=ring.mask.left is not None,
-        grouped=True,
-        packed=ring.documents is not None,
-    )
+    problem = RINGS[name].problem("cuda", torch.bfloat16, HEAD_DIM, HEAD_DIM)
     reason = KERNELS[kernel].missing() or KERNELS[kernel].supports(problem)
     if reason:
         pytest.skip(f"{kernel}: {reason}")

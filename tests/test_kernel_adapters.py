@@ -15,6 +15,7 @@ from tests.test_played import RINGS, Played, check_ring
 from tests.tiles import (
     CASES,
     FULL,
+    GPU,
     PACKED,
     Case,
     SegmentsCase,
@@ -27,8 +28,7 @@ __all__ = ["packages"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("packages")
 
-ADAPTERS = ("flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash")
-OF_SEGMENTS = [name for name in ADAPTERS if KERNELS[name].has_segments]
+OF_SEGMENTS = [name for name in GPU if KERNELS[name].has_segments]
 
 
 def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
@@ -39,7 +39,7 @@ def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
     return KERNELS[name]
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", GPU)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_tile(name: str, case: Case) -> None:
     if case.dtype == torch.float64:
@@ -73,7 +73,7 @@ def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
         torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", GPU)
 @pytest.mark.parametrize("case", RINGS.values(), ids=list(RINGS))
 def test_ring(name: str, case: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNELS[name].__class__, "missing", lambda self: None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, partial
 from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import KERNELS, Problem
+from dtensor_ring.kernels import KERNELS
 from dtensor_ring.layout import Layout
 from dtensor_ring.merge import merge_
 from dtensor_ring.plan import Documents
@@ -87,12 +87,9 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     case = replace(case, dtype=played.dtype)
     kernel, ring = KERNELS[played.kernel], case.ring
     is_of_gpu = played.kernel in GPU
-    problem = Problem(
+    problem = ring.problem(
         *("cuda" if is_of_gpu else played.device, torch.bfloat16 if is_of_gpu else played.dtype),
         *(*case.head_dims, case.scale, case.softcap),
-        windowed=ring.mask.left is not None,
-        grouped=True,
-        packed=ring.documents is not None,
     )
     if reason := kernel.missing() or kernel.supports(problem):
         pytest.skip(f"{kernel.name}: {reason}")

@@ -6,23 +6,17 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, longest
-from dtensor_ring.kernels.window import Window, bottom_right, segments_window
-from dtensor_ring.mask import Mask
+from dtensor_ring.kernels.kernel import Problem
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, longest
 from dtensor_ring.segments import Segments
 
 aten = torch.ops.aten
 
 
-class CudaFlash(Kernel):
-    """`aten._flash_attention_forward`: grouped-query, differing lengths and windows.
-
-    Its tensors are `(B, L, N, H)` and its diagonal is aligned bottom-right.
-    """
+class CudaFlash(VarlenKernel):
+    """`aten._flash_attention_forward`: grouped-query, differing lengths and windows."""
 
     name = "cuda_flash"
-    has_segments = True
 
     def missing(self) -> str | None:
         if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
@@ -33,82 +27,41 @@ class CudaFlash(Kernel):
         reason = gpu_limits(problem) or one_head_dim(problem, 256)
         return reason or ("it has no softcap" if problem.softcap else None)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        rows, cols = q.shape[1], k.shape[1]
-        out, lse, *_ = aten._flash_attention_forward(
-            *(q, k, v, None, None, rows, cols, 0.0, mask == Mask.causal(), False),
-            **_options(bottom_right(mask, rows, cols), scale),
-        )
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_lse: Tensor | None,
-        mask: Mask,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
-        rows, cols = query.shape[2], key.shape[2]
-        grads = aten._flash_attention_backward(
-            *(*tensors, lse.contiguous(), None, None, rows, cols, 0.0, mask == Mask.causal()),
-            *_no_dropout(query),
-            **_options(bottom_right(mask, rows, cols), scale),
-        )
-        query_grad, key_grad, value_grad = (grad.transpose(1, 2) for grad in grads)
-        return query_grad, key_grad, value_grad
-
-    def forward_segments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
-            *(query, key, value, *segments.boundaries(query.device), *longest(segments)),
-            *(0.0, segments.mask == Mask.causal(), False),
-            **_options(segments_window(segments), scale),
+            *(q, k, v, *_lengths(q, k, segments), 0.0, band.is_causal, False), **_options(band)
         )
-        return clear_blind_rows(out, lse, segments)
+        return out, lse
 
-    def backward_segments(
+    def pull_back(
         self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
+        segments: Segments | None,
+        band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query_grad, key_grad, value_grad = aten._flash_attention_backward(
-            *(grad_out, query, key, value, out, lse.contiguous()),
-            *(*segments.boundaries(query.device), *longest(segments)),
-            *(0.0, segments.mask == Mask.causal(), *_no_dropout(query)),
-            **_options(segments_window(segments), scale),
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
+        dq, dk, dv = aten._flash_attention_backward(
+            *(dout, q, k, v, out, lse, *_lengths(q, k, segments)),
+            *(0.0, band.is_causal, unused, unused),
+            **_options(band),
         )
-        return query_grad, key_grad, value_grad
+        return dq, dk, dv
 
 
-def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
-    """A random state, which nothing reads."""
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return unused, unused
+def _lengths(q: Tensor, k: Tensor, segments: Segments | None) -> tuple[object, ...]:
+    """Boundaries of both sides, and the longest of each."""
+    if segments is None:
+        return None, None, q.shape[1], k.shape[1]
+    return *segments.boundaries(q.device), *longest(segments)
 
 
-def _options(window: Window, scale: float) -> dict[str, float | None]:
-    return {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+def _options(band: Band) -> dict[str, float | None]:
+    left, right = band.window
+    return {"scale": band.scale, "window_size_left": left, "window_size_right": right}

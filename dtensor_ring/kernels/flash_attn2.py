@@ -10,21 +10,15 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, longest
-from dtensor_ring.kernels.window import Window, bottom_right, segments_window
-from dtensor_ring.mask import Mask
+from dtensor_ring.kernels.kernel import Problem
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, longest
 from dtensor_ring.segments import Segments
 
 
-class FlashAttn2(Kernel):
-    """Flash attention 2 (Dao, 2023, arXiv 2307.08691) from the flash-attn package, with softcap.
-
-    Its tensors are `(B, L, N, H)` and its diagonal is aligned bottom-right.
-    """
+class FlashAttn2(VarlenKernel):
+    """Flash attention 2 (Dao, 2023, arXiv 2307.08691) from the flash-attn package, with softcap."""
 
     name = "flash_attn2"
-    has_segments = True
 
     def missing(self) -> str | None:
         return no_gpu() or _missing_package()
@@ -32,83 +26,47 @@ class FlashAttn2(Kernel):
     def supports(self, problem: Problem) -> str | None:
         return gpu_limits(problem) or one_head_dim(problem, 256)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_forward
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
-        out, lse, *_ = _flash_attn_forward(
-            *(q, k, v), **_options(mask, window, scale, softcap), return_softmax=False
-        )
-        return out.transpose(1, 2), lse
+        more = {**_options(band), "return_softmax": False}
+        if segments is None:
+            out, lse, *_ = _flash_attn_forward(q, k, v, **more)
+        else:
+            sizes = *segments.boundaries(q.device), *longest(segments)
+            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *sizes, **more)
+        return out, lse
 
-    def backward(
+    def pull_back(
         self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
         lse: Tensor,
-        grad_lse: Tensor | None,
-        mask: Mask,
-        scale: float,
-        softcap: float,
+        segments: Segments | None,
+        band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_backward
-
-        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
-        _flash_attn_backward(
-            *(dout, q, k, v, o, lse.contiguous(), dq, dk, dv),
-            **_options(mask, window, scale, softcap),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+        from flash_attn.flash_attn_interface import (
+            _flash_attn_backward,
+            _flash_attn_varlen_backward,
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def forward_segments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        out, lse, *_ = _flash_attn_varlen_forward(
-            *(query, key, value, *segments.boundaries(query.device), *longest(segments)),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
-            return_softmax=False,
-        )
-        return clear_blind_rows(out, lse, segments)
-
-    def backward_segments(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-        dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-        _flash_attn_varlen_backward(
-            *(grad_out, query, key, value, out, lse.contiguous(), dq, dk, dv),
-            *(*segments.boundaries(query.device), *longest(segments)),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return dq, dk, dv
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        tensors = dout, q, k, v, out, lse, *grads
+        more = {
+            **_options(band),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if segments is None:
+            _flash_attn_backward(*tensors, **more)
+        else:
+            sizes = *segments.boundaries(q.device), *longest(segments)
+            _flash_attn_varlen_backward(*tensors, *sizes, **more)
+        return grads
 
 
 @cache
@@ -126,14 +84,14 @@ def _missing_package() -> str | None:
     return None
 
 
-def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:
-    left, right = window
+def _options(band: Band) -> dict[str, object]:
+    left, right = band.window
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": mask == Mask.causal(),
+        "softmax_scale": band.scale,
+        "causal": band.is_causal,
         "window_size_left": -1 if left is None else left,
         "window_size_right": -1 if right is None else right,
-        "softcap": softcap,
+        "softcap": band.softcap,
         "alibi_slopes": None,
     }

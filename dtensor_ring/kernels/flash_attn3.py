@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, lengths
-from dtensor_ring.kernels.window import Window, bottom_right, segments_window
-from dtensor_ring.mask import Mask
+from dtensor_ring.kernels.kernel import Problem
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, lengths
 from dtensor_ring.segments import Segments
 
 flash = torch.ops.flash_attn_3
 
 
-class FlashAttn3(Kernel):
+class FlashAttn3(VarlenKernel):
     """Flash attention 3 (Shah et al., 2024, arXiv 2407.08608) for Hopper GPUs.
 
     The signatures of the module's functions have changed, those of the operators that it registers
@@ -27,7 +25,6 @@ class FlashAttn3(Kernel):
     """
 
     name = "flash_attn3"
-    has_segments = True
 
     def missing(self) -> str | None:
         return no_gpu(9) or _missing_package()
@@ -38,74 +35,32 @@ class FlashAttn3(Kernel):
             return f"it has no deterministic gradients of a head dim of {problem.head_dim}"
         return reason
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
-        out, lse, *_ = flash.fwd(q, k, v, num_splits=1, **_options(mask, window, scale, softcap))
-        return out.transpose(1, 2), lse
+        more = {**lengths(segments, q.device), **_options(band)}
+        out, lse, *_ = flash.fwd(q, k, v, num_splits=1, **more)
+        return out, lse
 
-    def backward(
+    def pull_back(
         self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
         lse: Tensor,
-        grad_lse: Tensor | None,
-        mask: Mask,
-        scale: float,
-        softcap: float,
+        segments: Segments | None,
+        band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         flash.bwd(
-            *(dout, q, k, v, o, lse.contiguous(), dq, dk, dv),
-            **_options(mask, window, scale, softcap),
+            *(dout, q, k, v, out, lse, *grads),
+            **lengths(segments, q.device),
+            **_options(band),
             deterministic=_is_deterministic(),
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def forward_segments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = flash.fwd(
-            *(query, key, value),
-            **lengths(segments, query.device),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
-            num_splits=1,
-        )
-        return clear_blind_rows(out, lse, segments)
-
-    def backward_segments(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-        flash.bwd(
-            *(grad_out, query, key, value, out, lse.contiguous(), dq, dk, dv),
-            **lengths(segments, query.device),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
-            deterministic=_is_deterministic(),
-        )
-        return dq, dk, dv
+        return grads
 
 
 def _is_deterministic() -> bool:
@@ -127,12 +82,12 @@ def _missing_package() -> str | None:
     return None
 
 
-def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:
-    left, right = window
+def _options(band: Band) -> dict[str, object]:
+    left, right = band.window
     return {
-        "softmax_scale": scale,
-        "is_causal": mask == Mask.causal(),
+        "softmax_scale": band.scale,
+        "is_causal": band.is_causal,
         "window_size_left": -1 if left is None else left,
         "window_size_right": -1 if right is None else right,
-        "softcap": softcap,
+        "softcap": band.softcap,
     }

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.kernels.kernel import Kernel, Problem
-from dtensor_ring.kernels.varlen import clear_blind_rows, lengths
-from dtensor_ring.kernels.window import Window, bottom_right, segments_window
-from dtensor_ring.mask import Mask
+from dtensor_ring.kernels.kernel import Problem
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, lengths
 from dtensor_ring.segments import Segments
 
 OLDEST_BETA = 28
@@ -24,7 +22,7 @@ LATENT = (192, 128)
 """Head dims of query and value in multi-head latent attention, which has kernels of its own."""
 
 
-class FlashAttn4(Kernel):
+class FlashAttn4(VarlenKernel):
     """Flash attention 4, written in Python for Hopper and Blackwell and compiled at first use.
 
     Its tensors are `(B, L, N, H)`, its diagonal is aligned bottom-right, and `None` is an unbounded
@@ -33,7 +31,6 @@ class FlashAttn4(Kernel):
     """
 
     name = "flash_attn4"
-    has_segments = True
 
     def missing(self) -> str | None:
         return no_gpu(9, 10) or _missing_package()
@@ -44,79 +41,32 @@ class FlashAttn4(Kernel):
             return gpu_limits(problem) or (grouped if problem.grouped else None)
         return gpu_limits(problem) or one_head_dim(problem, 128)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
-        out, lse, *_ = _flash_attn_fwd(
-            q, k, v, return_lse=True, **_options(mask, window, scale, softcap)
-        )
-        return out.transpose(1, 2), lse
+        more = {**lengths(segments, q.device), **_options(band)}
+        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
+        return out, lse
 
-    def backward(
+    def pull_back(
         self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
         lse: Tensor,
-        grad_lse: Tensor | None,
-        mask: Mask,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        window = bottom_right(mask, q.shape[1], k.shape[1])
-        dq, dk, dv, *_ = _flash_attn_bwd(
-            *(q, k, v, o, dout, lse.contiguous()),
-            **_options(mask, window, scale, softcap),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def forward_segments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out, lse, *_ = _flash_attn_fwd(
-            *(query, key, value),
-            **lengths(segments, query.device),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
-            return_lse=True,
-        )
-        return clear_blind_rows(out, lse, segments)
-
-    def backward_segments(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
-        softcap: float,
+        segments: Segments | None,
+        band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
         dq, dk, dv, *_ = _flash_attn_bwd(
-            *(query, key, value, out, grad_out, lse.contiguous()),
-            **lengths(segments, query.device),
-            **_options(segments.mask, segments_window(segments), scale, softcap),
+            *(q, k, v, out, dout, lse),
+            **lengths(segments, q.device),
+            **_options(band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
@@ -138,11 +88,11 @@ def _missing_package() -> str | None:
     return None
 
 
-def _options(mask: Mask, window: Window, scale: float, softcap: float) -> dict[str, object]:
+def _options(band: Band) -> dict[str, object]:
     return {
-        "softmax_scale": scale,
-        "causal": mask == Mask.causal(),
-        "window_size_left": window[0],
-        "window_size_right": window[1],
-        "softcap": softcap,
+        "softmax_scale": band.scale,
+        "causal": band.is_causal,
+        "window_size_left": band.window[0],
+        "window_size_right": band.window[1],
+        "softcap": band.softcap,
     }

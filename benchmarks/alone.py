@@ -16,7 +16,7 @@ from link import Link
 from torch import Tensor
 
 from dtensor_ring import Contiguous
-from dtensor_ring.comm import Rotation
+from dtensor_ring.comm import Packet, ShardRotation
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import KERNELS, Problem
 from dtensor_ring.layout import Layout
@@ -109,18 +109,17 @@ def link_of(
     """What brings a rank the shards of the others, as our ring packs them."""
     mine, (key, value) = attention.plan(rank), shards[2:]
     sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
+    order = ShardRotation.order_on(key.device)
     arriving: dict[tuple[int, int], Tensor] = {}  # by columns: the ranks hold the same
     messages = []
-    for hop in range(1, mine.num_steps):
-        source = (rank - hop) % attention.world_size
-        cols = mine.reaches[source].cols
-        if mine.arrives(source, hop):
-            if cols not in arriving:
-                packet = Rotation(Link([], sums), mine, (key, value), key.dtype).packet(source)
-                for part, shard in zip(packet.pair, (key, value), strict=True):
-                    part.copy_(shard[:, :, slice(*cols)])
-                arriving[cols] = packet.flat
-            messages.append(arriving[cols])
+    for cols in (parcel.cols for mail in mine.shards for parcel in mail.receives):
+        if cols not in arriving:
+            buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
+            packet = Packet(buffer, (key, value), cols, key.dtype, order)
+            for part, shard in zip(packet.pair, (key, value), strict=True):
+                part.copy_(shard[:, :, slice(*cols)])
+            arriving[cols] = packet.flat
+        messages.append(arriving[cols])
     return Link(messages, sums, rate)
 
 

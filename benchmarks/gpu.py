@@ -169,7 +169,7 @@ def overlap(attention: Attention, rate: float, repeats: int) -> Overlap:
     times = in_turns(
         {name: partial(seconds_of, x, attention.device) for name, x in stages.items()}, repeats
     )
-    num_hops = attention.plan(rank).num_steps - 1
+    num_hops = attention.plan(rank).num_received / attention.shard  # of whole shards
     shard = sum(x.numel() * x.itemsize for x in shards[2:])
     sums = 4 * shard // attention.dtype.itemsize
     transfers = [num_hops * shard / rate, num_hops * (2 * shard + sums) / rate]

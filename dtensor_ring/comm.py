@@ -1,4 +1,4 @@
-"""Messages around the ring: one per hop, posted before a step's kernels, waited for after."""
+"""Messages of a ring: one per hop, posted before a step's kernels, waited for after."""
 
 from __future__ import annotations
 
@@ -9,146 +9,171 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.buffer import BUFFERS
+from dtensor_ring.execute import Pair
+from dtensor_ring.gradient import GradientShare, GradientSum
 from dtensor_ring.order import HEAD_MAJOR, TOKEN_MAJOR, Order, strides
 from dtensor_ring.plan import Plan
+from dtensor_ring.route import Mail, Parcel
+from dtensor_ring.tile import Span, length
+from dtensor_ring.trace import Label
 from dtensor_ring.wire import Message, Wire, Work
 
 
 class Packet:
-    """Two tensors `(B, N, C, H)` side by side in a buffer, which travel in one message."""
+    """Columns of two tensors `(B, N, C, H)` side by side in a buffer: what one message moves."""
 
     def __init__(
-        self,
-        buffer: Tensor,
-        like: tuple[Tensor, Tensor],
-        num_cols: int,
-        dtype: torch.dtype,
-        order: Order = HEAD_MAJOR,
+        self, buffer: Tensor, like: Pair, cols: Span, dtype: torch.dtype, order: Order = HEAD_MAJOR
     ) -> None:
         flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         tensors, offset = [], 0
         for x in like:
             batch, heads, _, head_dim = x.shape
-            shape = batch, heads, num_cols, head_dim
+            shape = batch, heads, length(cols), head_dim
             numel = prod(shape)
             tensors.append(flat[offset : offset + numel].as_strided(shape, strides(shape, order)))
             offset += numel
+        self.buffer, self.cols = buffer, cols
         self.flat = flat[:offset]
         self.pair = (tensors[0], tensors[1])
 
 
 class Rotation:
-    """Moves packets to the next rank and receives from the previous, as far as the plan says.
-
-    Two buffers take turns, so that one is computed on and sent while the other is received into.
-    """
+    """Sends and receives packets, one hop at a time, in buffers that are used again and again."""
 
     def __init__(
-        self,
-        wire: Wire,
-        plan: Plan,
-        like: tuple[Tensor, Tensor],
-        dtype: torch.dtype,
+        self, wire: Wire, mails: Sequence[Mail], like: Pair, dtype: torch.dtype, order: Order
     ) -> None:
         wire.prepare(like[0].device)
-        self._wire, self._plan = wire, plan
-        self._like, self._dtype = like, dtype
-        self._order = self._order_on(like[0].device)
+        self._wire, self._mails = wire, mails
+        self._like, self._dtype, self._order = like, dtype, order
         self._buffers: list[Tensor] = []
+        self._free: list[Tensor] = []
         self._works: Sequence[Work] = []
-        self._arriving: Packet | None = None
-
-    @staticmethod
-    def _order_on(device: torch.device) -> Order:
-        """As kernels read fastest what arrives."""
-        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
-
-    def packet(self, source: int) -> Packet:
-        """The buffer whose turn it is, shaped for the part of the source's shard that travels."""
-        if len(self._buffers) < 2:
-            buffer = self._take(max(reach.cols[1] - reach.cols[0] for reach in self._plan.reaches))
-        else:
-            buffer = self._buffers.pop(0)
-        self._buffers.append(buffer)
-        return self._packet(buffer, source)
-
-    def post(self, hop: int, packet: Packet | None) -> None:
-        """Start hop number `hop`: `packet` goes on if others need it, the next one comes in."""
-        receives, sends = self._messages(hop, packet)
-        self._works = self._wire.start(receives, sends)
-
-    def wait(self) -> Packet | None:
-        """The packet that came in, once the sends of this hop are done too; `None` if none did."""
-        for work in self._works:
-            work.wait()
-        arrived, self._arriving, self._works = self._arriving, None, []
-        return arrived
+        self._arriving: dict[int, Packet] = {}  # by source
 
     def close(self) -> None:
         """Give the buffers back: no packet may be used any more."""
         for buffer in self._buffers:
             BUFFERS.give(buffer)
 
-    def _messages(self, hop: int, packet: Packet | None) -> tuple[list[Message], list[Message]]:
-        """What this rank receives, and what it sends."""
-        plan = self._plan
-        receives: list[Message] = []
-        sends: list[Message] = []
-        if packet is not None and plan.arrives(self._source(hop - 1), hop):
-            self._add(sends, packet, plan.rank + 1)
-        if plan.arrives(self._source(hop), hop):
-            self._arriving = self.packet(self._source(hop))
-            self._add(receives, self._arriving, plan.rank - 1)
-        return receives, sends
-
-    def _source(self, hop: int) -> int:
-        """Whose shard this rank holds after that many hops."""
-        return (self._plan.rank - hop) % self._plan.world_size
-
-    def _add(self, messages: list[Message], packet: Packet, peer: int) -> None:
-        """A message for the packet, unless it is empty."""
-        if packet.flat.numel():
-            messages.append(Message(packet.flat, peer % self._plan.world_size))
+    def _packet(self, cols: Span) -> Packet:
+        """A packet for those columns, in a buffer that nothing else is in."""
+        if not self._free:
+            parcels = [x for mail in self._mails for side in mail for x in side]
+            self._free.append(self._take(max(length(parcel.cols) for parcel in parcels)))
+            self._buffers += self._free
+        return Packet(self._free.pop(), self._like, cols, self._dtype, self._order)
 
     def _take(self, num_cols: int) -> Tensor:
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
         return BUFFERS.take(num_cols * per_col * self._dtype.itemsize, self._like[0].device)
 
-    def _packet(self, buffer: Tensor, source: int) -> Packet:
-        start, end = self._plan.reaches[source].cols
-        return Packet(buffer, self._like, end - start, self._dtype, self._order)
+    def _start(
+        self, packet: Packet | None, sends: Sequence[Parcel], receives: Sequence[Parcel]
+    ) -> None:
+        """Send the packet, if this hop sends any, and begin to receive. Empty ones stay at home."""
+        self._arriving = {parcel.source: self._packet(parcel.cols) for parcel in receives}
+        incoming = [Message(self._arriving[x.source].flat, x.peer) for x in receives]
+        outgoing = [Message(packet.flat, x.peer) for x in sends if packet]
+        self._works = self._wire.start(
+            *([x for x in messages if x.flat.numel()] for messages in (incoming, outgoing))
+        )
+
+    def _finish(self) -> dict[int, Packet]:
+        """What came in, by source, once the sends are done too: the other buffers are free."""
+        for work in self._works:
+            work.wait()
+        arrived, self._arriving, self._works = self._arriving, {}, []
+        kept = {id(packet.buffer) for packet in arrived.values()}
+        self._free = [buffer for buffer in self._buffers if id(buffer) not in kept]
+        return arrived
+
+
+class ShardRotation(Rotation):
+    """Moves keys and values; `held` are those to compute on."""
+
+    def __init__(self, wire: Wire, plan: Plan, shard: Pair) -> None:
+        order = self.order_on(shard[0].device)
+        super().__init__(wire, plan.shards, shard, shard[0].dtype, order)
+        self.held = self._shard = shard
+        self._rank = plan.rank
+        self._passing: Packet | None = None
+
+    @staticmethod
+    def order_on(device: torch.device) -> Order:
+        """As kernels read fastest what arrives."""
+        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
+
+    def post(self, hop: int, label: Label) -> None:
+        """Start that hop: what came with the last one goes on, or a part of the own shard goes."""
+        sends, receives = self._mails[hop]
+        for parcel in sends:
+            if parcel.source == self._rank:
+                with label("pack"):
+                    self._passing = self._pack(parcel.cols)
+        with label("send"):
+            self._start(self._passing, sends, receives)
+
+    def wait(self) -> None:
+        """Until `held` is what came in."""
+        self._passing = next(iter(self._finish().values()), None)
+        self.held = self._passing.pair if self._passing else self._shard
+
+    def _pack(self, cols: Span) -> Packet:
+        """Key and value side by side.
+
+        A whole shard is computed on there, where kernels find the tokens of a head next to each
+        other.
+        """
+        packet = self._packet(cols)
+        for view, x in zip(packet.pair, self._shard, strict=True):
+            view.copy_(x[:, :, slice(*cols)])
+        if cols == (0, self._shard[0].shape[2]):
+            self.held = packet.pair
+        return packet
 
 
 class SumRotation(Rotation):
     """Moves the sums of gradients, one hop behind the shards they belong to.
 
-    A sum starts empty on the first rank after its source, and goes home in one send from the last
-    rank that adds to it. So it makes no more hops than its shard; the owner's own share, which
-    never travels, is added at `home`.
+    `home` is what others summed up for this rank, to be added to its own share, which never
+    travels.
     """
 
-    home: Packet | None = None
-    _home_buffer: Tensor | None = None
+    def __init__(self, wire: Wire, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
+        super().__init__(wire, plan.sums, shard, dtype, TOKEN_MAJOR)  # as kernels write gradients
+        self.home: Packet | None = None
+        self._rank = plan.rank
+        coming = [parcel.source for mail in plan.sums for parcel in mail.receives]
+        self._num_homes = coming.count(plan.rank)  # still to come
+        self._passing: Packet | None = None
 
-    @staticmethod
-    def _order_on(device: torch.device) -> Order:
-        """As kernels write gradients."""
-        return TOKEN_MAJOR
+    def add(self, step: int, shares: tuple[GradientShare, GradientShare]) -> None:
+        """Add to the sum that arrived, or begin a new one, if it has to go anywhere."""
+        for parcel in self._mails[step].sends:
+            is_new = self._passing is None
+            packet = self._passing or self._packet(parcel.cols)
+            for total, share in zip(packet.pair, shares, strict=True):
+                share.add_to(total, first=is_new)
+            self._passing = packet
 
-    def close(self) -> None:
-        super().close()
-        if self._home_buffer is not None:
-            BUFFERS.give(self._home_buffer)
+    def post(self, step: int) -> None:
+        """Start the hop behind that step."""
+        self._start(self._passing, *self._mails[step])
 
-    def _messages(self, hop: int, packet: Packet | None) -> tuple[list[Message], list[Message]]:
-        receives, sends = super()._messages(hop, packet)
-        plan = self._plan
-        source, last = self._source(hop - 1), hop - 1
-        if packet is not None and plan.reaches[source].num_hops == last:
-            self._add(sends, packet, source)
-        if plan.arrives(plan.rank, last) and plan.reaches[plan.rank].num_hops == last:
-            start, end = plan.reaches[plan.rank].cols
-            self._home_buffer = self._take(end - start)
-            self.home = self._packet(self._home_buffer, plan.rank)
-            self._add(receives, self.home, plan.rank + last)
-        return receives, sends
+    def wait(self) -> None:
+        """Until a sum has come by, or home."""
+        arrived = self._finish()
+        self.home = arrived.pop(self._rank, None)
+        self._passing = next(iter(arrived.values()), None)
+
+    def bring_home(self, grads: tuple[GradientSum, GradientSum]) -> None:
+        """Add `home` to the gradients of this rank's key and value."""
+        if self.home is None:
+            return
+        self._num_homes -= 1
+        for grad, home in zip(grads, self.home.pair, strict=True):
+            grad.add_home(home, self.home.cols, is_last=not self._num_homes)
+        self._free.append(self.home.buffer)
+        self.home = None

@@ -35,9 +35,10 @@ class GradientSum:
         self._total = self._total.to(wide)
         return self._total
 
-    def add_home(self, home: Tensor, cols: Span) -> None:
-        """Add what the other ranks summed up for these columns; rounds once, at the end."""
-        own = (self.total() if self._total is None else self._total)[:, :, slice(*cols)]
+    def add_home(self, home: Tensor, cols: Span, is_last: bool) -> None:
+        """Add what other ranks summed up for these columns; rounds once, with the last of them."""
+        total = self._total if is_last else None
+        own = (self.total() if total is None else total)[:, :, slice(*cols)]
         torch.add(own, home, out=own)
 
     def result(self) -> Tensor:

@@ -14,20 +14,23 @@ from typing import Any
 
 from dtensor_ring.layout import Layout, Run
 from dtensor_ring.mask import Mask
-from dtensor_ring.tile import Bounds, Span, Tile, moved, seen_cols, shard_tiles
+from dtensor_ring.route import Mail, Route, route
+from dtensor_ring.tile import (
+    NOTHING,
+    Bounds,
+    Span,
+    Tile,
+    hull,
+    length,
+    moved,
+    seen_cols,
+    shard_tiles,
+)
 
 Documents = tuple[tuple[int, ...], ...]
 """Boundaries of documents in global positions: one row for the whole batch, or one for each row."""
 
 Rows = tuple[tuple[int | None, Bounds], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How far the shard of a source travels: the columns that other ranks see, and the hops."""
-
-    cols: Span = (0, 0)
-    num_hops: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: it may hold many tiles
@@ -44,21 +47,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank does: its steps, the same number on every rank, and every source's reach."""
+    """What one rank does: its steps, the same number on every rank, and its messages.
+
+    `shards` has, by hop, the mail of keys and values, which come for the step of that number;
+    `sums` has, by step, that of the gradients' sums, which go when the step has added to them.
+    There is none for the first step, and none behind the last.
+    """
 
     rank: int
     world_size: int
     steps: tuple[Step, ...]
-    reaches: tuple[Reach, ...]
+    shards: tuple[Mail, ...]
+    sums: tuple[Mail, ...]
 
     @property
     def num_steps(self) -> int:
-        """Steps of the ring, one more than the hops of the shard that travels furthest."""
+        """Steps of the ring, the one without messages included."""
         return len(self.steps)
 
-    def arrives(self, source: int, hop: int) -> bool:
-        """Whether the shard of `source` makes hop number `hop` (the first is 1)."""
-        return 1 <= hop <= self.reaches[source].num_hops
+    @property
+    def num_received(self) -> int:
+        """Tokens whose keys and values come to this rank, over all hops."""
+        return sum(length(parcel.cols) for mail in self.shards for parcel in mail.receives)
 
 
 @lru_cache(maxsize=1024)
@@ -99,19 +109,23 @@ def plan(
         tuple(layout.runs(other, world_size, length) for other in range(world_size))
         for length in (seq_len, key_seq_len)
     )
-    reaches = _reaches(queries, keys, mask, rows)
+    way = _route(queries, keys, mask, rows)
     steps = []
-    for step in range(1 + max(reach.num_hops for reach in reaches)):
-        source = (rank - step) % world_size
-        num_cols = sum(run.length for run in keys[source])
-        cols = (0, num_cols) if step == 0 else reaches[source].cols
+    for distance in way.distances:
+        source = (rank - distance) % world_size
+        whole = 0, sum(run.length for run in keys[source])
+        cols = way.held(source, distance) if distance else whole
         tiles = tuple(
             replace(tile, cols=moved(tile.cols, -cols[0]))
             for batch, bounds in rows
             for tile in shard_tiles(queries[rank], keys[source], mask, bounds, batch)
         )
         steps.append(Step(source, cols, tiles))
-    return Plan(rank, world_size, tuple(steps), reaches)
+    hops = range(1, len(steps))
+    shards, sums = (
+        (Mail(), *(mail(rank, hop) for hop in hops), Mail()) for mail in (way.shards, way.sums)
+    )
+    return Plan(rank, world_size, tuple(steps), shards, sums)
 
 
 def visible_pairs(mask: Mask, seq_len: int, documents: Documents | None, run: Run) -> int:
@@ -134,24 +148,19 @@ def as_documents(cu_seqlens: Any) -> Documents | None:
 
 
 @lru_cache(maxsize=64)
-def _reaches(
+def _route(
     queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], mask: Mask, rows: Rows
-) -> tuple[Reach, ...]:
-    """How far each source's shard has to travel: nothing moves that nobody sees."""
+) -> Route:
+    """How shards travel: nothing moves that nobody sees."""
     world_size = len(keys)
-    reaches = []
+    needs = []
     for source in range(world_size):
-        reach = Reach()
-        for hop in range(1, world_size):
-            query = queries[(source + hop) % world_size]
-            for _, bounds in rows:
-                cols = seen_cols(query, keys[source], mask, bounds)
-                if cols and reach.num_hops:
-                    cols = min(cols[0], reach.cols[0]), max(cols[1], reach.cols[1])
-                if cols:
-                    reach = Reach(cols, hop)
-        reaches.append(reach)
-    return tuple(reaches)
+        seen = [NOTHING]
+        for distance in range(1, world_size):
+            query = queries[(source + distance) % world_size]
+            seen.append(hull(seen_cols(query, keys[source], mask, bounds) for _, bounds in rows))
+        needs.append(tuple(seen))
+    return route(tuple(needs))
 
 
 @lru_cache(maxsize=64)

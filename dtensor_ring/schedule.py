@@ -32,6 +32,11 @@ class Schedule:
         totals = [sum(steps) for steps in self.areas]
         return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
+    @property
+    def received(self) -> list[int]:
+        """Tokens whose keys and values come to each rank, over all steps of a forward pass."""
+        return [plan.num_received for plan in self.plans]
+
     def imbalances(self) -> dict[str, float]:
         """The imbalance of every layout that can deal this length, by name."""
         problem = self.mask, self.seq_len, len(self.plans), self.documents
@@ -59,6 +64,7 @@ class Schedule:
             lines.append(f"{f'rank {rank}':<22}{cells}")
         others = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances().items())
         lines += [f"busiest rank over mean: {self.imbalance:.3f}", f"by layout: {others}"]
+        lines.append(f"keys and values to a rank, at most: {max(self.received)} tokens")
         return "\n".join(lines)
 
 
@@ -80,7 +86,8 @@ def describe_schedule(
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
 
     Returns:
-        A `Schedule`; print it. The last line has the balance of the other layouts, too.
+        A `Schedule`; print it. Below the grid are the balance, that of the other layouts, and how
+        much moves.
 
     Raises:
         TypeError: if the mask is no `Mask`.
@@ -94,6 +101,7 @@ def describe_schedule(
         rank 1                    27.78    44.44    72.22
         busiest rank over mean: 1.444
         by layout: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
+        keys and values to a rank, at most: 4 tokens
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dtensor_ring.layout import Run
@@ -11,6 +11,8 @@ from dtensor_ring.mask import Mask
 
 Span = tuple[int, int]
 """A half-open range of indices."""
+
+NOTHING: Span = (0, 0)
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Where documents begin and end: those of the queries, and those of the keys."""
@@ -73,7 +75,7 @@ def shard_tiles(
 
 def seen_cols(
     query_runs: tuple[Run, ...], key_runs: tuple[Run, ...], mask: Mask, bounds: Bounds
-) -> Span | None:
+) -> Span:
     """The columns of one shard from the first to the last that the queries of another see.
 
     As `shard_tiles` would tell, but it looks at the first and the last document only.
@@ -89,7 +91,7 @@ def seen_cols(
                     if tiles:
                         break
             col += key.length
-    return (min(first for first, _ in seen), max(end for _, end in seen)) if seen else None
+    return hull(seen)
 
 
 def _run_tiles(
@@ -234,6 +236,12 @@ def _is_staircase(upper: Tile, corner: Tile, lower: Tile) -> bool:
 def length(span: Span) -> int:
     """Indices in a span."""
     return span[1] - span[0]
+
+
+def hull(spans: Iterable[Span]) -> Span:
+    """From the first index in any of the spans to the last."""
+    some = [span for span in spans if length(span)]
+    return (min(first for first, _ in some), max(end for _, end in some)) if some else NOTHING
 
 
 def moved(span: Span, by: int) -> Span:

@@ -51,6 +51,16 @@ class Ring:
             for rank in range(self.world_size)
         ]
 
+    @property
+    def goes_straight(self) -> bool:
+        """Whether ranks send to others than the next one."""
+        return any(
+            parcel.peer != (plan.rank + 1) % self.world_size
+            for plan in self.plans()
+            for mail in plan.shards
+            for parcel in mail.sends
+        )
+
     def problem(self, device: str, dtype: torch.dtype, *dims_and_scoring: Any) -> Problem:
         """What a kernel is asked, with grouped heads; head dims first, then scale and softcap."""
         return Problem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag, comm
 from dtensor_ring.buffer import MAX_SPARES, BufferPool
-from dtensor_ring.comm import Packet, Rotation
+from dtensor_ring.comm import Packet, ShardRotation
+from dtensor_ring.execute import Pair
+from dtensor_ring.route import Mail
+from dtensor_ring.tile import length
+from dtensor_ring.trace import Label
 from dtensor_ring.wire import GroupWire
 from tests.pool import Pool
 from tests.rings import Ring
@@ -52,18 +56,17 @@ def recorded() -> Iterator[list[list[Message]]]:
         yield hops
 
 
-def messages_of(ring: Ring, rank: int, per_column: int, dtype: torch.dtype) -> list[list[Message]]:
-    """What a rank has to receive and to send at each hop, from the reaches of the shards."""
-    reaches, hops = ring.plans()[0].reaches, []
-    for hop in range(1, ring.world_size):
-        messages = []
-        for what, held, peer in (("irecv", hop, rank - 1), ("isend", hop - 1, rank + 1)):
-            reach = reaches[(rank - held) % ring.world_size]
-            if hop <= reach.num_hops:
-                numel = (reach.cols[1] - reach.cols[0]) * per_column
-                messages.append(Message(what, peer % ring.world_size, numel, dtype))
-        hops += [messages] if messages else []
-    return hops
+def messages_of(mails: Sequence[Mail], per_column: int, dtype: torch.dtype) -> list[list[Message]]:
+    """What a rank has to receive and to send at each hop that has messages, by its mails."""
+    hops = [
+        [
+            Message(what, parcel.peer, length(parcel.cols) * per_column, dtype)
+            for what, parcels in (("irecv", mail.receives), ("isend", mail.sends))
+            for parcel in parcels
+        ]
+        for mail in mails
+    ]
+    return [hop for hop in hops if hop]
 
 
 RINGS = {
@@ -77,6 +80,8 @@ RINGS = {
     "two ranks": Ring(ZigZag(), 2, 8, CAUSAL),
     "one rank": Ring(ZigZag(), 1, 8, CAUSAL),
     "documents": Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 9, 12, 16),)),
+    "straight": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
+    "straight, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
     "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
 }
 
@@ -84,39 +89,38 @@ RINGS = {
 @pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))
 def test_rotation(pool: Pool, ring: Ring) -> None:
     answers = pool.run(ring.world_size, _rotate, ring)
-    for rank, (hops, arrived, num_buffers) in enumerate(answers):
-        assert hops == messages_of(ring, rank, PER_COLUMN, torch.float32), f"rank {rank}"
-        assert num_buffers <= 2, f"rank {rank}"
+    for rank, (hops, held, num_buffers) in enumerate(answers):
         plan = ring.plans()[rank]
-        for index, step in enumerate(plan.steps[1:], start=1):
-            positions = ring.positions(step.source)[slice(*step.cols)].tolist()
-            expected = positions if plan.arrives(step.source, index) else None
-            assert arrived[index - 1] == expected, f"hop {index} of rank {rank}"
-        assert arrived[-1] is None, "nothing follows the last step"
+        assert hops == messages_of(plan.shards, PER_COLUMN, torch.float32), f"rank {rank}"
+        assert num_buffers <= 2 + ring.goes_straight
+        whole, *others = plan.steps
+        steps = [whole, *(step if length(step.cols) else whole for step in others), whole]
+        for hop, (step, positions) in enumerate(zip(steps, held, strict=True)):
+            expected = ring.positions(step.source)[slice(*step.cols)].tolist()
+            assert positions == expected, f"after hop {hop} of rank {rank}"
 
 
-def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float] | None], int]:
-    """Messages, the positions that arrived at each hop, and how many buffers were used."""
+def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float]], int]:
+    """Messages, the positions held at first and after each hop, and how many buffers were used."""
     plan = ring.plans()[dist.get_rank()]
-    rotation = Rotation(GroupWire(dist.group.WORLD), plan, LIKE, torch.float32)
-    packet, packets, arrived = None, [], []
-    if plan.reaches[plan.rank].num_hops:
-        packet = rotation.packet(plan.rank)
-        mine = ring.positions(plan.rank)[slice(*plan.reaches[plan.rank].cols)]
-        for view in packet.pair:
-            view.copy_(mine.view(1, 1, -1, 1))
-    with recorded() as hops:
+    mine = ring.positions(plan.rank).float().view(1, 1, -1, 1)
+    shard = tuple(mine.expand(2, 1, -1, x.shape[3]).clone() for x in LIKE)
+    rotation = ShardRotation(GroupWire(dist.group.WORLD), plan, (shard[0], shard[1]))
+    held = [_positions(rotation.held)]
+    taken: list[Tensor] = []
+    with recorded() as hops, patch.multiple(comm, BUFFERS=BufferPool()):
         for hop in range(1, plan.num_steps + 1):
-            packets.append(packet)
-            rotation.post(hop, packet)
-            packet = rotation.wait()
-            arrived.append(packet and _positions(packet))
-    rotation.close()
-    return hops, arrived, len({x.flat.untyped_storage().data_ptr() for x in packets if x})
+            rotation.post(hop, Label("forward", hop - 1, 0))
+            assert _positions(rotation.held) == held[-1], "what is computed on stays"
+            rotation.wait()
+            held.append(_positions(rotation.held))
+        with patch.object(comm.BUFFERS, "give", taken.append):
+            rotation.close()
+    return hops, held, len(taken)
 
 
-def _positions(packet: Packet) -> list[float]:
-    columns = torch.cat([x.permute(2, 0, 1, 3).flatten(1) for x in packet.pair], 1)
+def _positions(pair: Pair) -> list[float]:
+    columns = torch.cat([x.permute(2, 0, 1, 3).flatten(1) for x in pair], 1)
     assert (columns == columns[:, :1]).all(), f"shards are mixed up:\n{columns}"
     return columns[:, 0].tolist()
 
@@ -126,7 +130,7 @@ def _positions(packet: Packet) -> list[float]:
 def test_packet_shares_its_buffer(num_cols: int, dtype: torch.dtype) -> None:
     buffer = torch.zeros(8 * 5 * 2 * (3 * 4 + 3 * 6) + 3, dtype=torch.uint8)
     like = torch.empty(2, 3, 9, 4), torch.empty(2, 3, 9, 6)
-    packet = Packet(buffer, like, num_cols, dtype)
+    packet = Packet(buffer, like, (3, 3 + num_cols), dtype)
     assert [x.shape for x in packet.pair] == [(2, 3, num_cols, 4), (2, 3, num_cols, 6)]
     assert all(x.is_contiguous() for x in packet.pair), "as kernels like them"
     assert packet.flat.shape == (2 * 3 * num_cols * (4 + 6),)

@@ -15,8 +15,8 @@ SOME = (slice(0, 1), slice(None), slice(1, 3))
 @pytest.mark.parametrize(
     "regions", [[], [ALL], [SOME], [ALL, SOME], [SOME, ALL, SOME]], ids=lambda r: str(len(r))
 )
-@pytest.mark.parametrize("home", [False, True], ids=["", "home"])
-def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], home: bool) -> None:
+@pytest.mark.parametrize("num_homes", [0, 1, 3])
+def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], num_homes: int) -> None:
     torch.manual_seed(0)
     like = torch.empty(2, 3, 4, 5, dtype=dtype)
     total, expected = GradientSum(like), torch.zeros(like.shape, dtype=torch.float64)
@@ -24,10 +24,10 @@ def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], home
         grad = torch.randn(like[region].shape).to(dtype)
         expected[region] += grad
         total.add(region, grad)
-    if home:
+    for left in reversed(range(num_homes)):
         share = torch.randn(2, 3, 2, 5, dtype=torch.promote_types(dtype, torch.float32))
         expected[:, :, 1:3] += share
-        total.add_home(share, (1, 3))
+        total.add_home(share, (1, 3), is_last=not left)
     result = total.result()
     assert result.dtype == dtype
     assert result.transpose(1, 2).is_contiguous(), "token-major"

@@ -14,7 +14,8 @@ from torch import Tensor
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.layout import Layout
 from dtensor_ring.plan import Documents, Plan, plan
-from dtensor_ring.tile import Tile
+from dtensor_ring.route import Mail
+from dtensor_ring.tile import NOTHING, Tile, hull, length
 from tests.dense import document_ids
 from tests.rings import Ring
 from tests.test_layout import dealings
@@ -112,37 +113,49 @@ def test_every_visible_pair_is_covered_once(ring: Ring) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(rings() | cross_rings())
-def test_shards_travel_as_far_as_they_are_seen(ring: Ring) -> None:
+def test_nothing_moves_that_nobody_sees(ring: Ring) -> None:
     plans, seen = ring.plans(), ring.visible().any(0)
     queries, keys = (
         [ring.positions(rank, of_keys) for rank in range(ring.world_size)]
         for of_keys in (False, True)
     )
-    for source, reach in enumerate(plans[0].reaches):
-        cols_seen_at = {
-            hop: seen[queries[(source + hop) % ring.world_size]][:, keys[source]].any(0)
-            for hop in range(1, ring.world_size)
-        }
-        needed = [hop for hop, cols in cols_seen_at.items() if cols.any()]
-        assert reach.num_hops == max(needed, default=0), f"source {source}"
-        cols = sum(cols_seen_at.values(), torch.zeros(len(keys[source]))).nonzero()[:, 0]
-        hull = (int(cols[0]), int(cols[-1]) + 1) if len(cols) else (0, 0)
-        assert reach.cols == hull, f"source {source}"
-    num_steps = 1 + max(reach.num_hops for reach in plans[0].reaches)
+    needed = [[_hull(seen[rows][:, cols].any(0)) for rows in queries] for cols in keys]
+    for source, spans in enumerate(needed):
+        others = [spans[rank] for rank in range(ring.world_size) if rank != source]
+        held = {step.cols for other in plans for step in other.steps[1:] if step.source == source}
+        assert hull(held) == hull(others), f"of source {source}, all that others see and no more"
+        last = max((i for i, x in enumerate(_by_distance(spans, source)) if length(x)), default=0)
+        distances = [
+            (other.rank - source) % ring.world_size
+            for other in plans
+            for step in other.steps
+            if step.source == source and length(step.cols)
+        ]
+        assert max(distances, default=0) == last, f"source {source} goes as far as it is seen"
     for schedule in plans:
-        assert schedule.reaches == plans[0].reaches
-        assert schedule.num_steps == num_steps
+        assert schedule.num_steps == plans[0].num_steps
         check_steps(schedule, len(keys[schedule.rank]))
 
 
+def _hull(seen: Tensor) -> tuple[int, int]:
+    """From the first column that is seen to the last."""
+    cols = seen.nonzero()[:, 0].tolist()
+    return (cols[0], cols[-1] + 1) if cols else NOTHING
+
+
+def _by_distance(spans: list[tuple[int, int]], source: int) -> list[tuple[int, int]]:
+    """Those of the ranks behind the source, in the order of the ring; nothing for itself."""
+    return [NOTHING, *spans[source + 1 :], *spans[:source]]
+
+
 def check_steps(schedule: Plan, num_local: int) -> None:
-    for index, step in enumerate(schedule.steps):
-        assert step.source == (schedule.rank - index) % schedule.world_size
-        held = (0, num_local) if index == 0 else schedule.reaches[step.source].cols
-        assert step.cols == held, f"step {index}"
-        assert index == 0 or not step.tiles or schedule.arrives(step.source, index), (
-            f"step {index} of rank {schedule.rank} needs a shard that does not arrive"
-        )
+    first, *others = schedule.steps
+    assert (first.source, first.cols) == (schedule.rank, (0, num_local))
+    assert schedule.shards[0] == schedule.shards[-1] == Mail(), "nothing behind the last step"
+    for hop, step in enumerate(others, start=1):
+        arriving = [(x.source, x.cols) for x in schedule.shards[hop].receives]
+        assert arriving == ([(step.source, step.cols)] if length(step.cols) else []), f"hop {hop}"
+        assert arriving or not step.tiles, f"step {hop} needs a shard that does not arrive"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -250,16 +263,21 @@ HOPS = {
 
 @pytest.mark.parametrize(("ring", "num_hops"), HOPS.values(), ids=list(HOPS))
 def test_hops(ring: Ring, num_hops: list[int]) -> None:
-    assert [reach.num_hops for reach in ring.plans()[0].reaches] == num_hops
-    assert ring.plans()[0].num_steps == 1 + max(num_hops)
+    plans = ring.plans()
+    sources = [x.source for plan in plans for mail in plan.shards for x in mail.receives]
+    assert [sources.count(rank) for rank in range(ring.world_size)] == num_hops
+    assert plans[0].num_steps == 1 + max(num_hops)
 
 
 def test_only_columns_that_others_see_travel() -> None:
-    (first, *others) = Ring(ZigZag(), 4, 64, CAUSAL).plans()[0].reaches
-    assert first.cols == (0, 8), "the last chunk is seen by its owner alone"
-    assert [reach.cols for reach in others] == [(0, 16)] * 3
-    window = Ring(Contiguous(), 4, 64, Mask.sliding(5)).plans()[0].reaches
-    assert [reach.cols for reach in window] == [(11, 16)] * 3 + [(0, 0)]
+    def travelling(ring: Ring) -> list[set[tuple[int, int]]]:
+        parcels = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
+        return [{x.cols for x in parcels if x.source == rank} for rank in range(ring.world_size)]
+
+    first, *others = travelling(Ring(ZigZag(), 4, 64, CAUSAL))
+    assert first == {(0, 8)}, "the last chunk is seen by its owner alone"
+    assert others == [{(0, 16)}] * 3
+    assert travelling(Ring(Contiguous(), 4, 64, Mask.sliding(5))) == [{(11, 16)}] * 3 + [set()]
 
 
 BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the sequence length "

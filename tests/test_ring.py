@@ -21,28 +21,17 @@ PER_COLUMN = 2 * 2 * (8 + 4)  # numbers of key and value: batch, heads, head dim
 Hops = list[list[Message]]
 
 
-def sums_of(ring: Ring, rank: int) -> list[Message]:
-    """What a rank sends of the sums of gradients: on to the next rank, at last to the owner."""
-    reaches, messages = ring.plans()[0].reaches, []
-    for behind in range(1, ring.world_size):
-        source = (rank - behind) % ring.world_size
-        reach = reaches[source]
-        if behind <= reach.num_hops:
-            peer = source if behind == reach.num_hops else (rank + 1) % ring.world_size
-            numel = (reach.cols[1] - reach.cols[0]) * PER_COLUMN
-            messages.append(Message("isend", peer, numel, torch.float32))
-    return messages
-
-
 @pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))
 def test_messages(pool: Pool, ring: Ring) -> None:
     for rank, (forward, backward, errors) in enumerate(pool.run(ring.world_size, _run, ring)):
-        expected = messages_of(ring, rank, PER_COLUMN, torch.bfloat16)
+        plan = ring.plans()[rank]
+        expected = messages_of(plan.shards, PER_COLUMN, torch.bfloat16)
         assert forward == expected, f"rank {rank}"
         shards = [[m for m in hop if m.dtype == torch.bfloat16] for hop in backward]
         assert [hop for hop in shards if hop] == expected, f"rank {rank}"
-        sums = [m for hop in backward for m in hop if m.dtype == torch.float32]
-        assert [m for m in sums if m.what == "isend"] == sums_of(ring, rank), f"rank {rank}"
+        sums = [[m for m in hop if m.dtype == torch.float32] for hop in backward]
+        expected = messages_of(plan.sums, PER_COLUMN, torch.float32)
+        assert [hop for hop in sums if hop] == expected, f"rank {rank}"
         assert max(errors.values()) < 0.05, f"rank {rank}: {errors}"
 
 

@@ -25,7 +25,8 @@ rank 1                     7.35    11.76     0.00     0.00    19.12
 rank 2                     7.35    11.76    11.76     0.00    30.88
 rank 3                     7.35    11.76    11.76    11.76    42.65
 busiest rank over mean: 1.706
-by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000
+keys and values to a rank, at most: 12 tokens""",
     )
 
 
@@ -40,7 +41,8 @@ rank 1                     7.35     7.35     4.41     4.41    23.53
 rank 2                     7.35     7.35     7.35     4.41    26.47
 rank 3                     7.35     7.35     7.35     7.35    29.41
 busiest rank over mean: 1.176
-by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000
+keys and values to a rank, at most: 12 tokens""",
     )
 
 
@@ -55,7 +57,8 @@ rank 1                     7.35     5.88     5.88     5.88    25.00
 rank 2                     7.35     5.88     5.88     5.88    25.00
 rank 3                     7.35     5.88     5.88     5.88    25.00
 busiest rank over mean: 1.000
-by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000""",
+by layout: contiguous 1.706, striped 1.176, zigzag 1.000, balanced 1.000
+keys and values to a rank, at most: 12 tokens""",
     )
 
 
@@ -70,7 +73,8 @@ share of all work, %     step 0   step 1    total
 rank 0                    36.36     9.09    45.45
 rank 1                    47.27     7.27    54.55
 busiest rank over mean: 1.091
-by layout: contiguous 1.091, striped 1.018, zigzag 1.091, balanced 1.006""",
+by layout: contiguous 1.091, striped 1.018, zigzag 1.091, balanced 1.006
+keys and values to a rank, at most: 8 tokens""",
     )
 
 

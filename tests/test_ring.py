@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.execute import Saved, Scoring
+from dtensor_ring.gradient import GradientSum
 from dtensor_ring.kernels import KERNELS
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.tile import Span
 from dtensor_ring.wire import GroupWire
 from tests.dense import dense_attention
 from tests.pool import Pool
@@ -52,6 +57,32 @@ def test_a_ring_makes_one_hop_less_than_it_has_ranks(pool: Pool, ring: Ring) -> 
         receives = [m for hop in backward for m in hop if m.what == "irecv"]
         # Shards as in forward; sums make as many hops, the one home included.
         assert (len(sends), len(receives)) == (2 * num_hops, 2 * num_hops)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "straight", "straight, documents"])
+def test_sums_are_rounded_with_the_last_that_comes_home(pool: Pool, name: str) -> None:
+    ring = RINGS[name]
+    for plan, are_last in zip(
+        ring.plans(), pool.run(ring.world_size, _come_home, ring), strict=True
+    ):
+        sources = [parcel.source for mail in plan.sums for parcel in mail.receives]
+        num_homes = sources.count(plan.rank)
+        expected = [index == num_homes for index in range(1, num_homes + 1) for _ in "kv"]
+        assert are_last == expected, f"rank {plan.rank}"
+
+
+def _come_home(ring: Ring) -> list[bool]:
+    """Of each sum for a key or a value, whether it was added as the last."""
+    are_last: list[bool] = []
+    add_home = GradientSum.add_home
+
+    def add(self: GradientSum, home: Tensor, cols: Span, is_last: bool) -> None:
+        are_last.append(is_last)
+        add_home(self, home, cols, is_last)
+
+    with patch.object(GradientSum, "add_home", add):
+        _run(ring)
+    return are_last
 
 
 def _run(ring: Ring) -> tuple[Hops, Hops, dict[str, float]]:

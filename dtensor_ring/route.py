@@ -114,27 +114,21 @@ Route = Around | Direct
 
 
 def route(needs: Needs) -> Route:
-    """Around the ring, unless it is both faster and smaller to go straight.
+    """Around the ring, unless the busiest rank moves less than half as much if it goes straight.
 
     Around, every link between neighbours carries one message at a time, whatever the network looks
     like. But what few ranks see need not pass all the others: the ends of a zigzag layout's chunks
-    that a sliding window reaches, say, or that a document does. Straight, then, the busiest rank
-    moves less. It has three buffers, to send, to receive and to work on, in place of two.
+    that a sliding window reaches, say, or that a document does. Straight takes three buffers, to
+    send, to receive and to work on, where the ring's two do all: more only where the largest parcel
+    is more than two thirds of a shard. Backward takes as many either way.
     """
     around, direct = Around(needs), Direct(needs)
-    fits = 3 * _widest(direct) <= 2 * _widest(around)
-    return direct if fits and _busiest(direct) < _busiest(around) else around
+    return direct if 2 * _busiest(direct) < _busiest(around) else around
 
 
 def _parcels(source: int, cols: Span, peer: int) -> tuple[Parcel, ...]:
     """One parcel, or none if it were empty."""
     return (Parcel(source, cols, peer),) if length(cols) else ()
-
-
-def _widest(way: Route) -> int:
-    """Columns of the largest parcel."""
-    ranks = range(len(way.needs))
-    return max(length(way.held(source, distance)) for source in ranks for distance in ranks)
 
 
 def _busiest(way: Route) -> int:

@@ -239,7 +239,7 @@ HOPS = {
     "documents": (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
     "causal": (Ring(Contiguous(), 4, 16384, CAUSAL), [3, 2, 1, 0]),
     "full": (Ring(Contiguous(), 4, 16384, FULL), [3, 3, 3, 3]),
-    "one ahead": (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 3, 3, 3]),
+    "one ahead": (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 1, 1, 1]),
     "striped": (Ring(Striped(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
     "striped, one back": (Ring(Striped(), 4, 16384, Mask.sliding(1)), [1, 1, 1, 1]),
     "zigzag": (Ring(ZigZag(), 4, 16384, CAUSAL), [3, 3, 3, 3]),

@@ -105,7 +105,7 @@ WAYS = {
     "neighbours": (Ring(Contiguous(), 4, 64, Mask.sliding(3)), Around),
     "ends of chunks": (Ring(ZigZag(), 4, 64, Mask.sliding(3)), Direct),
     "wide windows": (Ring(ZigZag(), 4, 64, Mask.sliding(7)), Direct),
-    "three would be more than two": (Ring(ZigZag(), 8, 64, Mask.sliding(6)), Around),
+    "more than half": (Ring(ZigZag(), 4, 64, Mask.sliding(14)), Around),
     "documents": (Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)), Direct),
     "documents, striped": (Ring(Striped(), 4, 64, CAUSAL, ((0, 11, 27, 43, 60),)), Around),
     "alone": (Ring(ZigZag(), 1, 64, CAUSAL), Around),

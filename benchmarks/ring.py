@@ -39,7 +39,7 @@ from dtensor_ring.layout import ZigZag
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale
 from dtensor_ring.order import in_order
-from dtensor_ring.plan import plan
+from dtensor_ring.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.wire import GroupWire
 
@@ -138,24 +138,26 @@ class StubKernel(Kernel):
         return self.backwards.backward(query=query, key=key, value=value)
 
 
-def our_ring_around_stub(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
-    """Our ring around kernels that compute nothing."""
-    wire = GroupWire(group)
+def ring_stages(
+    kernel: Kernel, mine: Plan, shards: list[Tensor], group: dist.ProcessGroup
+) -> Stages:
+    """Our ring by that plan, around that kernel."""
     grad_out, query, *rest = shards
-    pair = rest[0], rest[1]
-    kernel = StubKernel()
+    pair, wire = (rest[0], rest[1]), GroupWire(group)
     scoring = Scoring(kernel, default_scale(HEAD_DIM))
-    schedule = plan(ZigZag(), Mask.causal(), group.rank(), case.world_size, case.seq_len)
+    stubs = [kernel.forwards, kernel.backwards] if isinstance(kernel, StubKernel) else []
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:
-        kernel.forwards.restart()
-        kept[:] = ring_forward(query, pair, schedule, scoring, wire)
+        for stub in stubs:
+            stub.restart()
+        kept[:] = ring_forward(query, pair, mine, scoring, wire)
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
-        kernel.backwards.restart()
-        return ring_backward(Saved(grad_out, query, *kept), pair, schedule, scoring, wire)
+        for stub in stubs:
+            stub.restart()
+        return ring_backward(Saved(grad_out, query, *kept), pair, mine, scoring, wire)
 
     return forward, backward
 
@@ -183,7 +185,8 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
         "gathered": torch_ring(mesh, shards, case.stub, "allgather"),
     }
     if case.stub:
-        contenders["ours"] = our_ring_around_stub(case, shards, group)
+        mine = plan(ZigZag(), Mask.causal(), rank, case.world_size, case.seq_len)
+        contenders["ours"] = ring_stages(StubKernel(), mine, shards, group)
         contenders["bare"] = transfers(group, *shards[2:])
     else:
         contenders["ours"] = our_ring(case, shards, group)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
 
 from dtensor_ring import op
 from examples.torchtitan_assets import write_assets
@@ -145,6 +146,7 @@ def _torchtitan() -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, places | offline))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # those of torchtitan on a CPU
+        stack.enter_context(fresh_cache())  # a run that was killed may leave half a file there
         use_cpu()
         import torchtitan.trainer
         from torchtitan.distributed import spmd_types

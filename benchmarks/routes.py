@@ -1,0 +1,139 @@
+"""Measure what it saves to send keys straight to the few ranks that see them.
+
+Run ``python benchmarks/routes.py``: it starts 4 and then 8 processes itself, prints a table, and
+writes it with every single time to ``benchmarks/results``. With ``--quick`` it repeats less and
+writes to ``out`` instead. Both ways are timed in turns, and ratios are medians of the ratios of
+neighbouring times. Leave the machine alone meanwhile.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from baselines import median_ratio, time_paired
+from harness import HEAD_DIM, NUM_HEADS, STAGES, origin, publish, spawn
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from ring import StubKernel, ring_stages
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import Mask, ZigZag
+from dtensor_ring import plan as planner
+from dtensor_ring.kernels import KERNELS
+from dtensor_ring.order import TOKEN_MAJOR, in_order
+from dtensor_ring.plan import Plan
+from dtensor_ring.route import Around, Direct
+
+SEQ_LEN = 32768
+WAYS = {"around": Around, "straight": Direct}
+ATTENTIONS = {
+    "window of 1,024": (Mask.sliding(1024), None),
+    "documents of 3,000": (Mask.causal(), ((*range(0, SEQ_LEN, 3000), SEQ_LEN),)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured; `attention` is a name of `ATTENTIONS`."""
+
+    world_size: int
+    attention: str
+    stub: bool
+    repeats: int
+
+    def plans(self, way: str) -> list[Plan]:
+        """Of all ranks, under zigzag, whatever the planner would choose."""
+        mask, documents = ATTENTIONS[self.attention]
+        for cached in (planner.plan, planner._route):
+            cached.cache_clear()
+        with patch.object(planner, "route", WAYS[way]):
+            return [
+                planner.plan(ZigZag(), mask, rank, self.world_size, SEQ_LEN, documents)
+                for rank in range(self.world_size)
+            ]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds by way, stage and repeat."""
+
+    case: Case
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
+def measure(case: Case, mesh: DeviceMesh) -> Measurement:
+    group = mesh.get_group()
+    torch.manual_seed(group.rank())
+    shape = (1, NUM_HEADS, SEQ_LEN // case.world_size, HEAD_DIM)
+    shards = [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for _ in range(4)]
+    contenders = {
+        way: ring_stages(
+            StubKernel() if case.stub else KERNELS["cpu_flash"],
+            *(case.plans(way)[group.rank()], shards, group),
+        )
+        for way in WAYS
+    }
+    results = [[x for stage in stages for x in stage()] for stages in contenders.values()]
+    for straight, around in zip(*results, strict=True):
+        if not case.stub:
+            torch.testing.assert_close(straight, around, atol=1e-4, rtol=1e-4)
+    seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
+    return Measurement(case, seconds)
+
+
+def table(measurements: list[Measurement]) -> Table:
+    """Two rows for each case."""
+    result = Table("ranks", "attention", "kernel", "what", box=MARKDOWN)
+    for heading in ("steps", "tokens", "ms", "straight/around"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for m in measurements:
+        plans = [m.case.plans(way) for way in WAYS]
+        steps = [str(ranks[0].num_steps) for ranks in plans]
+        tokens = [f"{max(plan.num_received for plan in ranks):,}" for ranks in plans]
+        for stage, what in enumerate(STAGES):
+            around, straight = (m.seconds[way][stage] for way in WAYS)
+            result.add_row(
+                *(str(m.case.world_size), m.case.attention, "none" if m.case.stub else "aten"),
+                *(what, ", ".join(steps), " and ".join(tokens)),
+                f"{1e3 * median(around):.1f} and {1e3 * median(straight):.1f}",
+                f"{median_ratio(straight, around):.3f}",
+            )
+    return result
+
+
+def report(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured, in Markdown."""
+    console.print(
+        f"\n{SEQ_LEN:,} tokens, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, float32, gloo, "
+        "one thread a rank. First around the\nring, then straight: steps, tokens whose keys and "
+        "values come to the rank that receives most, and the time\nof the slowest rank; around "
+        "aten's kernel, or kernels that take no time.\n"
+    )
+    console.print(table(measurements))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take less than a minute")
+    quick = parser.parse_args().quick
+    about, measurements = origin(), []
+    for world_size in (4,) if quick else (4, 8):
+        todo = [
+            Case(world_size, name, stub, 2 if quick else 15 if stub else 7)
+            for stub in (False, True)
+            for name in ATTENTIONS
+        ]
+        for found in spawn(world_size, measure, todo):
+            measurements.append(Measurement(Case(**found["case"]), found["seconds"]))
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report, measurements=measurements)
+    publish("routes-cpu", "Around the ring, or straight", quick, about, measured, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,7 +79,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
         for way in WAYS
     }
     results = [[x for stage in stages for x in stage()] for stages in contenders.values()]
-    for straight, around in zip(*results, strict=True):
+    for around, straight in zip(*results, strict=True):
         if not case.stub:
             torch.testing.assert_close(straight, around, atol=1e-4, rtol=1e-4)
     seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))

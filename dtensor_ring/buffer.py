@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 MAX_SPARES = 5
-"""What a backward pass takes: two for shards, two for sums of gradients, one for the way home."""
+"""What a backward pass takes: two for shards, two for sums of gradients, one for those on their way
+home; or three and two, where shards go straight to the ranks that see them."""
 
 
 class BufferPool:

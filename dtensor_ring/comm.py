@@ -75,7 +75,8 @@ class Rotation:
         """Send the packet, if this hop sends any, and begin to receive. Empty ones stay at home."""
         self._arriving = {parcel.source: self._packet(parcel.cols) for parcel in receives}
         incoming = [Message(self._arriving[x.source].flat, x.peer) for x in receives]
-        outgoing = [Message(packet.flat, x.peer) for x in sends if packet]
+        assert packet is not None or not sends, "a peer would wait for it"
+        outgoing = [Message(packet.flat, x.peer) for x in sends if packet is not None]
         self._works = self._wire.start(
             *([x for x in messages if x.flat.numel()] for messages in (incoming, outgoing))
         )
@@ -112,6 +113,8 @@ class ShardRotation(Rotation):
             if parcel.source == self._rank:
                 with label("pack"):
                     self._passing = self._pack(parcel.cols)
+                if hop == 1 and parcel.cols == (0, self._shard[0].shape[2]):
+                    self.held = self._passing.pair  # tokens of a head lie next to each other there
         with label("send"):
             self._start(self._passing, sends, receives)
 
@@ -121,16 +124,10 @@ class ShardRotation(Rotation):
         self.held = self._passing.pair if self._passing else self._shard
 
     def _pack(self, cols: Span) -> Packet:
-        """Key and value side by side.
-
-        A whole shard is computed on there, where kernels find the tokens of a head next to each
-        other.
-        """
+        """Key and value side by side."""
         packet = self._packet(cols)
         for view, x in zip(packet.pair, self._shard, strict=True):
             view.copy_(x[:, :, slice(*cols)])
-        if cols == (0, self._shard[0].shape[2]):
-            self.held = packet.pair
         return packet
 
 

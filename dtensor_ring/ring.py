@@ -1,4 +1,4 @@
-"""The two loops: keys and values travel around the ring while the kernels work."""
+"""The two loops: keys and values travel between the ranks while the kernels work."""
 
 from __future__ import annotations
 

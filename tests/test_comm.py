@@ -1,4 +1,4 @@
-"""Messages: what travels is what the plan says, in one message per hop and two buffers."""
+"""Messages: what travels is what the plan says, one message per hop, in two or three buffers."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ RINGS = {
     "one rank": Ring(ZigZag(), 1, 8, CAUSAL),
     "documents": Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 9, 12, 16),)),
     "straight": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
+    "straight, a whole shard at each hop": Ring(Contiguous(), 4, 16, Mask.local(1, 4)),
     "straight, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
     "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
 }

@@ -18,6 +18,7 @@ from dtensor_ring.buffer import BufferPool
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels.kernel import Kernel
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.tile import length
 from dtensor_ring.wire import GroupWire
 from tests.pool import Pool
 from tests.rings import Ring
@@ -100,6 +101,7 @@ RINGS = [
         (Contiguous(), Mask.full()),
         (Contiguous(), Mask.sliding(3 * SHARD)),
         (ZigZag(), Mask.sliding(SHARD // 2)),
+        (Contiguous(), Mask.local(1, SHARD)),
         (Balanced(Mask.causal(), world_size * SHARD, world_size, block=4), Mask.causal()),
     )
 ]
@@ -108,15 +110,15 @@ RINGS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ring", RINGS, ids=lambda r: f"{r.layout.name}-{r.mask}-{r.world_size}")
 def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -> None:
-    """Whatever the number of steps: two shards, their gradients, and what is accumulated."""
+    """Whatever the number of steps: messages, their gradients, and what is accumulated."""
     wide = 4
     narrow = dtype.itemsize
     cast = 0 if dtype == torch.float32 else wide  # of the result
     output = wide if dtype == torch.float32 else wide + narrow
-    forward_limit = 2 * SHARDS * narrow + QUERY * output + (4 * ROWS + 2 * PIECE) * wide
+    forward_limit = _messages(ring) * narrow + QUERY * output + (4 * ROWS + 2 * PIECE) * wide
     # Gradients: those two that travel, the one on its way home, and the rank's own; then a step's,
     # as kernels return them, and their sum if they outgrow a shard.
-    backward_limit = 2 * SHARDS * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
+    backward_limit = _messages(ring) * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
     backward_limit += 2 * SHARDS * narrow + SHARDS * wide
     counts = pool.run(ring.world_size, _count, ring, dtype)
     assert max(forward.peak for forward, _ in counts) >= SHARDS * narrow, "they were counted"
@@ -127,6 +129,13 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
         if not cast and ring.layout.name != Balanced.name:  # else the merge, or a sum, makes more
             assert forward.num_large <= 3 + ring.goes_straight, "messages, and the output"
             assert backward.num_large <= 8, "the limit's tensors, one by one"
+
+
+def _messages(ring: Ring) -> int:
+    """Numbers in two shards; or in three messages, where those are more and go straight."""
+    parcels = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
+    widest = max(length(parcel.cols) for parcel in parcels)
+    return max(2 * SHARD, (2 + ring.goes_straight) * widest) * SHARDS // SHARD
 
 
 class Count(NamedTuple):

@@ -122,6 +122,9 @@ def test_nothing_moves_that_nobody_sees(ring: Ring) -> None:
     needed = [[_hull(seen[rows][:, cols].any(0)) for rows in queries] for cols in keys]
     for source, spans in enumerate(needed):
         others = [spans[rank] for rank in range(ring.world_size) if rank != source]
+        for other in plans if ring.goes_straight else ():
+            cols = [x.cols for x in other.steps if x.source == source != other.rank]
+            assert (cols or [NOTHING]) == [spans[other.rank] if source != other.rank else NOTHING]
         held = {step.cols for other in plans for step in other.steps[1:] if step.source == source}
         assert hull(held) == hull(others), f"of source {source}, all that others see and no more"
         last = max((i for i, x in enumerate(_by_distance(spans, source)) if length(x)), default=0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.plan import Plan
 from dtensor_ring.route import Around, Direct, Mail, Needs, Parcel, Route, route
 from dtensor_ring.tile import NOTHING, hull, length
 from tests.rings import Ring
+from tests.test_plan import cross_rings, rings
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 ROUTES = pytest.mark.parametrize("kind", [Around, Direct])
@@ -89,11 +91,11 @@ def test_every_share_comes_home_once(kind: type[Route], needs: Needs) -> None:
 def needs_of(ring: Ring) -> Needs:
     """By what is visible."""
     seen, ranks = ring.visible().any(0), range(ring.world_size)
-    positions = [ring.positions(rank) for rank in ranks]
+    queries, keys = ([ring.positions(rank, of_keys) for rank in ranks] for of_keys in (False, True))
 
     def needed(source: int, distance: int) -> tuple[int, int]:
-        rows = seen[positions[(source + distance) % ring.world_size]]
-        cols = rows[:, positions[source]].any(0).nonzero()[:, 0].tolist()
+        rows = seen[queries[(source + distance) % ring.world_size]]
+        cols = rows[:, keys[source]].any(0).nonzero()[:, 0].tolist()
         return (cols[0], cols[-1] + 1) if cols and distance else NOTHING
 
     return tuple(tuple(needed(source, distance) for distance in ranks) for source in ranks)
@@ -121,6 +123,84 @@ def test_the_way_that_moves_less(ring: Ring, kind: type[Route]) -> None:
         hops = range(1, plan.num_steps)
         assert plan.shards == (Mail(), *(way.shards(plan.rank, hop) for hop in hops), Mail())
         assert plan.sums == (Mail(), *(way.sums(plan.rank, hop) for hop in hops), Mail())
+
+
+@settings(deadline=None, max_examples=200)
+@given(rings() | cross_rings())
+def test_nothing_moves_that_nobody_sees(ring: Ring) -> None:
+    plans, ranks = ring.plans(), range(ring.world_size)
+    for source, needed in enumerate(needs_of(ring)):
+        cols = [
+            {x.cols for x in plans[(source + i) % ring.world_size].steps[1:] if x.source == source}
+            for i in ranks
+        ]
+        held = [hull(spans) for spans in cols]
+        assert hull(held) == hull(needed), f"of source {source}, all that others see and no more"
+        if ring.goes_straight:
+            assert held == list(needed), f"of source {source}, what each of them sees"
+        furthest = [max((i for i in ranks if length(x[i])), default=0) for x in (held, needed)]
+        assert furthest[0] == furthest[1], f"source {source} goes as far as it is seen"
+    for schedule in plans:
+        assert schedule.num_steps == plans[0].num_steps
+        check_steps(schedule, len(ring.positions(schedule.rank, of_keys=True)))
+
+
+def check_steps(schedule: Plan, num_local: int) -> None:
+    first, *others = schedule.steps
+    assert (first.source, first.cols) == (schedule.rank, (0, num_local))
+    assert schedule.shards[0] == schedule.shards[-1] == Mail(), "nothing behind the last step"
+    for hop, step in enumerate(others, start=1):
+        arriving = [(x.source, x.cols) for x in schedule.shards[hop].receives]
+        assert arriving == ([(step.source, step.cols)] if length(step.cols) else []), f"hop {hop}"
+        assert arriving or not step.tiles, f"step {hop} needs a shard that does not arrive"
+
+
+WINDOW = Mask.sliding(1024)
+SHORT_DOCUMENTS = (tuple(range(0, 64 * 256 + 1, 256)),)
+HOPS = {
+    "window": (Ring(Contiguous(), 4, 16384, WINDOW), [1, 1, 1, 0]),
+    "documents": (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "causal": (Ring(Contiguous(), 4, 16384, CAUSAL), [3, 2, 1, 0]),
+    "full": (Ring(Contiguous(), 4, 16384, FULL), [3, 3, 3, 3]),
+    "one ahead": (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 1, 1, 1]),
+    "striped": (Ring(Striped(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "striped, one back": (Ring(Striped(), 4, 16384, Mask.sliding(1)), [1, 1, 1, 1]),
+    "zigzag": (Ring(ZigZag(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "zigzag, documents": (Ring(ZigZag(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "zigzag, one token each": (Ring(ZigZag(), 4, 4, CAUSAL), [3, 2, 1, 0]),
+    "alone": (Ring(Contiguous(), 1, 64, CAUSAL), [0]),
+    "striped alone": (Ring(Striped(), 1, 64, FULL), [0]),
+    "zigzag alone": (Ring(ZigZag(), 1, 64, CAUSAL), [0]),
+    "no token": (Ring(ZigZag(), 3, 0, FULL), [0, 0, 0]),
+    "a chunk each": (Ring(Contiguous(), 4, 16384, Mask.chunked(4096)), [0, 0, 0, 0]),
+    "chunks": (Ring(Contiguous(), 4, 16384, Mask.chunked(8192)), [1, 0, 1, 0]),
+    "prefix": (Ring(Contiguous(), 4, 16384, Mask.prefix_causal(5000)), [3, 3, 1, 0]),
+    "prefix in a window": (Ring(Contiguous(), 4, 64, Mask(4, 0, prefix=64)), [1, 3, 3, 3]),
+    "cross": (Ring(Contiguous(), 4, 64, FULL, None, 8), [3, 3, 3, 3]),
+    "cross, a document each": (
+        Ring(Contiguous(), 4, 64, FULL, ((0, 16, 32, 48, 64),), 8, ((0, 2, 4, 6, 8),)),
+        [0, 0, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ring", "num_hops"), HOPS.values(), ids=list(HOPS))
+def test_hops(ring: Ring, num_hops: list[int]) -> None:
+    plans = ring.plans()
+    sources = [x.source for plan in plans for mail in plan.shards for x in mail.receives]
+    assert [sources.count(rank) for rank in range(ring.world_size)] == num_hops
+    assert plans[0].num_steps == 1 + max(num_hops)
+
+
+def test_only_columns_that_others_see_travel() -> None:
+    def travelling(ring: Ring) -> list[set[tuple[int, int]]]:
+        parcels = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
+        return [{x.cols for x in parcels if x.source == rank} for rank in range(ring.world_size)]
+
+    first, *others = travelling(Ring(ZigZag(), 4, 64, CAUSAL))
+    assert first == {(0, 8)}, "the last chunk is seen by its owner alone"
+    assert others == [{(0, 16)}] * 3
+    assert travelling(Ring(Contiguous(), 4, 64, Mask.sliding(5))) == [{(11, 16)}] * 3 + [set()]
 
 
 def test_a_window_costs_its_width() -> None:

@@ -116,8 +116,7 @@ def link_of(
         if cols not in arriving:
             buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
             packet = Packet(buffer, (key, value), cols, key.dtype, order)
-            for part, shard in zip(packet.pair, (key, value), strict=True):
-                part.copy_(shard[:, :, slice(*cols)])
+            packet.fill((key, value))
             arriving[cols] = packet.flat
         messages.append(arriving[cols])
     return Link(messages, sums, rate)

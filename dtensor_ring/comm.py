@@ -13,7 +13,7 @@ from dtensor_ring.execute import Pair
 from dtensor_ring.gradient import GradientShare, GradientSum
 from dtensor_ring.order import HEAD_MAJOR, TOKEN_MAJOR, Order, strides
 from dtensor_ring.plan import Plan
-from dtensor_ring.route import Mail, Parcel
+from dtensor_ring.route import Mail
 from dtensor_ring.tile import Span, length
 from dtensor_ring.trace import Label
 from dtensor_ring.wire import Message, Wire, Work
@@ -37,20 +37,32 @@ class Packet:
         self.flat = flat[:offset]
         self.pair = (tensors[0], tensors[1])
 
+    def fill(self, shard: Pair) -> None:
+        """Copy its columns of a whole shard."""
+        for view, x in zip(self.pair, shard, strict=True):
+            view.copy_(x[:, :, slice(*self.cols)])
+
 
 class Rotation:
     """Sends and receives packets, one hop at a time, in buffers that are used again and again."""
 
     def __init__(
-        self, wire: Wire, mails: Sequence[Mail], like: Pair, dtype: torch.dtype, order: Order
+        self,
+        wire: Wire,
+        rank: int,
+        mails: Sequence[Mail],
+        like: Pair,
+        dtype: torch.dtype,
+        order: Order,
     ) -> None:
         wire.prepare(like[0].device)
-        self._wire, self._mails = wire, mails
+        self._wire, self._rank, self._mails = wire, rank, mails
         self._like, self._dtype, self._order = like, dtype, order
         self._buffers: list[Tensor] = []
         self._free: list[Tensor] = []
         self._works: Sequence[Work] = []
         self._arriving: dict[int, Packet] = {}  # by source
+        self._passing: Packet | None = None  # what the next hop sends, if it sends any
 
     def close(self) -> None:
         """Give the buffers back: no packet may be used any more."""
@@ -69,10 +81,10 @@ class Rotation:
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
         return BUFFERS.take(num_cols * per_col * self._dtype.itemsize, self._like[0].device)
 
-    def _start(
-        self, packet: Packet | None, sends: Sequence[Parcel], receives: Sequence[Parcel]
-    ) -> None:
-        """Send the packet, if this hop sends any, and begin to receive. Empty ones stay at home."""
+    def _start(self, hop: int) -> None:
+        """Send what is passing, if this hop sends any, and begin to receive; nothing empty."""
+        sends, receives = self._mails[hop]
+        packet = self._passing
         self._arriving = {parcel.source: self._packet(parcel.cols) for parcel in receives}
         incoming = [Message(self._arriving[x.source].flat, x.peer) for x in receives]
         assert packet is not None or not sends, "a peer would wait for it"
@@ -81,14 +93,19 @@ class Rotation:
             *([x for x in messages if x.flat.numel()] for messages in (incoming, outgoing))
         )
 
-    def _finish(self) -> dict[int, Packet]:
-        """What came in, by source, once the sends are done too: the other buffers are free."""
+    def _finish(self) -> Packet | None:
+        """What came home, once the sends are done too; what else came is passing.
+
+        Other buffers are free then.
+        """
         for work in self._works:
             work.wait()
         arrived, self._arriving, self._works = self._arriving, {}, []
         kept = {id(packet.buffer) for packet in arrived.values()}
         self._free = [buffer for buffer in self._buffers if id(buffer) not in kept]
-        return arrived
+        home = arrived.pop(self._rank, None)
+        self._passing = next(iter(arrived.values()), None)
+        return home
 
 
 class ShardRotation(Rotation):
@@ -96,10 +113,8 @@ class ShardRotation(Rotation):
 
     def __init__(self, wire: Wire, plan: Plan, shard: Pair) -> None:
         order = self.order_on(shard[0].device)
-        super().__init__(wire, plan.shards, shard, shard[0].dtype, order)
+        super().__init__(wire, plan.rank, plan.shards, shard, shard[0].dtype, order)
         self.held = self._shard = shard
-        self._rank = plan.rank
-        self._passing: Packet | None = None
 
     @staticmethod
     def order_on(device: torch.device) -> Order:
@@ -108,69 +123,51 @@ class ShardRotation(Rotation):
 
     def post(self, hop: int, label: Label) -> None:
         """Start that hop: what came with the last one goes on, or a part of the own shard goes."""
-        sends, receives = self._mails[hop]
-        for parcel in sends:
+        for parcel in self._mails[hop].sends:
             if parcel.source == self._rank:
                 with label("pack"):
-                    self._passing = self._pack(parcel.cols)
+                    self._passing = self._packet(parcel.cols)
+                    self._passing.fill(self._shard)
                 if hop == 1 and parcel.cols == (0, self._shard[0].shape[2]):
                     self.held = self._passing.pair  # tokens of a head lie next to each other there
         with label("send"):
-            self._start(self._passing, sends, receives)
+            self._start(hop)
 
-    def wait(self) -> None:
+    def wait(self, label: Label) -> None:
         """Until `held` is what came in."""
-        self._passing = next(iter(self._finish().values()), None)
+        with label("wait"):
+            self._finish()
         self.held = self._passing.pair if self._passing else self._shard
-
-    def _pack(self, cols: Span) -> Packet:
-        """Key and value side by side."""
-        packet = self._packet(cols)
-        for view, x in zip(packet.pair, self._shard, strict=True):
-            view.copy_(x[:, :, slice(*cols)])
-        return packet
 
 
 class SumRotation(Rotation):
-    """Moves the sums of gradients, one hop behind the shards they belong to.
-
-    `home` is what others summed up for this rank, to be added to its own share, which never
-    travels.
-    """
+    """Moves the sums of gradients, one hop behind the shards they belong to."""
 
     def __init__(self, wire: Wire, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
-        super().__init__(wire, plan.sums, shard, dtype, TOKEN_MAJOR)  # as kernels write gradients
-        self.home: Packet | None = None
-        self._rank = plan.rank
+        # As kernels write gradients.
+        super().__init__(wire, plan.rank, plan.sums, shard, dtype, TOKEN_MAJOR)
         coming = [parcel.source for mail in plan.sums for parcel in mail.receives]
         self._num_homes = coming.count(plan.rank)  # still to come
-        self._passing: Packet | None = None
 
-    def add(self, step: int, shares: tuple[GradientShare, GradientShare]) -> None:
-        """Add to the sum that arrived, or begin a new one, if it has to go anywhere."""
-        for parcel in self._mails[step].sends:
-            is_new = self._passing is None
-            packet = self._passing or self._packet(parcel.cols)
-            for total, share in zip(packet.pair, shares, strict=True):
-                share.add_to(total, first=is_new)
-            self._passing = packet
+    def post(self, step: int, shares: tuple[GradientShare, GradientShare], label: Label) -> None:
+        """Start the hop behind that step: to the sum that came, or a new one, goes its share."""
+        with label("merge"):
+            for parcel in self._mails[step].sends:
+                is_new = self._passing is None
+                packet = self._passing or self._packet(parcel.cols)
+                for total, share in zip(packet.pair, shares, strict=True):
+                    share.add_to(total, first=is_new)
+                self._passing = packet
+        with label("send sums"):
+            self._start(step)
 
-    def post(self, step: int) -> None:
-        """Start the hop behind that step."""
-        self._start(self._passing, *self._mails[step])
-
-    def wait(self) -> None:
-        """Until a sum has come by, or home."""
-        arrived = self._finish()
-        self.home = arrived.pop(self._rank, None)
-        self._passing = next(iter(arrived.values()), None)
-
-    def bring_home(self, grads: tuple[GradientSum, GradientSum]) -> None:
-        """Add `home` to the gradients of this rank's key and value."""
-        if self.home is None:
-            return
-        self._num_homes -= 1
-        for grad, home in zip(grads, self.home.pair, strict=True):
-            grad.add_home(home, self.home.cols, is_last=not self._num_homes)
-        self._free.append(self.home.buffer)
-        self.home = None
+    def wait(self, grads: tuple[GradientSum, GradientSum], label: Label) -> None:
+        """Until a sum has come by, or home: then it is added to the gradients of the own shard."""
+        with label("wait for sums"):
+            home = self._finish()
+        if home:
+            with label("merge"):
+                self._num_homes -= 1
+                for grad, total in zip(grads, home.pair, strict=True):
+                    grad.add_home(total, home.cols, is_last=not self._num_homes)
+            self._free.append(home.buffer)

@@ -29,8 +29,7 @@ def ring_forward(
         label = Label("forward", hop - 1, step.source)
         shards.post(hop, label)
         forward_step(step, query, shards.held, partial, scoring, label, hop == plan.num_steps)
-        with label("wait"):
-            shards.wait()
+        shards.wait(label)
     shards.close()
     return partial.result()
 
@@ -56,25 +55,10 @@ def ring_backward(
         grad_held = shares if hop > 1 else grad_shard
         backward_step(step, saved, shards.held, grad_query, grad_held, scoring, label)
         if hop > 1:
-            _wait_for_sums(sums, grad_shard, label)
-            with label("merge"):
-                sums.add(hop - 1, shares)
-            with label("send sums"):
-                sums.post(hop - 1)
-        with label("wait"):
-            shards.wait()
-    _wait_for_sums(sums, grad_shard, Label("backward", plan.num_steps - 1, plan.rank))
+            sums.wait(grad_shard, label)
+            sums.post(hop - 1, shares, label)
+        shards.wait(label)
+    sums.wait(grad_shard, Label("backward", plan.num_steps - 1, plan.rank))
     shards.close()
     sums.close()
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
-
-
-def _wait_for_sums(
-    sums: SumRotation, grad_shard: tuple[GradientSum, GradientSum], label: Label
-) -> None:
-    """What comes home is added at once; what passes by waits for this rank's share."""
-    with label("wait for sums"):
-        sums.wait()
-    if sums.home:
-        with label("merge"):
-            sums.bring_home(grad_shard)

@@ -111,9 +111,10 @@ def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float]], int]:
     taken: list[Tensor] = []
     with recorded() as hops, patch.multiple(comm, BUFFERS=BufferPool()):
         for hop in range(1, plan.num_steps + 1):
-            rotation.post(hop, Label("forward", hop - 1, 0))
+            label = Label("forward", hop - 1, 0)
+            rotation.post(hop, label)
             assert _positions(rotation.held) == held[-1], "what is computed on stays"
-            rotation.wait()
+            rotation.wait(label)
             held.append(_positions(rotation.held))
         with patch.object(comm.BUFFERS, "give", taken.append):
             rotation.close()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.op import Options, ring_backward_op, ring_op
-from dtensor_ring.order import TOKEN_MAJOR
+from dtensor_ring.order import TOKEN_MAJOR, in_order
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
@@ -33,6 +33,13 @@ ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
 
 Measure = Callable[[Any, DeviceMesh], Any]
 """Measures a case, and returns a dataclass."""
+
+
+def random_shards(rank: int, num_tokens: int) -> list[Tensor]:
+    """Gradient of the output, query, key and value of this rank's tokens."""
+    torch.manual_seed(rank)
+    shape = (1, NUM_HEADS, num_tokens, HEAD_DIM)
+    return [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for _ in range(4)]
 
 
 def op_stages(shards: list[Tensor], options: Options) -> Stages:

@@ -15,17 +15,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, STAGES, op_stages, origin, publish, spawn
+from harness import HEAD_DIM, NUM_HEADS, STAGES, op_stages, origin, publish, random_shards, spawn
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Balanced, Contiguous, Mask, ZigZag, describe_schedule, sequence_runs
 from dtensor_ring.layout import Layout
 from dtensor_ring.op import Options, default_scale
-from dtensor_ring.order import TOKEN_MAJOR, in_order
 from dtensor_ring.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384
@@ -85,16 +83,9 @@ def attentions() -> dict[str, Attention]:
     }
 
 
-def random_shards(rank: int) -> list[Tensor]:
-    """Gradient of the output, query, key and value of this rank's tokens."""
-    torch.manual_seed(rank)
-    shape = (1, NUM_HEADS, SEQ_LEN // WORLD_SIZE, HEAD_DIM)
-    return [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for _ in range(4)]
-
-
 def measure(repeats: int, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
-    shards = random_shards(group.rank())
+    shards = random_shards(group.rank(), SEQ_LEN // WORLD_SIZE)
     contenders: dict[str, Stages] = {
         name: op_stages(shards, attention.options(group))
         for name, attention in attentions().items()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from baselines import median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, STAGES, origin, publish, spawn
+from harness import HEAD_DIM, NUM_HEADS, STAGES, origin, publish, random_shards, spawn
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring import plan as planner
 from dtensor_ring.kernels import KERNELS
-from dtensor_ring.order import TOKEN_MAJOR, in_order
 from dtensor_ring.plan import Plan
 from dtensor_ring.route import Around, Direct
 
@@ -68,9 +67,7 @@ class Measurement:
 
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
-    torch.manual_seed(group.rank())
-    shape = (1, NUM_HEADS, SEQ_LEN // case.world_size, HEAD_DIM)
-    shards = [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for _ in range(4)]
+    shards = random_shards(group.rank(), SEQ_LEN // case.world_size)
     contenders = {
         way: ring_stages(
             StubKernel() if case.stub else KERNELS["cpu_flash"],
@@ -78,10 +75,9 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
         )
         for way in WAYS
     }
-    results = [[x for stage in stages for x in stage()] for stages in contenders.values()]
-    for around, straight in zip(*results, strict=True):
-        if not case.stub:
-            torch.testing.assert_close(straight, around, atol=1e-4, rtol=1e-4)
+    around, straight = ([x for stage in stages for x in stage()] for stages in contenders.values())
+    if not case.stub:
+        torch.testing.assert_close(straight, around, atol=1e-4, rtol=1e-4)
     seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
     return Measurement(case, seconds)
 

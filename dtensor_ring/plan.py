@@ -106,8 +106,8 @@ def plan(
         _check_cross(mask, (seq_len, key_seq_len), documents, key_documents)
     rows = _rows(mask, (seq_len, key_seq_len), documents, key_documents or documents)
     queries, keys = (
-        tuple(layout.runs(other, world_size, length) for other in range(world_size))
-        for length in (seq_len, key_seq_len)
+        tuple(layout.runs(other, world_size, num_tokens) for other in range(world_size))
+        for num_tokens in (seq_len, key_seq_len)
     )
     way = _route(queries, keys, mask, rows)
     steps = []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.kernels.kernel import Problem
-from dtensor_ring.kernels.varlen import Band, VarlenKernel, longest
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, sizes
 from dtensor_ring.segments import Segments
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def _lengths(q: Tensor, k: Tensor, segments: Segments | None) -> tuple[object, .
     """Boundaries of both sides, and the longest of each."""
     if segments is None:
         return None, None, q.shape[1], k.shape[1]
-    return *segments.boundaries(q.device), *longest(segments)
+    return sizes(segments, q.device)
 
 
 def _options(band: Band) -> dict[str, float | None]:

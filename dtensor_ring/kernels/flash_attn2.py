@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtensor_ring.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.kernels.kernel import Problem
-from dtensor_ring.kernels.varlen import Band, VarlenKernel, longest
+from dtensor_ring.kernels.varlen import Band, VarlenKernel, sizes
 from dtensor_ring.segments import Segments
 
 
@@ -35,8 +35,7 @@ class FlashAttn2(VarlenKernel):
         if segments is None:
             out, lse, *_ = _flash_attn_forward(q, k, v, **more)
         else:
-            sizes = *segments.boundaries(q.device), *longest(segments)
-            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *sizes, **more)
+            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *sizes(segments, q.device), **more)
         return out, lse
 
     def pull_back(
@@ -64,8 +63,7 @@ class FlashAttn2(VarlenKernel):
         if segments is None:
             _flash_attn_backward(*tensors, **more)
         else:
-            sizes = *segments.boundaries(q.device), *longest(segments)
-            _flash_attn_varlen_backward(*tensors, *sizes, **more)
+            _flash_attn_varlen_backward(*tensors, *sizes(segments, q.device), **more)
         return grads
 
 

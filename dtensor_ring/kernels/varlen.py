@@ -139,24 +139,18 @@ def clear_blind_rows(out: Tensor, lse: Tensor, segments: Segments) -> tuple[Tens
     return out, lse
 
 
-def longest(segments: Segments) -> tuple[int, int]:
-    """Rows and columns of the longest segment, at least 2 rows.
+def sizes(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Boundaries of both sides, then rows and columns of the longest segment, at least 2 rows.
 
     For a longest of one row, flash attention 2 folds the heads of grouped-query into rows, and
     takes for granted that no segment is without rows.
     """
-    return max(2, segments.max_rows), segments.max_cols
+    return *segments.boundaries(device), max(2, segments.max_rows), segments.max_cols
 
 
 def lengths(segments: Segments | None, device: torch.device) -> dict[str, object]:
     """As flash attention 3 and 4 call them; nothing without segments."""
     if segments is None:
         return {}
-    rows, cols = segments.boundaries(device)
-    max_rows, max_cols = longest(segments)
-    return {
-        "cu_seqlens_q": rows,
-        "cu_seqlens_k": cols,
-        "max_seqlen_q": max_rows,
-        "max_seqlen_k": max_cols,
-    }
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, sizes(segments, device), strict=True))

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.agreement import check_agreement
 from dtensor_ring.annotation import axis_group, axis_layout, group_layout
-from dtensor_ring.check import is_wide_enough
 from dtensor_ring.dtensor import SEQUENCE
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale, ring_op
@@ -101,8 +100,6 @@ def ring_attention(
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
-    if grad_dtype is not None and not is_wide_enough(grad_dtype):
-        raise ValueError(f"grad_dtype must be floating, 16 bits or more, got {grad_dtype}")
     options = Options(
         cu_seqlens=cu_seqlens,
         key_cu_seqlens=key_cu_seqlens,

@@ -9,7 +9,13 @@ from dtensor_ring.layout import RunTable
 from dtensor_ring.plan import Documents
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    grad_dtype: torch.dtype | None,
+) -> None:
     """Refuse what no ring can serve.
 
     Raises:
@@ -24,8 +30,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{name} {kind}" for name, kind in found.items())
             raise ValueError(f"query, key and value must have one {what}, got {listed}; use .to()")
-    if not is_wide_enough(query.dtype):
+    if not _is_wide_enough(query.dtype):
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {query.dtype}")
+    if grad_dtype is not None and not _is_wide_enough(grad_dtype):
+        raise ValueError(f"grad_dtype must be floating, 16 bits or more, got {grad_dtype}")
     if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"query, key and value disagree in batch, heads or length: {shapes}")
     if query.shape[3] != key.shape[3]:
@@ -46,7 +54,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
 
 
-def is_wide_enough(dtype: torch.dtype) -> bool:
+def _is_wide_enough(dtype: torch.dtype) -> bool:
     """Whether a ring computes with it."""
     return dtype.is_floating_point and dtype.itemsize >= 2
 

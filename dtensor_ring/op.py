@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from dtensor_ring.check import check_shapes, documents_of, run_table
+from dtensor_ring.check import check_inputs, documents_of, run_table
 from dtensor_ring.execute import Saved, Scoring
 from dtensor_ring.kernels import Problem, select_kernel
 from dtensor_ring.layout import as_layout, shard_length
@@ -123,7 +123,7 @@ class Options(NamedTuple):
 @torch.library.impl(FORWARD, "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options = Options(*rest)
-    check_shapes(query, key, value, options.sinks)
+    check_inputs(query, key, value, options.sinks, options.grad_dtype)
     schedule, scoring = options.plan(query, key), options.scoring(query, value)
     query, key, value = _unit_stride(query, key, value)
     return ring_forward(query, (key, value), schedule, scoring, options.wire, options.sinks)
@@ -168,7 +168,8 @@ def _sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:
 
 @torch.library.register_fake(FORWARD)
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    check_shapes(query, key, value, Options(*rest).sinks)
+    options = Options(*rest)
+    check_inputs(query, key, value, options.sinks, options.grad_dtype)
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=wide)
     (query,) = _unit_stride(query)

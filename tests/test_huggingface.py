@@ -28,10 +28,10 @@ from parallel_plans.huggingface.eligibility import check_model
 from tests.pool import Pool, RankError
 
 
-def parallel_model(layout: str, seq_len: int) -> Any:
+def parallel_model(layout: str, seq_len: int, **options: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model: Any = small_model("llama", seq_len)
-    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout, **options))
 
 
 def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tuple[float, float]]:
@@ -202,6 +202,10 @@ def test_rotary_embeddings_that_depend_on_the_length(rope: str) -> None:
 def build_unsupported() -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         parallel_model("spiral", 8)
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
+        parallel_model("zigzag", 8, kernel="flesh")(TOKENS)
+    with pytest.raises(ValueError, match=r"grad_dtype must be floating, .* got torch\.int32"):
+        parallel_model("zigzag", 8, grad_dtype=torch.int32)(TOKENS)
     ring = parallel_model("zigzag", 8)
     with pytest.raises(ValueError, match="context-parallel already"):
         parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))

@@ -9,7 +9,7 @@ import io
 import pkgutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -148,6 +148,10 @@ def _refuse() -> None:
         use_ring(derive(model(), Masking.Config), "zigzag")
     with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
         with_ring(llama3_debugmodel_ring())
+    config = with_ring(llama3.llama3_debugmodel(), "striped", "no_such_kernel", "int32")
+    settings: Any = config.model_spec.model.layers[0].attention.inner_attention
+    with pytest.raises(ValueError, match="unknown grad_dtype 'int32'; known dtypes: float16, flo"):
+        settings.build()
     batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
     with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
         deal(batch, POSITIONS, "zigzag", 1)
@@ -164,6 +168,14 @@ def _refuse() -> None:
         ring(q, q, q, attention_masks=documents, score_mod=torch.add)
     with pytest.raises(ValueError, match=r"cannot run .*add, which transforms the output"):
         ring(q, q, q, attention_masks=documents, out_transform=torch.add)
+    unknown = replace(settings, grad_dtype="bfloat16").build()
+    unknown.ring_size, unknown.group_name = ring.ring_size, ring.group_name
+    with pytest.raises(ValueError, match="unknown kernel 'no_such_kernel'"):
+        unknown(q, q, q, attention_masks=documents)
+    assert unknown.grad_dtype == torch.bfloat16
+    ring.grad_dtype = torch.int32
+    with pytest.raises(ValueError, match=r"grad_dtype must be floating, .* got torch\.int32"):
+        ring(q, q, q, attention_masks=documents)
 
 
 def test_refusals(pool: Pool) -> None:

@@ -18,9 +18,8 @@ BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
 class Dealt(NamedTuple):
     """What attention has to know of the batch; travels down as the keyword `ring`."""
 
-    group_name: str
-    layout: str
-    seq_len: int
+    options: Options
+    """Of all layers alike: lengths, layout, ring, kernel."""
     indices: Tensor
     """Positions in the batch of the tokens of this rank, `(L,)`."""
     documents: Documents
@@ -49,15 +48,11 @@ def attention(
         )
     _refuse(module, query, key, dropout, others)
     cu_seqlens, mask = ring.documents.of(_reading(module, attention_mask, ring))
-    options = Options(
+    options = ring.options._replace(
         cu_seqlens=cu_seqlens,
         sinks=s_aux,
-        seq_len=ring.seq_len,
-        key_seq_len=ring.seq_len,
-        layout=ring.layout,
         scale=default_scale(query.shape[-1]) if scaling is None else scaling,
         softcap=softcap or 0.0,
-        group_name=ring.group_name,
     )
     out, _lse = ring_op(at_positions(module, query, ring.indices), key, value, *options.under(mask))
     return out.transpose(1, 2), None

@@ -8,11 +8,13 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.layout import Layout, as_layout
+from dtensor_ring.op import Options
 from dtensor_ring.sdpa import set_sequence_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
@@ -22,7 +24,12 @@ from parallel_plans.huggingface.sharding import Sharding
 
 
 def context_parallel_plan(
-    model: nn.Module, layout: Layout | str = "zigzag", *, unshard_outputs: bool = False
+    model: nn.Module,
+    layout: Layout | str = "zigzag",
+    *,
+    kernel: str | None = None,
+    grad_dtype: torch.dtype | None = None,
+    unshard_outputs: bool = False,
 ) -> dict[str, Any]:
     """A plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
@@ -43,6 +50,8 @@ def context_parallel_plan(
             a base model, or one with a head `ForCausalLM`, `ForMaskedLM` or
             `ForTokenClassification`.
         layout: order in which tokens are dealt; "zigzag" balances causal attention.
+        kernel: name of the block kernel; by default the first of `available_kernels()` that can.
+        grad_dtype: dtype in which sums of key and value gradients travel, see `ring_attention`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
 
     Returns:
@@ -64,15 +73,17 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
-    return {"": ShardedModel(layout, unshard_outputs)}
+    options = Options(kernel=kernel, grad_dtype=grad_dtype)
+    return {"": ShardedModel(layout, options, unshard_outputs)}
 
 
 class ShardedModel(ParallelStyle):
     """Shards what goes into a model along the sequence, and puts together what comes out."""
 
-    def __init__(self, layout: Layout | str, unshard_outputs: bool = False) -> None:
+    def __init__(self, layout: Layout | str, options: Options, unshard_outputs: bool) -> None:
         super().__init__()
         self.layout = as_layout(layout)
+        self.options = options
         self.unshard_outputs = unshard_outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -87,7 +98,9 @@ class ShardedModel(ParallelStyle):
         readings = _examine(model)
         set_sequence_layout(device_mesh, self.layout)
         model.set_attn_implementation(IMPLEMENTATION)
-        sharding = Sharding(model, device_mesh, self.layout, readings, self.unshard_outputs)
+        sharding = Sharding(
+            model, device_mesh, self.layout, self.options, readings, self.unshard_outputs
+        )
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         return model
 

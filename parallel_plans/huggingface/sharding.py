@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dtensor_ring.annotation import axis_group
 from dtensor_ring.layout import Layout
+from dtensor_ring.op import Options
 from dtensor_ring.sequence import from_local_tokens, local_tokens, unshard_sequence
 from parallel_plans.huggingface.attention import IMPLEMENTATION, Dealt
 from parallel_plans.huggingface.batch import (
@@ -54,6 +55,7 @@ class Sharding:
         model: Any,
         mesh: DeviceMesh,
         layout: Layout,
+        options: Options,
         readings: Readings,
         unshard_outputs: bool,
     ) -> None:
@@ -61,7 +63,8 @@ class Sharding:
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         self._mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
-        self._group_name = axis_group(mesh).group_name
+        group_name = axis_group(mesh).group_name
+        self._options = options._replace(layout=layout.name, group_name=group_name)
         self._readings = readings
         masks = [reading.mask for reading in readings.values() if isinstance(reading, Reading)]
         self._chunks = {mask.chunk for mask in masks if mask.chunk}
@@ -79,14 +82,14 @@ class Sharding:
         count = num_items(batch)
         dealt = self._deal(batch, seq_len)
         positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
-        batch = pad({"position_ids": positions} | batch, dealt.seq_len - seq_len)
+        batch = pad({"position_ids": positions} | batch, dealt.options.seq_len - seq_len)
         batch = local_batch(batch, self._mesh, self._layout)
         labels = None if self._predicts_next else batch.pop("labels", None)
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         batch |= {"attention_mask": ones, "use_cache": False, "ring": dealt}
-        return batch, Remainder(seq_len, dealt.seq_len, len(dealt.indices), labels, count)
+        return batch, Remainder(seq_len, dealt.options.seq_len, len(dealt.indices), labels, count)
 
     def _check_implementation(self) -> None:
         chosen = self._config._attn_implementation
@@ -104,9 +107,7 @@ class Sharding:
             documents = documents.bounded(seq_len)
         indices = torch.arange(length, device=_tokens(batch).device)
         return Dealt(
-            self._group_name,
-            self._layout.name,
-            length,
+            self._options._replace(seq_len=length, key_seq_len=length),
             local_tokens(indices, self._mesh, 0, self._layout),
             documents,
             self._readings,

@@ -26,7 +26,11 @@ __all__ = [
 
 @override(target=Decoder.Config, description="ring attention over the context-parallel axis")
 def ring_attention(
-    config: Decoder.Config, *, layout: str = "zigzag", kernel: str | None = None
+    config: Decoder.Config,
+    *,
+    layout: str = "zigzag",
+    kernel: str | None = None,
+    grad_dtype: str | None = None,
 ) -> Decoder.Config:
     """Override: ring attention in all layers, see `use_ring`.
 
@@ -38,7 +42,7 @@ def ring_attention(
     `--parallelism.context_parallel_load_balancer None`; those of `parallel_plans.torchtitan` in
     any layout.
     """
-    use_ring(config, layout, kernel)
+    use_ring(config, layout, kernel, grad_dtype)
     return config
 
 

@@ -8,9 +8,11 @@ from inspect import ismethod
 from typing import Any
 
 import spmd_types as spmd
+import torch
 from spmd_types.runtime import get_local_type, get_partition_spec
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
@@ -50,6 +52,10 @@ class RingAttention(Module):
         kernel: str | None = None
         """Name of the block kernel; by default the first of `available_kernels()` that can."""
 
+        grad_dtype: str | None = None
+        """Name of the dtype in which sums of key and value gradients travel: "float32" by default;
+        "bfloat16" halves their bytes, see `dtensor_ring.ring_attention`."""
+
         def build(self, **kwargs: Any) -> RingAttention:
             """The module; by now the sharding of the attention that it stands for is set."""
             here = self.sharding_config
@@ -61,6 +67,7 @@ class RingAttention(Module):
         left, right = (None if x == UNBOUNDED else x for x in config.window_size)
         self.mask = Mask(left, right)
         self.layout, self.kernel = config.layout, config.kernel
+        self.grad_dtype = _dtype(config.grad_dtype)
         self.group_name: Any = None
         self.ring_size = 0
 
@@ -103,6 +110,7 @@ class RingAttention(Module):
             layout=self.layout,
             scale=default_scale(q_BLNH.shape[-1]) if scale is None else scale,
             kernel=self.kernel,
+            grad_dtype=self.grad_dtype,
             group_name=self.group_name,
         ).under(self.mask)
         with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
@@ -138,6 +146,13 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
         )
     grads = LocalMapConfig(in_grad_placements=tuple(sources[name] for name in TENSORS))
     return replace(config, in_dst_shardings=sources, local_map=config.local_map and grads)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in TORCH_DTYPE_MAP:
+        known = ", ".join(TORCH_DTYPE_MAP)
+        raise ValueError(f"unknown grad_dtype {name!r}; known dtypes: {known}")
+    return None if name is None else TORCH_DTYPE_MAP[name]
 
 
 def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -24,8 +24,19 @@ from parallel_plans.torchtitan.decoder import use_ring
 from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
 
 
-def with_ring(config: Trainer.Config, layout: str = "zigzag") -> RingTrainer.Config:
+def with_ring(
+    config: Trainer.Config,
+    layout: str = "zigzag",
+    kernel: str | None = None,
+    grad_dtype: str | None = None,
+) -> RingTrainer.Config:
     """Any text config of torchtitan with rings in its layers, and the trainer that deals for them.
+
+    Args:
+        config: changed in place, and not to be used any more.
+        layout: name of the layout.
+        kernel: name of the block kernel, see `use_ring`.
+        grad_dtype: name of the dtype in which sums of gradients travel, see `use_ring`.
 
     Raises:
         ValueError: if it has no model, one that a ring cannot serve, see `use_ring`, or a trainer
@@ -45,7 +56,7 @@ def with_ring(config: Trainer.Config, layout: str = "zigzag") -> RingTrainer.Con
                 f"{type(given).__qualname__}; subclass RingTrainer and RingValidator, and put the "
                 "ring into the model by use_ring"
             )
-    use_ring(cast(Decoder.Config, spec.model), layout)
+    use_ring(cast(Decoder.Config, spec.model), layout, kernel, grad_dtype)
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)

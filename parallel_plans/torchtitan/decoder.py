@@ -24,7 +24,12 @@ from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 
 
-def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> None:
+def use_ring(
+    config: Decoder.Config,
+    layout: str,
+    kernel: str | None = None,
+    grad_dtype: str | None = None,
+) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
     Windows stay what they are. See Note [Documents without a trainer].
@@ -33,6 +38,8 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
         config: of any decoder of torchtitan.
         layout: name of the layout.
         kernel: name of the block kernel; by default the first that can.
+        grad_dtype: name of the dtype in which sums of key and value gradients travel, see
+            `RingAttention.Config`.
 
     Raises:
         ValueError: if there is no such layout, or an attention that a ring cannot replace.
@@ -54,6 +61,7 @@ def use_ring(config: Decoder.Config, layout: str, kernel: str | None = None) -> 
             window_size=_window(attention),
             layout=layout,
             kernel=kernel,
+            grad_dtype=grad_dtype,
         )
     config.__class__ = _with_documents(type(config))
 

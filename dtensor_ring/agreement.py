@@ -1,4 +1,4 @@
-"""Whether all ranks of a ring make the same call: else it would hang, or be wrong."""
+"""Whether all ranks of a ring do the same: else it would hang, or be wrong."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LONGEST = 200
 """Characters of a description that an error quotes."""
 
 
-def check_agreement(group: ProcessGroup, call: dict[str, Any]) -> None:
-    """Compare the arguments of a call, by name, over the ranks of a group.
+def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
+    """Compare the arguments of a call of `ring_attention`, by name, over the ranks of a group.
 
     Of query, key, value and sinks only what they are is compared, of other tensors the content.
 
@@ -23,20 +23,29 @@ def check_agreement(group: ProcessGroup, call: dict[str, Any]) -> None:
         ValueError: on every rank, if some ranks pass something else; says who passes what.
     """
     mine = {name: _describe(name, x) for name, x in call.items()}
-    mine["gradients"] = _wants_gradients(call)
+    mine |= {"gradients": _wants_gradients(call), "autocast": _autocast(call["query"])}
+    check_agreement(group, mine, "make the same call")
+
+
+def check_agreement(group: ProcessGroup, mine: dict[str, str], what: str) -> None:
+    """Compare descriptions, by name, over the ranks of a group, which must do what that says.
+
+    Raises:
+        ValueError: on every rank, if they differ; says which ranks have which.
+    """
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group)
     differing = []
-    for name in mine:
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         ranks_by_text: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
-            ranks_by_text.setdefault(theirs[name], []).append(rank)
+            ranks_by_text.setdefault(theirs.get(name, "none"), []).append(rank)
         if len(ranks_by_text) > 1:
             sides = (f"{_shortened(text)} on {ranks}" for text, ranks in ranks_by_text.items())
             differing.append(f"{name}: " + ", ".join(sides))
     if differing:
         listed = "; ".join(differing)
-        raise ValueError(f"the ranks of a ring must make the same call, they differ in {listed}")
+        raise ValueError(f"the ranks of a ring must {what}, they differ in {listed}")
 
 
 def _describe(name: str, x: Any) -> str:
@@ -52,6 +61,13 @@ def _describe(name: str, x: Any) -> str:
 def _wants_gradients(call: dict[str, Any]) -> str:
     tensors = [x for x in call.values() if isinstance(x, Tensor)]
     return str(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def _autocast(query: Any) -> str:
+    """The dtype that the op casts to, if it does."""
+    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
+    is_on = torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
 
 
 def _shortened(text: str) -> str:

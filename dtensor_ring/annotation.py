@@ -26,22 +26,24 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     """Remember the layout of a 1-D mesh; of the Balanced ones of its batches, the last.
 
     Raises:
-        ValueError: if the mesh is not 1-D, the layout unknown or another than before.
+        ValueError: if the mesh is not 1-D, the layout unknown, or another than before on more than
+            one rank.
     """
     chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
     ranks = _ranks(axis_group(mesh))
+    is_ordered = len(ranks) > 1  # a single rank has all tokens in their order
     assumed = _ASSUMED.get(_world(), {}).get(ranks, chosen)
-    if assumed.name != chosen.name:
+    if is_ordered and assumed.name != chosen.name:
         raise ValueError(
             f"sequences were sharded over {mesh} before it was annotated, which makes them "
             f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
         )
     layouts = _LAYOUTS.setdefault(_world(), {})
     known = layouts.get(ranks, chosen)
-    if known.name != chosen.name:
+    if is_ordered and known.name != chosen.name:
         raise ValueError(
             f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
-            "already be sharded in that order; use the same layout, or another mesh"
+            "already be sharded in that order; use the same layout, or a mesh of other ranks"
         )
     layouts[ranks] = chosen
 

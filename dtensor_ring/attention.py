@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.agreement import check_agreement
+from dtensor_ring.agreement import check_call
 from dtensor_ring.annotation import axis_group, axis_layout, group_layout
 from dtensor_ring.dtensor import SEQUENCE
 from dtensor_ring.mask import Mask
@@ -72,7 +72,8 @@ def ring_attention(
             each hop; docs/numerics.md has the errors. float16 overflows beyond 65,504.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
-            eager calls.
+            eager calls. What makes no ring, a query without a sharded sequence or a mesh of more
+            axes, is refused where it is, and the other ranks wait for it.
 
     Returns:
         `out` `(B, N, S, Hv)`, placed as the query, or `(out, lse)`.
@@ -126,7 +127,7 @@ def _validate(call: dict[str, Any]) -> None:
         groups = [axis_group(mesh)] if mesh is not None else []
     for group in groups:
         layout = group_layout(group)
-        check_agreement(group, call | {"layout": layout and layout.name})
+        check_call(group, call | {"layout": layout and layout.name})
 
 
 def _placed(options: Options, query: Any, key: Any, mesh: DeviceMesh | None) -> Options:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any, ClassVar
 
 from dtensor_ring.layout import Layout, Run, ZigZag, shard_length
@@ -29,7 +29,7 @@ class Balanced(Layout):
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
         block: what is traded, in tokens: smaller blocks balance better, larger ones make fewer
-            runs, hence fewer tiles.
+            runs, hence fewer tiles. By default 256, or a sixteenth of a shard if that is less.
 
     Raises:
         ValueError: if `block` is not positive, or the boundaries are none of that sequence.
@@ -45,19 +45,24 @@ class Balanced(Layout):
     seq_len: int
     world_size: int
     cu_seqlens: Any = None
-    block: int = 256
+    block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block < 1:
+        if self.block is not None and self.block < 1:
             raise ValueError(f"a block holds at least one token, got {self.block}")
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
         check_documents(self.world_size, self.seq_len, self.cu_seqlens)
 
     @property
+    def block_length(self) -> int:
+        """Tokens of a block."""
+        return self.block or max(1, min(256, self.seq_len // (16 * self.world_size)))
+
+    @property
     def max_runs(self) -> int:
         """Runs that a rank has at most, whatever the documents: one for each of its blocks."""
         half_shard = -(-shard_length(0, self.world_size, self.seq_len) // 2)
-        return 2 * -(-half_shard // self.block)
+        return 2 * -(-half_shard // self.block_length)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         if (world_size, seq_len) != (self.world_size, self.seq_len):
@@ -89,8 +94,8 @@ def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
 def _blocks(layout: Balanced, rank: int) -> Iterator[_Block]:
     """What zigzag deals to a rank, in blocks."""
     for run in ZigZag().runs(rank, layout.world_size, layout.seq_len):
-        for start in range(run.start, run.start + run.length, layout.block):
-            length = min(layout.block, run.start + run.length - start)
+        for start in range(run.start, run.start + run.length, layout.block_length):
+            length = min(layout.block_length, run.start + run.length - start)
             area = visible_pairs(layout.mask, layout.seq_len, layout.cu_seqlens, Run(start, length))
             yield _Block(start, length, area)
 
@@ -103,18 +108,41 @@ def _trade(hands: list[list[_Block]]) -> bool:
     if loads[busiest] * len(hands) <= (1 + TOLERANCE) * sum(loads):
         return False
     for other in by_load[:-1]:
-        gap = loads[busiest] - loads[other]
-        swaps = [
-            (abs(gap - 2 * (mine.area - theirs.area)), mine.start, theirs.start, mine, theirs)
-            for mine, theirs in product(hands[busiest], hands[other])
-            if mine.length == theirs.length and 0 < mine.area - theirs.area < gap
-        ]
-        if swaps:
-            *_, mine, theirs = min(swaps, key=lambda swap: swap[:3])
+        swap = _best_swap(hands[busiest], hands[other], loads[busiest] - loads[other])
+        if swap:
+            mine, theirs = swap
             hands[busiest][hands[busiest].index(mine)] = theirs
             hands[other][hands[other].index(theirs)] = mine
             return True
     return False
+
+
+def _best_swap(heavy: list[_Block], light: list[_Block], gap: int) -> tuple[_Block, _Block] | None:
+    """The blocks of one length whose exchange brings two hands closest, if any brings them closer.
+
+    Of equal ones the first in the sequence.
+    """
+    offered = sorted(light, key=lambda block: (block.length, block.area, block.start))
+    swaps = [
+        (abs(gap - 2 * (mine.area - theirs.area)), mine.start, theirs.start, mine, theirs)
+        for mine in heavy
+        for theirs in _nearest(offered, mine.length, mine.area - gap // 2)
+        if mine.length == theirs.length and 0 < mine.area - theirs.area < gap
+    ]
+    return min(swaps, key=lambda swap: swap[:3])[3:] if swaps else None
+
+
+def _nearest(blocks: list[_Block], length: int, area: int) -> Iterator[_Block]:
+    """The first of those of the next area from there on, and of those of the one below."""
+
+    def size(block: _Block) -> tuple[int, int]:
+        return block.length, block.area
+
+    at = bisect_left(blocks, (length, area), key=size)
+    if at < len(blocks):
+        yield blocks[at]
+    if at > 0:
+        yield blocks[bisect_left(blocks, size(blocks[at - 1]), key=size)]
 
 
 def _joined(hand: list[_Block]) -> tuple[Run, ...]:

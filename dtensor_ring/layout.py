@@ -19,6 +19,11 @@ class Run:
         """Global position of the run's token number `index`."""
         return self.start + index * self.stride
 
+    @property
+    def last(self) -> int:
+        """Global position of the run's last token."""
+        return self.position(self.length - 1)
+
     def indices(self, begin: int, end: int) -> tuple[int, int]:
         """Half-open range of the run's tokens whose positions lie in `[begin, end)`."""
         first = max(0, -((self.start - begin) // self.stride))
@@ -35,16 +40,16 @@ def shard_length(rank: int, world_size: int, seq_len: int) -> int:
 class Layout(ABC):
     """Deals the positions `0 ... seq_len - 1` to `world_size` ranks.
 
-    A layout is a hashable value without state. `runs` tells which positions a rank holds, in the
-    order in which it holds them; each rank holds `shard_length` tokens, so that a local shard is
-    what DTensor's `Shard` expects.
+    A layout is a hashable value without state. `runs` tells which positions a rank holds, in
+    ascending order; each rank holds `shard_length` tokens, so that a local shard is what DTensor's
+    `Shard` expects.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        """The runs of `rank`, none of them empty.
+        """The runs of `rank`, each behind the one before, none of them empty.
 
         Raises:
             ValueError: if this layout cannot deal `seq_len` tokens to `world_size` ranks.
@@ -126,8 +131,8 @@ class RunTable(Layout):
     without a token fill its rows up.
 
     Raises:
-        ValueError: if the runs do not hold each position once, or not as many as `shard_length`
-            of them on each rank.
+        ValueError: if the runs do not hold each position once, those of a rank do not ascend, or
+            they are not as many as `shard_length` says.
     """
 
     name: ClassVar[str] = "balanced"
@@ -140,6 +145,9 @@ class RunTable(Layout):
             if start != end or length < 0:
                 raise ValueError(f"runs must hold each position once, not so position {end}")
             end += length
+        filled = ([run for run in row if run[1]] for row in self.table)
+        if any(row != sorted(row) for row in filled):
+            raise ValueError("the runs of a rank must be in ascending order, see sequence_runs")
         lengths = [sum(length for _, length in row) for row in self.table]
         expected = [shard_length(rank, len(lengths), end) for rank in range(len(lengths))]
         if lengths != expected:

@@ -1,4 +1,4 @@
-"""The registered ops: schema, fake kernels, autograd, autocast and flops."""
+"""The registered ops: schema, fake kernels, autograd and autocast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.check import check_inputs, documents_of, run_table
 from dtensor_ring.execute import Saved, Scoring
@@ -17,7 +16,7 @@ from dtensor_ring.kernels import Problem, select_kernel
 from dtensor_ring.layout import as_layout, shard_length
 from dtensor_ring.mask import Mask
 from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
-from dtensor_ring.plan import Plan, plan
+from dtensor_ring.plan import Documents, Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.wire import GroupWire
 
@@ -81,14 +80,19 @@ class Options(NamedTuple):
     def wire(self) -> GroupWire:
         return GroupWire(self.group)
 
-    def plan(self, query: Tensor, key: Tensor) -> Plan:
-        """This rank's plan, once the lengths of its shards are seen to be right."""
-        batch, rank, world_size = query.shape[0], self.group.rank(), self.group.size()
+    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
+        """Boundaries of the queries and of the keys, as the planner wants them."""
         is_numbered = self.key_cu_seqlens is not None
-        documents, key_documents = (
+        queries, keys = (
             None if given is None else documents_of(given, name, batch, is_numbered)
             for name, given in zip(self._fields[:2], self[:2], strict=True)
         )
+        return queries, keys
+
+    def plan(self, query: Tensor, key: Tensor) -> Plan:
+        """This rank's plan, once the lengths of its shards are seen to be right."""
+        rank, world_size = self.group.rank(), self.group.size()
+        documents, key_documents = self.documents(query.shape[0])
         layout = as_layout(self.layout) if self.runs is None else run_table(self.runs)
         result = plan(
             *(layout, self.mask, rank, world_size, self.seq_len, documents),
@@ -265,28 +269,6 @@ def _autocast(device_type: str) -> None:
 
 _autocast("cpu")
 _autocast("cuda")
-
-
-@register_flop_formula(torch.ops.dtensor_ring.ring_attention, get_raw=True)
-def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    """Two products of 2 flops per visible pair and head dim, of this rank."""
-    return 2 * _visible_pairs(query, key, Options(*rest)) * (query.shape[3] + value.shape[3])
-
-
-@register_flop_formula(torch.ops.dtensor_ring.ring_attention_backward, get_raw=True)
-def _backward_flops(
-    grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
-) -> int:
-    """Five products: the scores again, and the gradients of scores, query, key and value."""
-    pairs = _visible_pairs(query, key, Options(*rest[2:]))
-    return 2 * pairs * (3 * query.shape[3] + 2 * value.shape[3])
-
-
-def _visible_pairs(query: Tensor, key: Tensor, options: Options) -> int:
-    """Pairs of query and key that this rank scores, over batch and heads."""
-    batch, heads = query.shape[:2]
-    tiles = [tile for step in options.plan(query, key).steps for tile in step.tiles]
-    return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
 
 
 def default_scale(head_dim: int) -> float:

@@ -55,7 +55,6 @@ class Plan:
     """
 
     rank: int
-    world_size: int
     steps: tuple[Step, ...]
     shards: tuple[Mail, ...]
     sums: tuple[Mail, ...]
@@ -71,7 +70,7 @@ class Plan:
         return sum(length(parcel.cols) for mail in self.shards for parcel in mail.receives)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # masks of the layers, by batches in flight; plans of documents are large
 def plan(
     layout: Layout,
     mask: Mask,
@@ -125,16 +124,23 @@ def plan(
     shards, sums = (
         (Mail(), *(mail(rank, hop) for hop in hops), Mail()) for mail in (way.shards, way.sums)
     )
-    return Plan(rank, world_size, tuple(steps), shards, sums)
+    return Plan(rank, tuple(steps), shards, sums)
 
 
-def visible_pairs(mask: Mask, seq_len: int, documents: Documents | None, run: Run) -> int:
+def visible_pairs(
+    mask: Mask,
+    seq_len: int,
+    documents: Documents | None,
+    run: Run,
+    key_seq_len: int | None = None,
+    key_documents: Documents | None = None,
+) -> int:
     """Pairs that the queries of a run see, summed over the rows of the documents."""
-    everything = (Run(0, seq_len),) if seq_len else ()
+    key_seq_len = seq_len if key_seq_len is None else key_seq_len
+    everything = (Run(0, key_seq_len),) if key_seq_len else ()
+    rows = _rows(mask, (seq_len, key_seq_len), documents, key_documents or documents)
     return sum(
-        tile.area
-        for _, bounds in _rows(mask, (seq_len, seq_len), documents, documents)
-        for tile in shard_tiles((run,), everything, mask, bounds)
+        tile.area for _, bounds in rows for tile in shard_tiles((run,), everything, mask, bounds)
     )
 
 

@@ -78,8 +78,7 @@ def describe_schedule(
     """What each rank computes at each step of a ring, in shares of the whole work.
 
     Args:
-        layout: a layout or its name; "balanced" is the one for this mask and these documents, in
-            small blocks.
+        layout: a layout or its name; "balanced" is the one for this mask and these documents.
         mask: which keys a query sees.
         seq_len: global length, in tokens.
         world_size: ranks on the ring.
@@ -107,8 +106,7 @@ def describe_schedule(
         raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
     documents, num_ranks = as_documents(cu_seqlens), max(1, world_size)
     if layout == Balanced.name:
-        block = max(1, min(256, seq_len // (16 * num_ranks)))
-        layout = Balanced(mask, seq_len, num_ranks, documents, block)
+        layout = Balanced(mask, seq_len, num_ranks, documents)
     chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
     plans = tuple(
         plan(chosen, mask, rank, world_size, seq_len, documents)

@@ -54,10 +54,13 @@ def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
-        layout: a layout or its name: "contiguous", "striped" or "zigzag".
+        layout: a layout or its name: "contiguous", "striped" or "zigzag"; or the `Balanced` one of
+            a batch, whose attention is `ring_attention(..., runs=...)` only.
 
     Raises:
-        ValueError: if the mesh is not 1-D, the layout unknown, or another was set before.
+        TypeError: if the mesh or the layout is none.
+        ValueError: if the mesh is not 1-D, the layout unknown, or another was set before for a ring
+            of these ranks.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

@@ -57,7 +57,11 @@ class Segments:
         """
         if device not in self._copies:
             self._copies[device] = _copied((self.rows, self.cols), device)
-        return self._copies[device]
+        copies = self._copies[device]
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            for ends in copies:  # their memory is of another stream, and may not go back too early
+                ends.record_stream(torch.cuda.current_stream(device))
+        return copies
 
     @cached_property
     def _copies(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
@@ -70,7 +74,7 @@ class Segments:
                 yield slice(*rows), slice(*cols)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def launches(
     step: Step, batch_size: int, num_rows: int, num_cols: int
 ) -> tuple[Tile | Segments, ...]:

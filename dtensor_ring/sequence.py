@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
@@ -88,10 +90,18 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
 
     Raises:
+        TypeError: if the tensor is no DTensor, or the given layout not `Balanced`.
         ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
             and is not given, or is given and does not.
         IndexError: if the tensor has no such dimension.
     """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(
+            f"unshard_sequence takes a DTensor, as shard_sequence returns, got "
+            f"{type(dtensor).__name__}: a plain tensor does not say how it is sharded"
+        )
+    if layout is not None:
+        _check_balanced(layout)
     dim = _canonical(dim, dtensor.ndim)
     axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
     if len(axes) != 1:
@@ -124,11 +134,15 @@ def sequence_runs(layout: Balanced) -> Tensor:
         without a token fill up. R is that of as many runs as there could be for this length, world
         size and block, so that other documents do not recompile a graph.
 
+    Raises:
+        TypeError: if the layout is not `Balanced`: the others need no runs.
+
     Example:
         >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=2)
         >>> sequence_runs(layout).tolist()
         [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
     """
+    _check_balanced(layout)
     world_size, table = layout.world_size, []
     for rank in range(world_size):
         runs = layout.runs(rank, world_size, layout.seq_len)
@@ -137,13 +151,21 @@ def sequence_runs(layout: Balanced) -> Tensor:
     return torch.tensor(table, dtype=torch.int32).view(world_size, layout.max_runs, 2)
 
 
+def _check_balanced(layout: Any) -> None:
+    if not isinstance(layout, Balanced):
+        raise TypeError(
+            f"only a Balanced layout is passed with its batch, got {layout!r}; of any other, the "
+            "mesh knows: leave it out"
+        )
+
+
 def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     """The given layout of a batch, else that of the axis."""
     annotated = group_layout(group)
     if given is not None and annotated is not None and annotated.name != given.name:
         raise ValueError(
             f"the axis is annotated {annotated.name}, so its tokens are in that order: leave the "
-            "layout out, or use a mesh that is annotated with a Balanced one"
+            "layout out, or use a mesh of other ranks, annotated with a Balanced one"
         )
     if given is None and annotated is not None and annotated.name == Balanced.name:
         raise ValueError(

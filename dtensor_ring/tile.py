@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 
 from dtensor_ring.layout import Run
 from dtensor_ring.mask import Mask
@@ -60,16 +61,13 @@ def shard_tiles(
     The chunks of the mask are among the bounds.
     """
     tiles: list[Tile] = []
-    row = 0
-    for query in query_runs:
-        col = 0
-        for key in key_runs:
+    keys = _placed(key_runs)
+    for row, query in _placed(query_runs):
+        for col, key in _in_reach(query, keys, mask, bounds):
             for spans in _same_document(query, key, bounds, mask):
                 for tile in _run_tiles(query, key, *spans):
                     rows, cols = moved(tile.rows, row), moved(tile.cols, col)
                     tiles.append(Tile(rows, cols, tile.mask, batch))
-            col += key.length
-        row += query.length
     return _coalesce(tiles)
 
 
@@ -81,17 +79,48 @@ def seen_cols(
     As `shard_tiles` would tell, but it looks at the first and the last document only.
     """
     seen: list[Span] = []
+    keys = _placed(key_runs)
     for query in query_runs:
-        col = 0
-        for key in key_runs:
+        for col, key in _in_reach(query, keys, mask, bounds):
             for backwards in (False, True):
                 for spans in _same_document(query, key, bounds, mask, backwards):
                     tiles = list(_run_tiles(query, key, *spans))
                     seen += [moved(tile.cols, col) for tile in tiles]
                     if tiles:
                         break
-            col += key.length
     return hull(seen)
+
+
+def _placed(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
+    """The runs of a shard, and where in it they begin."""
+    starts = accumulate((run.length for run in runs), initial=0)
+    return list(zip(starts, runs, strict=False))
+
+
+def _in_reach(
+    query: Run, keys: list[tuple[int, Run]], mask: Mask, bounds: Bounds
+) -> Iterator[tuple[int, Run]]:
+    """The runs between the first and the last key that a query of the run may see."""
+    begin, end = _reach(query, mask, bounds)
+    first = bisect_left(keys, begin, key=lambda placed: placed[1].last)
+    for col, key in islice(keys, first, None):
+        if key.start >= end:
+            return
+        yield col, key
+
+
+def _reach(query: Run, mask: Mask, bounds: Bounds) -> Span:
+    """Positions from the first key that a query of the run may see to the last."""
+    first, last = (bisect_right(bounds[0], x) - 1 for x in (query.start, query.last))
+    num_documents = len(bounds[0]) - 1
+    if first >= num_documents:
+        return NOTHING
+    begin, end = bounds[1][first], bounds[1][min(last, num_documents - 1) + 1]
+    if mask.left is not None:
+        begin = max(begin, query.start - mask.left)
+    if mask.right is not None and mask.prefix is None:
+        end = min(end, query.last + mask.right + 1)
+    return begin, end
 
 
 def _run_tiles(
@@ -109,7 +138,7 @@ def _same_document(
     """Index ranges of the two runs, with a band, for each document that both hold tokens of."""
     sides = tuple(zip(bounds, (query, key), strict=True))
     first = max(bisect_right(ends, run.start) - 1 for ends, run in sides)
-    last = min(bisect_right(ends, run.position(run.length - 1)) - 1 for ends, run in sides)
+    last = min(bisect_right(ends, run.last) - 1 for ends, run in sides)
     documents = range(first, min(last, len(bounds[0]) - 2) + 1)
     for document in reversed(documents) if backwards else documents:
         query_span = query.indices(bounds[0][document], bounds[0][document + 1])

@@ -157,6 +157,20 @@ def check_result(mesh: DeviceMesh, as_dtensors: bool, options: dict[str, Any]) -
         torch.testing.assert_close(actual.double(), whole.chunk(size, 2)[rank], atol=1e-5, rtol=0)
 
 
+def test_autocast_of_one_rank(pool: Pool) -> None:
+    pool.run(2, _check_autocast)
+
+
+def _check_autocast() -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.ones(1, 2, 4, 8)
+    told = "autocast: torch.bfloat16 on .0., off on .1.$"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0),
+        pytest.raises(ValueError, match=BEGINNING + told),
+    ):
+        attend([x] * 3, mesh, False, {})
+
+
 @pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
 def test_rings_side_by_side_may_differ(pool: Pool, as_dtensors: bool) -> None:
     pool.run(4, _check_side_by_side, as_dtensors, timeout=60)

@@ -54,6 +54,17 @@ def _check_one_layout() -> None:
     assert sequence_layout(mesh["cp"]) == ZigZag()
 
 
+def test_one_rank_has_any_order(pool: Pool) -> None:
+    pool.run(1, _check_any_order)
+
+
+def _check_any_order() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for layout in ("zigzag", "striped"):
+        set_sequence_layout(mesh, layout)
+    assert sequence_layout(mesh) == Striped()
+
+
 def test_forgotten_with_the_world(pool: Pool) -> None:
     for layout in ("zigzag", "striped"):
         pool.run(2, _check_forgotten, layout)  # in the same processes

@@ -19,7 +19,7 @@ LAYERS = (
     {"order", "region", "segments", "kernels", "merge", "merge_triton", "partial", "gradient"}
     | {"trace", "execute"},
     {"buffer", "wire", "comm", "ring"},
-    {"check", "op"},
+    {"check", "op", "flops"},
     {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
 )
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.

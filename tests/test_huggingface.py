@@ -180,6 +180,7 @@ UNSUPPORTED = {
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     ),
     "T5ForConditionalGeneration: .*has an encoder": lambda: small("T5", "ForConditionalGeneration"),
+    "returns tuples.*return_dict = True": lambda: small("Llama", return_dict=False),
     "load-balancing loss is a statistic": lambda: small("Mixtral", output_router_logits=True),
     "is for models of transformers 5.x, got Linear": lambda: nn.Linear(2, 2),
 }
@@ -246,6 +247,21 @@ def misused() -> None:
 
 def test_misuse(pool: Pool) -> None:
     pool.run(2, misused)
+
+
+def differ() -> None:
+    """As under a sampler that counts all ranks; then the ranks agree."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    told = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + told):
+        ring(TOKENS + rank)
+    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
+        ring(TOKENS, **{"labels": TOKENS} if rank else {})
+    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+
+
+def test_batches_that_differ(pool: Pool) -> None:
+    pool.run(2, differ)
 
 
 def test_refuses_other_models(pool: Pool) -> None:

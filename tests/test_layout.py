@@ -53,7 +53,7 @@ def positions(layout: Layout, world_size: int, seq_len: int) -> list[list[int]]:
         (ZigZag(), 1, 3, [[0, 1, 2]]),
         (ZigZag(), 2, 0, [[], []]),
         (RunTable((((0, 2), (6, 2)), ((2, 4), (0, 0)))), 2, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
-        (RunTable((((3, 2),), ((2, 1), (0, 1)), ((1, 1),))), 3, 5, [[3, 4], [2, 0], [1]]),
+        (RunTable((((3, 2),), ((0, 1), (2, 1)), ((1, 1),))), 3, 5, [[3, 4], [0, 2], [1]]),
         (RunTable(((), ())), 2, 0, [[], []]),
     ],
 )
@@ -122,6 +122,7 @@ def test_striped_says_which_length_to_pad_to() -> None:
         ((((0, 2),), ((0, 2),)), "each position once, not so position 2"),
         ((((-2, 4),),), "each position once, not so position 0"),
         ((((0, 4), (4, -2)),), "each position once, not so position 4"),
+        ((((2, 1), (0, 1)), ((1, 1),)), "runs of a rank must be in ascending order"),
         ((((0, 3),), ((3, 5),)), r"runs must give the ranks \[4, 4\] tokens, got \[3, 5\]"),
         ((((0, 1),), ((1, 2),)), r"runs must give the ranks \[2, 1\] tokens, got \[1, 2\]"),
         ((((0, 2),), ()), r"runs must give the ranks \[1, 1\] tokens, got \[2, 0\]"),

@@ -45,9 +45,10 @@ class TestSurface(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped),
             """\
-Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Any' = None, block: 'int'
-        = 256) -> None
+Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Any' = None, block: 'int
+        | None' = None) -> None
     .block
+    .block_length
     .cu_seqlens
     .max_runs
     .name

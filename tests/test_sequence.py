@@ -15,6 +15,7 @@ from dtensor_ring import (
     Balanced,
     Mask,
     sequence_layout,
+    sequence_runs,
     set_sequence_layout,
     shard_sequence,
     unshard_sequence,
@@ -219,6 +220,13 @@ def _check_refusals() -> None:
         unshard_sequence(sharded, 0)
     with pytest.raises(IndexError, match="from -2 to 1, got 2"):
         unshard_sequence(sharded, 2)
+    with pytest.raises(TypeError, match="takes a DTensor, as shard_sequence returns, got Tensor"):
+        unshard_sequence(tokens, 0)  # pyrefly: ignore
+    for misuse in (lambda x: unshard_sequence(sharded, 1, x), sequence_runs):
+        with pytest.raises(
+            TypeError, match=r"only a Balanced layout .* got 'zigzag'; of any other"
+        ):
+            misuse("zigzag")
     line = init_device_mesh("cpu", (4,))
     shard_sequence(tokens, line, 0)
     with pytest.raises(ValueError, match="contiguous, it cannot become zigzag: annotate it first"):

@@ -133,6 +133,8 @@ def _refuse() -> None:
 
     with pytest.raises(ValueError, match="unknown layout 'zagzig'; known layouts: contig"):
         use_ring(model(), "zagzig")
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
+        use_ring(model(), "zigzag", "flesh")
     with pytest.raises(ValueError, match="got no ring"):
         ring_layout(model())
     mixed = model()
@@ -148,7 +150,7 @@ def _refuse() -> None:
         use_ring(derive(model(), Masking.Config), "zigzag")
     with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
         with_ring(llama3_debugmodel_ring())
-    config = with_ring(llama3.llama3_debugmodel(), "striped", "no_such_kernel", "int32")
+    config = with_ring(llama3.llama3_debugmodel(), "striped", "flash_attn3", "int32")
     settings: Any = config.model_spec.model.layers[0].attention.inner_attention
     with pytest.raises(ValueError, match="unknown grad_dtype 'int32'; known dtypes: float16, flo"):
         settings.build()
@@ -168,11 +170,11 @@ def _refuse() -> None:
         ring(q, q, q, attention_masks=documents, score_mod=torch.add)
     with pytest.raises(ValueError, match=r"cannot run .*add, which transforms the output"):
         ring(q, q, q, attention_masks=documents, out_transform=torch.add)
-    unknown = replace(settings, grad_dtype="bfloat16").build()
-    unknown.ring_size, unknown.group_name = ring.ring_size, ring.group_name
-    with pytest.raises(ValueError, match="unknown kernel 'no_such_kernel'"):
-        unknown(q, q, q, attention_masks=documents)
-    assert unknown.grad_dtype == torch.bfloat16
+    elsewhere = replace(settings, grad_dtype="bfloat16").build()
+    elsewhere.ring_size, elsewhere.group_name = ring.ring_size, ring.group_name
+    with pytest.raises(ValueError, match="kernel 'flash_attn3' cannot serve this attention"):
+        elsewhere(q, q, q, attention_masks=documents)
+    assert elsewhere.grad_dtype == torch.bfloat16
     ring.grad_dtype = torch.int32
     with pytest.raises(ValueError, match=r"grad_dtype must be floating, .* got torch\.int32"):
         ring(q, q, q, attention_masks=documents)

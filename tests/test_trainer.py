@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,8 +66,8 @@ def curve(trainer: Any, resume: str | None = None) -> list[float]:
     return [x for x in log if x is not None] + [trainer.evaluate()["eval_loss"]]
 
 
-def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
-    """Of a run, and of one that goes on from its second step."""
+def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns where accelerate finds the ranks in the environment."""
     from accelerate.state import AcceleratorState
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -79,15 +80,17 @@ def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
     AcceleratorState._reset_state(reset_partial_state=True)
     with mock.patch.dict(os.environ, {name: str(x) for name, x in names.items()}):
         try:
-            return _ring_curves(folder, dp_size, world_size // dp_size)
+            return what(*args)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _ring_curves(folder: str, dp_size: int, cp_size: int) -> list[list[float]]:
+def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
+    """Of a run, and of one that goes on from its second step."""
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
-    mesh = init_device_mesh("cpu", (dp_size, cp_size), mesh_dim_names=("dp_replicate", "cp"))
+    sizes = dp_size, dist.get_world_size() // dp_size
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "cp"))
     rows, curves = packed_rows(), []
     for resume in (None, f"{folder}/checkpoint-2"):
         model = small_model("Llama")
@@ -113,6 +116,26 @@ def test_trains_evaluates_and_resumes_as_one_process(
         model, arguments(str(tmp_path / "stock"), BATCH), train_dataset=rows, eval_dataset=rows[:4]
     )
     expected = curve(stock)
-    for curves in pool.run(2 * dp_size, ring_curves, str(tmp_path / "ring"), dp_size):
+    for curves in pool.run(
+        2 * dp_size, under_torchrun, ring_curves, str(tmp_path / "ring"), dp_size
+    ):
         for found in curves:
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def refuse_losses(folder: str) -> None:
+    from parallel_plans.huggingface.trainer import ContextParallelTrainer
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
+    for options, function in (({"label_smoothing_factor": 0.1}, None), ({}, torch.add)):
+        with pytest.raises(ValueError, match="leave label_smoothing_factor and compute_loss_func"):
+            ContextParallelTrainer(
+                small_model("Llama"),
+                arguments(folder, BATCH, **options),
+                mesh=mesh,
+                compute_loss_func=function,
+            )
+
+
+def test_refuses_other_losses(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, under_torchrun, refuse_losses, str(tmp_path))

@@ -11,7 +11,7 @@ from dtensor_ring.kernels.flash_attn4 import FlashAttn4
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.kernels.reference import Reference
 
-__all__ = ["KERNELS", "Kernel", "Problem", "available_kernels", "select_kernel"]
+__all__ = ["KERNELS", "Kernel", "Problem", "available_kernels", "check_kernel", "select_kernel"]
 
 _ORDER = (
     FlashAttn3(),
@@ -41,14 +41,19 @@ def available_kernels() -> dict[str, str | None]:
     return {name: kernel.missing() for name, kernel in KERNELS.items()}
 
 
+def check_kernel(name: str | None) -> None:
+    """Refuse a name that no kernel has; `None` leaves the choice."""
+    if name is not None and name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
+
+
 def select_kernel(name: str | None, problem: Problem) -> Kernel:
     """The named kernel, or the first that runs here and serves the problem.
 
     Raises:
         ValueError: if there is no kernel of that name, or it cannot serve the problem.
     """
-    if name is not None and name not in KERNELS:
-        raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
+    check_kernel(name)
     reasons = {}
     for kernel in KERNELS.values() if name is None else (KERNELS[name],):
         reason = kernel.supports(problem) or kernel.missing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,23 @@ IGNORE_INDEX = -100
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
+SAME_BATCH = "get the same batch (a sampler has to count data-parallel ranks only)"
 NO_STATISTICS = "output_router_logits"
+
+
+def described(batch: dict[str, Any]) -> dict[str, str]:
+    """What a rank got, in words that are alike where batches are."""
+    return {
+        name: f"{x.dtype} {tuple(x.shape)}{_digest(x)}" if isinstance(x, Tensor) else repr(x)
+        for name, x in batch.items()
+    }
+
+
+def _digest(x: Tensor) -> str:
+    """Of the content; what is computed in floating point may differ in rounding."""
+    if x.is_floating_point():
+        return ""
+    return f" of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
 
 
 def check_batch(given: dict[str, Any]) -> int:
@@ -66,12 +83,12 @@ def _check_lengths(given: dict[str, Any]) -> int:
 
 def padded_length(layout: Layout, world_size: int, seq_len: int) -> int:
     """The length that the layout can deal so that no rank goes without, at least the given one."""
+    even = -(-seq_len // world_size) * world_size
     try:
         layout.runs(0, world_size, seq_len)
     except ValueError:
-        return -(-seq_len // world_size) * world_size
-    held_by_last = shard_length(world_size - 1, world_size, seq_len)
-    return seq_len if held_by_last else -(-seq_len // world_size) * world_size
+        return even
+    return seq_len if shard_length(world_size - 1, world_size, seq_len) else even
 
 
 def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:

@@ -62,6 +62,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in path and _counts_itself(module):
             yield f"{path} counts positions by itself, from the tokens it sees or from an offset"
+    if getattr(config, "return_dict", True) is False:
+        yield "it returns tuples, in which nothing has a name; set config.return_dict = True"
     if getattr(config, "output_router_logits", False):
         yield (
             "the load-balancing loss is a statistic of all tokens, of which a rank sees its own "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtensor_ring.kernels import check_kernel
 from dtensor_ring.layout import Layout, as_layout
 from dtensor_ring.op import Options
 from dtensor_ring.sdpa import set_sequence_layout
@@ -59,7 +60,7 @@ def context_parallel_plan(
 
     Raises:
         ValueError: if something in the model but attention reads along the sequence, or the layout
-            is unknown.
+            or kernel is unknown.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -73,6 +74,7 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
+    check_kernel(kernel)
     options = Options(kernel=kernel, grad_dtype=grad_dtype)
     return {"": ShardedModel(layout, options, unshard_outputs)}
 

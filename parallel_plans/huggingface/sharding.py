@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from dtensor_ring.agreement import check_agreement
 from dtensor_ring.annotation import axis_group
 from dtensor_ring.layout import Layout
 from dtensor_ring.op import Options
@@ -17,7 +18,9 @@ from dtensor_ring.sequence import from_local_tokens, local_tokens, unshard_seque
 from parallel_plans.huggingface.attention import IMPLEMENTATION, Dealt
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
+    SAME_BATCH,
     check_batch,
+    described,
     local_batch,
     next_tokens,
     num_items,
@@ -66,6 +69,7 @@ class Sharding:
         group_name = axis_group(mesh).group_name
         self._options = options._replace(layout=layout.name, group_name=group_name)
         self._readings = readings
+        self._batches_agree = False
         masks = [reading.mask for reading in readings.values() if isinstance(reading, Reading)]
         self._chunks = {mask.chunk for mask in masks if mask.chunk}
 
@@ -76,6 +80,9 @@ class Sharding:
         self._check_implementation()
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = {name: x for name, x in given.items() if x is not None}
+        if not torch.compiler.is_compiling() and not self._batches_agree:
+            check_agreement(axis_group(self._mesh), described(batch), SAME_BATCH)
+            self._batches_agree = True
         seq_len = check_batch(batch)
         if "labels" in batch and self._predicts_next:
             batch |= next_tokens(batch)

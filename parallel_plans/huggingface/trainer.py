@@ -26,7 +26,8 @@ class ContextParallelTrainer(Trainer):
         args, kwargs: those of `Trainer`.
 
     Raises:
-        ValueError: if the mesh has other axes, or tokens are not averaged across devices.
+        ValueError: if the mesh has other axes, tokens are not averaged across devices, or the loss
+            is to be another than the model's own.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -51,6 +52,11 @@ class ContextParallelTrainer(Trainer):
             raise ValueError(
                 "average_tokens_across_devices=False would weight tokens by the batch they are in; "
                 "leave it True"
+            )
+        if self.args.label_smoothing_factor or self.compute_loss_func is not None:
+            raise ValueError(
+                "a rank has the logits of its own tokens, so the loss is the model's own; leave "
+                "label_smoothing_factor and compute_loss_func out"
             )
 
     def create_accelerator_and_postprocess(self) -> None:

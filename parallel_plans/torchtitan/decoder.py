@@ -17,6 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dtensor_ring.balanced import Balanced
+from dtensor_ring.kernels import check_kernel
 from dtensor_ring.layout import LAYOUTS
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention
 from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
@@ -42,11 +43,12 @@ def use_ring(
             `RingAttention.Config`.
 
     Raises:
-        ValueError: if there is no such layout, or an attention that a ring cannot replace.
+        ValueError: if there is no such layout or kernel, or a ring cannot replace an attention.
     """
     known = (*LAYOUTS, Balanced.name)
     if layout not in known:
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(known)}")
+    check_kernel(kernel)
     if getattr(config, "vision_encoder", None) is not None:
         raise ValueError(
             f"{_owner(type(config)).__name__} puts images into the whole sequence: a ring takes "

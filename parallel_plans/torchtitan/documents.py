@@ -71,9 +71,8 @@ def deal(
 
 
 def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
-    """Even for causal attention within documents, in blocks of which a rank has at least 16."""
-    block = max(1, min(256, seq_len // (16 * world_size)))
-    return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens, block)
+    """Even for causal attention within documents."""
+    return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens)
 
 
 def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -> Documents:

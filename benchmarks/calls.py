@@ -99,7 +99,7 @@ def main() -> None:
     costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
     dist.destroy_process_group()
     measured = {"costs": [asdict(cost) for cost in costs]}
-    publish("calls-cpu", "Calls on CPUs", quick, about, measured, partial(report, costs=costs))
+    publish("calls", "Calls on CPUs", quick, about, measured, partial(report, costs=costs))
 
 
 if __name__ == "__main__":

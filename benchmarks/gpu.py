@@ -285,8 +285,8 @@ def main() -> None:
         overlaps = [overlap(row.attention, rate, 5) for row in linked for rate in RATES]
     measured = {"rows": [_plain(x) for x in rows], "overlaps": [_plain(x) for x in overlaps]}
     show = partial(report, rows=rows, overlaps=overlaps)
-    folder = publish("ring-gpu", "Rings on one GPU", quick, about, measured, show)
-    draw(folder / "ring-gpu.png", rows)
+    folder = publish("gpu", "Rings on one GPU", quick, about, measured, show)
+    draw(folder / "gpu.png", rows)
 
 
 def _plain(found: Row | Overlap) -> dict[str, Any]:

@@ -95,6 +95,12 @@ def origin() -> dict[str, str]:
     }
 
 
+def _folder_name(hardware: str) -> str:
+    """Of a card: "2 x Intel(R) Xeon(R) Processor" is "2-x-intel-xeon"."""
+    words = re.sub(r"\(\w+\)|\bprocessor\b|,.*", " ", hardware.lower())
+    return "-".join(re.findall(r"[\w.]+", words))
+
+
 def publish(
     name: str,
     title: str,
@@ -103,8 +109,12 @@ def publish(
     measured: dict[str, Any],
     show: Callable[[Console], None],
 ) -> Path:
-    """Write what was measured into the folder returned, which keeps nothing quick, and show it."""
-    folder = ROOT / "out" if quick else ROOT / "benchmarks" / "results"
+    """Write what was measured into the folder returned, that of the hardware, and show it.
+
+    What was quick goes to `out`.
+    """
+    results = ROOT / "benchmarks" / "results" / _folder_name(about.get("GPU", about["processor"]))
+    folder = ROOT / "out" if quick else results
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"about": about, **measured}) + "\n")
     with (folder / f"{name}.md").open("w") as file:

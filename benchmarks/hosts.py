@@ -230,8 +230,8 @@ def main() -> None:
         sys.exit(f"{Path(__file__).name}: {error}")
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
-    folder = publish("hosts-cpu", "The ring between hosts", quick, about, measured, show)
-    draw(measurements, folder / "hosts-cpu.png")
+    folder = publish("hosts", "The ring between hosts", quick, about, measured, show)
+    draw(measurements, folder / "hosts.png")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def main() -> None:
     (result,) = spawn(WORLD_SIZE, measure, [2 if quick else 15])
     measurement = Measurement(**result)
     show = partial(report, measurement=measurement)
-    publish("masks-cpu", "Masks on CPUs", quick, about, asdict(measurement), show)
+    publish("masks", "Masks on CPUs", quick, about, asdict(measurement), show)
 
 
 if __name__ == "__main__":

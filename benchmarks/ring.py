@@ -260,7 +260,7 @@ def main() -> None:
     measurements = run(cases(quick))
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
-    publish("ring-cpu", "The ring on CPUs", quick, about, measured, show)
+    publish("ring", "The ring on CPUs", quick, about, measured, show)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def main() -> None:
             measurements.append(Measurement(Case(**found["case"]), found["seconds"]))
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
-    publish("routes-cpu", "Around the ring, or straight", quick, about, measured, show)
+    publish("routes", "Around the ring, or straight", quick, about, measured, show)
 
 
 if __name__ == "__main__":

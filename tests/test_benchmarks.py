@@ -12,12 +12,12 @@ from tests.test_public import ROOT
 def test_gpu_benchmark() -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--quick"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
-    about = json.loads((ROOT / "out" / "ring-gpu.json").read_text())["about"]
+    about = json.loads((ROOT / "out" / "gpu.json").read_text())["about"]
     assert not [what for what in about if what.startswith("failed")]
-    rows = json.loads((ROOT / "out" / "ring-gpu.json").read_text())["rows"]
+    rows = json.loads((ROOT / "out" / "gpu.json").read_text())["rows"]
     assert len(rows) == 2
     for row in rows:
         assert len(row["single"]) == len(row["ours"]) == 2, "forward, and with backward"
         assert 0 < row["merges"] < 1
     assert [row["torch"] is not None for row in rows] == [True, False]
-    assert (ROOT / "out" / "ring-gpu.png").stat().st_size
+    assert (ROOT / "out" / "gpu.png").stat().st_size

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import Mask
+from dtensor_ring.op import Options
 from parallel_plans.huggingface.attention import Dealt
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.patterns import Reading
@@ -92,7 +93,9 @@ def test_refuses(match: str, given: dict[str, Any]) -> None:
 def test_boundaries_stay_on_the_cpu() -> None:
     """fully_shard moves what a layer is called with to the device, on a GPU, by this function."""
     bounds = torch.tensor([0, 4], dtype=torch.int32)
-    dealt = Dealt("", "", 4, bounds, Documents(bounds, bounds, {2: bounds}), {})
+    options = Options(layout="zigzag", kernel="reference", grad_dtype=torch.bfloat16)
+    dealt = Dealt(options, bounds, Documents(bounds, bounds, {2: bounds}), {})
     _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)
     assert moved["ring"].indices.is_meta
     assert moved["ring"].documents == dealt.documents
+    assert moved["ring"].options == options

@@ -1,6 +1,6 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
-import dtensor_ring.flops  # noqa: F401 - registers the formulas
+from dtensor_ring import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.annotation import sequence_layout
 from dtensor_ring.attention import ring_attention
 from dtensor_ring.balanced import Balanced

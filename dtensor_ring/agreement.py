@@ -31,14 +31,15 @@ def check_agreement(group: ProcessGroup, mine: dict[str, str], what: str) -> Non
     """Compare descriptions, by name, over the ranks of a group, which must do what that says.
 
     Raises:
-        ValueError: on every rank, if they differ; says which ranks have which.
+        ValueError: on every rank, if they differ; says which ranks of the world have which.
     """
+    ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group)
     differing = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(ranks, everyone, strict=True):
             ranks_by_text.setdefault(theirs.get(name, "none"), []).append(rank)
         if len(ranks_by_text) > 1:
             sides = (f"{_shortened(text)} on {ranks}" for text, ranks in ranks_by_text.items())

@@ -31,21 +31,26 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     """
     chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
     ranks = _ranks(axis_group(mesh))
-    is_ordered = len(ranks) > 1  # a single rank has all tokens in their order
     assumed = _ASSUMED.get(_world(), {}).get(ranks, chosen)
-    if is_ordered and assumed.name != chosen.name:
+    if _contradict(assumed, chosen, ranks):
         raise ValueError(
             f"sequences were sharded over {mesh} before it was annotated, which makes them "
             f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
         )
     layouts = _LAYOUTS.setdefault(_world(), {})
     known = layouts.get(ranks, chosen)
-    if is_ordered and known.name != chosen.name:
+    if _contradict(known, chosen, ranks):
         raise ValueError(
             f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
             "already be sharded in that order; use the same layout, or a mesh of other ranks"
         )
     layouts[ranks] = chosen
+
+
+def _contradict(one: Layout, other: Layout, ranks: tuple[int, ...]) -> bool:
+    """Whether tokens cannot be in both orders; a single rank has them in their own, in each."""
+    belongs_to_batch = Balanced.name in (one.name, other.name)
+    return one.name != other.name and (len(ranks) > 1 or belongs_to_batch)
 
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:

@@ -66,7 +66,8 @@ def ring_attention(
             queries of document number d see the keys of number d. Keys may be as many as they
             like, and the mask must be full.
         runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
-            int32 on the CPU, `(W, R, 2)`. By default the layout of the mesh says.
+            int32 on the CPU, `(W, R, 2)`, ascending in each row. By default the layout of the mesh
+            says.
         grad_dtype: dtype in which sums of key and value gradients travel from rank to rank, float32
             (float64 for float64) by default. `torch.bfloat16` halves their bytes and rounds them at
             each hop; docs/numerics.md has the errors. float16 overflows beyond 65,504.

@@ -22,25 +22,26 @@ def check_inputs(
         ValueError: with what was given and what is supported.
     """
     tensors = {"query": query, "key": key, "value": value}
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-    if any(x.ndim != 4 for x in tensors.values()):
-        raise ValueError(f"query, key and value must be (B, N, L, H), got {shapes}")
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"query, key and value must be (B, N, L, H), got {_shapes(tensors)}")
     for what in ("dtype", "device"):
-        found = {name: getattr(x, what) for name, x in tensors.items()}
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} {kind}" for name, kind in found.items())
+        found = [getattr(x, what) for x in tensors.values()]
+        if found != found[:1] * 3:
+            listed = ", ".join(f"{name} {kind}" for name, kind in zip(tensors, found, strict=True))
             raise ValueError(f"query, key and value must have one {what}, got {listed}; use .to()")
     if not _is_wide_enough(query.dtype):
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {query.dtype}")
     if grad_dtype is not None and not _is_wide_enough(grad_dtype):
         raise ValueError(f"grad_dtype must be floating, 16 bits or more, got {grad_dtype}")
     if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"query, key and value disagree in batch, heads or length: {shapes}")
+        raise ValueError(
+            f"query, key and value disagree in batch, heads or length: {_shapes(tensors)}"
+        )
     if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query and key must have one head dim, got {shapes}")
+        raise ValueError(f"query and key must have one head dim, got {_shapes(tensors)}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(
-            f"the query heads must be a multiple of the key heads, got {shapes}; "
+            f"the query heads must be a multiple of the key heads, got {_shapes(tensors)}; "
             "grouped-query heads are shared in order and need not be repeated"
         )
     if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
@@ -52,6 +53,10 @@ def check_inputs(
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
     if sinks is not None and not sinks.is_floating_point():
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
+
+
+def _shapes(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
 
 
 def _is_wide_enough(dtype: torch.dtype) -> bool:

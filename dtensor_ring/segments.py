@@ -74,7 +74,7 @@ class Segments:
                 yield slice(*rows), slice(*cols)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def launches(
     step: Step, batch_size: int, num_rows: int, num_cols: int
 ) -> tuple[Tile | Segments, ...]:

@@ -184,7 +184,7 @@ def _check_side_by_side(as_dtensors: bool) -> None:
     if ring == 0:
         check_result(mesh["cp"], as_dtensors, {})
         return
-    told = "softcap: 0.0 on .0., 1.0 on .1.$"
+    told = "softcap: 0.0 on .2., 1.0 on .3.$"
     with pytest.raises(ValueError, match=BEGINNING + told):
         attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
 

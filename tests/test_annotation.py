@@ -63,6 +63,8 @@ def _check_any_order() -> None:
     for layout in ("zigzag", "striped"):
         set_sequence_layout(mesh, layout)
     assert sequence_layout(mesh) == Striped()
+    with pytest.raises(ValueError, match="is annotated striped, it cannot become balanced"):
+        set_sequence_layout(mesh, BALANCED)
 
 
 def test_forgotten_with_the_world(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag, ring_attention, shard_sequence
@@ -72,20 +73,29 @@ def _flops_of_dtensors(documents: tuple[tuple[int, ...], ...] | None) -> tuple[i
         return forward.get_total_flops(), backward.get_total_flops()
 
 
-def test_compilers_count_an_even_share_without_boundaries(pool: Pool) -> None:
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_compilers_count_an_even_share_without_boundaries(
+    pool: Pool, is_packed: bool, is_dynamic: bool
+) -> None:
     pairs = 2 * 4 * (16 * 17 // 2) // 4
-    assert pool.run(1, _flops_of_fakes) == [pairs * 2 * (8 + 8)]
+    assert pool.run(1, _flops_of_fakes, is_packed, is_dynamic) == [pairs * 2 * (8 + 8)]
 
 
-def _flops_of_fakes() -> int:
-    with fake_group(4, 1), FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        x = torch.empty(2, 4, 4, 8)
-        bounds = torch.empty(3, dtype=torch.int32)
-        group_name = torch.distributed.group.WORLD.group_name
-        ring_op(
-            x,
-            x,
-            x,
-            *Options(bounds, None, None, None, 16, 16, "zigzag", right=0, group_name=group_name),
+def _flops_of_fakes(is_packed: bool, is_dynamic: bool) -> int:
+    real, bounds = torch.empty(2, 4, 4, 8), torch.empty(3, dtype=torch.int32)
+    with fake_group(4, 1), FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x, fake_bounds = (mode.from_tensor(t, static_shapes=not is_dynamic) for t in (real, bounds))
+        seq_len = 4 * x.shape[2]
+        assert isinstance(seq_len, torch.SymInt) == is_dynamic
+        options = Options(
+            cu_seqlens=fake_bounds if is_packed else None,
+            seq_len=seq_len,
+            key_seq_len=seq_len,
+            layout="contiguous",
+            right=0,
+            group_name=torch.distributed.group.WORLD.group_name,
         )
+        with FlopCounterMode(display=False) as counter:
+            ring_op(x, x, x, *options)
         return counter.get_total_flops()

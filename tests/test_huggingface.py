@@ -258,6 +258,8 @@ def differ() -> None:
     with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
         ring(TOKENS, **{"labels": TOKENS} if rank else {})
     assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
+        ring(TOKENS + rank)
 
 
 def test_batches_that_differ(pool: Pool) -> None:

@@ -21,17 +21,16 @@ NO_STATISTICS = "output_router_logits"
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
     """What a rank got, in words that are alike where batches are."""
-    return {
-        name: f"{x.dtype} {tuple(x.shape)}{_digest(x)}" if isinstance(x, Tensor) else repr(x)
-        for name, x in batch.items()
-    }
+    return {name: _described(x) for name, x in batch.items()}
 
 
-def _digest(x: Tensor) -> str:
-    """Of the content; what is computed in floating point may differ in rounding."""
-    if x.is_floating_point():
-        return ""
-    return f" of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
+def _described(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
+    kind = f"{x.dtype} {tuple(x.shape)}"
+    if x.is_floating_point():  # what is computed may differ in rounding
+        return kind
+    return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
 
 
 def check_batch(given: dict[str, Any]) -> int:

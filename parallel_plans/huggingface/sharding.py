@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -69,7 +70,7 @@ class Sharding:
         group_name = axis_group(mesh).group_name
         self._options = options._replace(layout=layout.name, group_name=group_name)
         self._readings = readings
-        self._batches_agree = False
+        self._agreed: set[bool] = set()  # with gradients, without
         masks = [reading.mask for reading in readings.values() if isinstance(reading, Reading)]
         self._chunks = {mask.chunk for mask in masks if mask.chunk}
 
@@ -80,9 +81,7 @@ class Sharding:
         self._check_implementation()
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = {name: x for name, x in given.items() if x is not None}
-        if not torch.compiler.is_compiling() and not self._batches_agree:
-            check_agreement(axis_group(self._mesh), described(batch), SAME_BATCH)
-            self._batches_agree = True
+        self._check_agreement(batch)
         seq_len = check_batch(batch)
         if "labels" in batch and self._predicts_next:
             batch |= next_tokens(batch)
@@ -97,6 +96,15 @@ class Sharding:
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         batch |= {"attention_mask": ones, "use_cache": False, "ring": dealt}
         return batch, Remainder(seq_len, dealt.options.seq_len, len(dealt.indices), labels, count)
+
+    def _check_agreement(self, batch: dict[str, Any]) -> None:
+        """Once in training and once without gradients: whether all ranks got the same."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
+            return
+        tensors = [x for x in batch.values() if isinstance(x, Tensor)]
+        if detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors):
+            check_agreement(axis_group(self._mesh), described(batch), SAME_BATCH)
+            self._agreed.add(torch.is_grad_enabled())
 
     def _check_implementation(self) -> None:
         chosen = self._config._attn_implementation

@@ -50,10 +50,8 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 1:
             raise ValueError(f"a block holds at least one token, got {self.block}")
-        documents = as_documents(self.cu_seqlens)
-        check_documents(self.world_size, self.seq_len, documents)
-        filled = documents and tuple(tuple(dict.fromkeys(row)) for row in documents)
-        object.__setattr__(self, "cu_seqlens", filled)  # without empty documents
+        object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
+        check_documents(self.world_size, self.seq_len, self.cu_seqlens)
 
     @property
     def block_length(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle, pairwise
+from itertools import cycle, groupby, pairwise
 from typing import Any
 
 from dtensor_ring.layout import Layout, Run
@@ -145,12 +145,15 @@ def visible_pairs(
 
 
 def as_documents(cu_seqlens: Any) -> Documents | None:
-    """Boundaries `(D+1,)` or `(B, D+1)`, a tensor or a sequence, as the planner wants them."""
+    """Boundaries `(D+1,)` or `(B, D+1)`, a tensor or a sequence, as the planner wants them.
+
+    Empty documents are left out.
+    """
     if cu_seqlens is None:
         return None
     rows: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
     nested = bool(rows) and isinstance(rows[0], Sequence)
-    return tuple(tuple(row) for row in rows) if nested else (tuple(rows),)
+    return tuple(tuple(end for end, _ in groupby(row)) for row in (rows if nested else [rows]))
 
 
 @lru_cache(maxsize=64)

@@ -166,6 +166,7 @@ def test_boundaries_may_be_a_tensor_or_a_sequence() -> None:
         other = replace(UNEVEN, cu_seqlens=bounds)
         assert (other, hash(other)) == (UNEVEN, hash(UNEVEN))
     single = Balanced(CAUSAL, 240, 3, torch.tensor([0, 10, 240]))
+    assert single == Balanced(CAUSAL, 240, 3, (0, 0, 10, 240, 240)), "without empty documents"
     assert (
         single == Balanced(CAUSAL, 240, 3, [[0, 10, 240]]) == Balanced(CAUSAL, 240, 3, (0, 10, 240))
     )

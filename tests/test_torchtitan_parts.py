@@ -109,13 +109,13 @@ def test_configs(pool: Pool) -> None:
     assert len(names) == 9
 
 
-def _refuse() -> None:
+def _refuse_configs() -> None:
     from torchtitan.config.override import derive
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import Llama3Model
     from torchtitan.models.llama3 import config_registry as llama3
 
-    from parallel_plans.torchtitan import Documents, RingAttention, use_ring
+    from parallel_plans.torchtitan import RingAttention, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
     from parallel_plans.torchtitan.documents import deal
     from parallel_plans.torchtitan.trainer import ring_layout
@@ -150,14 +150,21 @@ def _refuse() -> None:
         use_ring(derive(model(), Masking.Config), "zigzag")
     with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
         with_ring(llama3_debugmodel_ring())
-    config = with_ring(llama3.llama3_debugmodel(), "striped", "flash_attn3", "int32")
-    settings: Any = config.model_spec.model.layers[0].attention.inner_attention
-    with pytest.raises(ValueError, match="unknown grad_dtype 'int32'; known dtypes: float16, flo"):
-        settings.build()
     batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
     with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
         deal(batch, POSITIONS, "zigzag", 1)
 
+
+def _refuse_calls() -> None:
+    from torchtitan.models.llama3 import config_registry as llama3
+
+    from parallel_plans.torchtitan import Documents, RingAttention
+    from parallel_plans.torchtitan.config_registry import with_ring
+
+    config = with_ring(llama3.llama3_debugmodel(), "striped", "flash_attn3", "int32")
+    settings: Any = config.model_spec.model.layers[0].attention.inner_attention
+    with pytest.raises(ValueError, match="unknown grad_dtype 'int32'; known dtypes: float16, flo"):
+        settings.build()
     ring = RingAttention.Config().build()
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match="was not parallelized"):
@@ -180,8 +187,9 @@ def _refuse() -> None:
         ring(q, q, q, attention_masks=documents)
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, _on_cpu, _refuse)
+@pytest.mark.parametrize("refuse", [_refuse_configs, _refuse_calls])
+def test_refusals(pool: Pool, refuse: Callable[[], None]) -> None:
+    pool.run(1, _on_cpu, refuse)
 
 
 def _check_examples() -> int:

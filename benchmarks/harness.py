@@ -114,7 +114,7 @@ def publish(
     What was quick goes to `out`.
     """
     results = ROOT / "benchmarks" / "results" / _folder_name(about.get("GPU", about["processor"]))
-    folder = ROOT / "out" if quick else results
+    folder = Path("out") if quick else results
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"about": about, **measured}) + "\n")
     with (folder / f"{name}.md").open("w") as file:

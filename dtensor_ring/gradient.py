@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.order import TOKEN_MAJOR, in_order, zeros
-from dtensor_ring.region import WHOLE, Region
+from dtensor_ring.filled import Filled
+from dtensor_ring.order import TOKEN_MAJOR, empty, in_order
+from dtensor_ring.region import WHOLE, Region, region
 from dtensor_ring.tile import Span
 
 
@@ -19,32 +20,41 @@ class GradientSum:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
+        self._filled = Filled(like.shape)
 
-    def add(self, region: Region, grad: Tensor) -> None:
+    def add(self, at: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
         if self._total is None and grad.shape == self._like.shape:
-            self._total = grad
+            self._total, self._filled = grad, Filled(grad.shape, is_full=True)
             return
-        self.total()[region].add_(grad)
-
-    def total(self) -> Tensor:
-        """The sum so far, to be written to."""
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        if self._total is None:
-            self._total = zeros(self._like, self._like.shape, TOKEN_MAJOR, wide)
-        self._total = self._total.to(wide)
-        return self._total
+        self._filled.add(self._wide(), at, grad)
 
     def add_home(self, home: Tensor, cols: Span, is_last: bool) -> None:
         """Add what other ranks summed up for these columns; rounds once, with the last of them."""
-        total = self._total if is_last else None
-        own = (self.total() if total is None else total)[:, :, slice(*cols)]
-        torch.add(own, home, out=own)
+        narrow = self._total if is_last else None
+        total, at = self._wide() if narrow is None else narrow, region(None, cols)
+        if self._filled.reach(total, at):
+            total[at].copy_(home)
+        else:
+            torch.add(total[at], home, out=total[at])
+
+    def total(self) -> Tensor:
+        """The sum so far, float32 or wider unless it is a single tile's."""
+        total = self._wide() if self._total is None else self._total
+        self._filled.finish(total)
+        return total
 
     def result(self) -> Tensor:
         """The sum in the tensor's dtype, token-major."""
-        total = self.total() if self._total is None else self._total
-        return in_order(total, TOKEN_MAJOR, self._like.dtype)
+        return in_order(self.total(), TOKEN_MAJOR, self._like.dtype)
+
+    def _wide(self) -> Tensor:
+        """Where to add."""
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        if self._total is None:
+            self._total = empty(self._like, self._like.shape, TOKEN_MAJOR, wide)
+        self._total = self._total.to(wide)
+        return self._total
 
 
 class GradientShare:
@@ -57,9 +67,9 @@ class GradientShare:
         self._like = like
         self._grads: list[tuple[Region, Tensor]] = []
 
-    def add(self, region: Region, grad: Tensor) -> None:
+    def add(self, at: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, C)`."""
-        self._grads.append((region, grad))
+        self._grads.append((at, grad))
         if sum(x.numel() for _, x in self._grads) > self._like.numel():
             total = GradientSum(self._like)
             for kept in self._grads:
@@ -68,10 +78,7 @@ class GradientShare:
 
     def add_to(self, total: Tensor, first: bool) -> None:
         """Add to the sum, or begin it: then `total` holds nothing yet."""
-        if first and [grad.shape for _, grad in self._grads] == [total.shape]:
-            total.copy_(self._grads[0][1])
-            return
-        if first:
-            total.zero_()
-        for region, grad in self._grads:
-            total[region].add_(grad)
+        filled = Filled(total.shape, is_full=not first)
+        for at, grad in self._grads:
+            filled.add(total, at, grad)
+        filled.finish(total)

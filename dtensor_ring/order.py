@@ -28,14 +28,11 @@ def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     return x.permute(order).to(dtype).contiguous().permute(_inverse(order))
 
 
-def zeros(like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype) -> Tensor:
-    """Zeros of that shape, dense and in that order, on the device of another tensor."""
-    return like.new_zeros([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
-
-
-def empty(like: Tensor, shape: Sequence[Any], order: Order) -> Tensor:
-    """Memory of that shape, dense and in that order, with dtype and device of another tensor."""
-    return like.new_empty([shape[dim] for dim in order]).permute(_inverse(order))
+def empty(
+    like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Memory of that shape, dense and in that order; device, and dtype if not given, as `like`."""
+    return like.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
 
 
 def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:

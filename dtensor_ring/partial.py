@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dtensor_ring.filled import Filled
 from dtensor_ring.merge import merge_
-from dtensor_ring.order import empty, in_order, order_of, zeros
+from dtensor_ring.order import empty, in_order, order_of
 from dtensor_ring.region import Region, region, rows_of
 from dtensor_ring.tile import Tile
 
@@ -32,21 +33,21 @@ class Partial:
         self._shape = (*query.shape[:3], value_head_dim)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._ends = [0] * query.shape[0]  # of the rows that tiles have covered, by batch row
+        self._filled = Filled(self._shape)
         self._target: Tensor | None = None  # for rows that are finished
         self._finished: list[Tile] = []
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor, is_last: bool = False) -> None:
         """Merge what a kernel returned for the tile; the last one for all its rows, or not."""
-        is_first = self._is_first(tile)
         if self._out is None and out.shape == self._shape:
             self._out, self._lse = out, lse.contiguous()
+            self._filled = Filled(self._shape, is_full=True)
             return
         is_last = is_last and self._sinks is None
         total, total_lse = self._accumulators(lse.dtype, is_last)
         target = self._finish(tile) if is_last else total
         at = rows_of(tile)
-        if is_first:
+        if self._filled.reach(total, at):
             target[at].copy_(out)
             total_lse[at].copy_(lse)
         else:
@@ -59,6 +60,7 @@ class Partial:
             out, lse = self._accumulators(wide)
         else:
             out, lse = self._out, self._lse
+        self._filled.finish(out)
         if self._sinks is not None:
             lse = _add_sinks(out, lse, self._sinks)
         if self._target is not None:
@@ -67,21 +69,11 @@ class Partial:
             out = self._target
         return in_order(out, order_of(self._query), self._query.dtype), lse
 
-    def _is_first(self, tile: Tile) -> bool:
-        """Whether nothing was added to the rows of the tile, which are covered from now on.
-
-        The tiles of a step come in the order of their rows, so it is enough to know the last one.
-        """
-        batch = rows_of(tile)[0]
-        ends = self._ends[batch]
-        self._ends[batch] = [max(end, tile.rows[1]) for end in ends]
-        return max(ends, default=0) <= tile.rows[0]
-
     def _accumulators(self, wide: torch.dtype, is_last: bool = False) -> tuple[Tensor, Tensor]:
         """The sums so far; what comes last may go to narrow ones."""
         if self._out is None or self._lse is None:
             dtype = self._query.dtype if is_last else wide
-            self._out = zeros(self._query, self._shape, order_of(self._query), dtype)
+            self._out = empty(self._query, self._shape, order_of(self._query), dtype)
             self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
         if not is_last:
             self._out = self._out.to(wide)

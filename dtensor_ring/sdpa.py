@@ -131,11 +131,12 @@ def _masking_handler(previous: Handler | None) -> Handler:
         if previous is not None:
             return previous(op, args, kwargs)
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.pop(op, None)  # so that DTensor takes its fast path
+        installed = handlers.pop(op, None)  # so that DTensor takes its fast path
         try:
             return op(*args, **kwargs)
         finally:
-            handlers[op] = handle
+            if installed is not None:  # this handler, or one around it; else a thread took it out
+                handlers[op] = installed
 
     return handle
 

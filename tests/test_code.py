@@ -16,8 +16,8 @@ from tests.test_public import ROOT
 # Layers 0 to 5: a module imports from its own layer and those below, and never in a circle.
 LAYERS = (
     {"layout", "mask", "tile", "route", "plan", "balanced", "schedule"},
-    {"order", "region", "segments", "kernels", "merge", "merge_triton", "partial", "gradient"}
-    | {"trace", "execute"},
+    {"order", "region", "filled", "segments", "kernels", "merge", "merge_triton", "partial"}
+    | {"gradient", "trace", "execute"},
     {"buffer", "wire", "comm", "ring"},
     {"check", "op", "flops"},
     {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},

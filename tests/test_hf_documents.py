@@ -71,6 +71,15 @@ def test_chunks_count_from_where_a_document_begins() -> None:
     assert find_documents({}, SEQ_LEN, {2}).of(chunked) == (None, Mask.chunked(2))
 
 
+def test_chunks_of_packed_documents_count_from_position_0() -> None:
+    for positions, expected in (
+        ([[3, 4, 5, 0, 1, 2]], [[0, 1, 3, 5, 6]]),
+        ([[3, 4, 5, 6, 7, 8]], [[0, 2, 4, 6]]),
+    ):
+        documents = find_documents({"position_ids": torch.tensor(positions)}, SEQ_LEN, {2})
+        assert bounds(documents.of(Reading(Mask.chunked(2), True))[0]) == expected
+
+
 def test_tokens_that_were_added_are_not_seen() -> None:
     assert bounds(Documents().bounded(4).of(OTHER)[0]) == [[0, 4]]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from tests.families import VOCABULARY, small_model
 from tests.pool import Pool
 
 pytest.importorskip("accelerate")
-SEQ_LEN, BATCH = 24, 2
+SEQ_LEN, BATCH = 25, 2
 
 
 def packed_rows() -> list[dict[str, torch.Tensor]]:
@@ -32,6 +33,13 @@ def packed_rows() -> list[dict[str, torch.Tensor]]:
         labels = tokens.masked_fill(index < number, -100)
         rows.append({"input_ids": tokens, "labels": labels, "position_ids": positions})
     return rows
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows one after another, of no known number."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(packed_rows())
 
 
 def arguments(folder: str, batch: int, **options: Any) -> Any:
@@ -66,6 +74,13 @@ def curve(trainer: Any, resume: str | None = None) -> list[float]:
     return [x for x in log if x is not None] + [trainer.evaluate()["eval_loss"]]
 
 
+def predictions(trainer: Any) -> list[torch.Tensor]:
+    """Of rows that fill no batch, with and without labels."""
+    rows = packed_rows()[:3]
+    bare = [{k: x for k, x in row.items() if k != "labels"} for row in rows]
+    return [torch.tensor(trainer.predict(x).predictions) for x in (rows, bare)]
+
+
 def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
     """What a function returns where accelerate finds the ranks in the environment."""
     from accelerate.state import AcceleratorState
@@ -85,50 +100,81 @@ def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def ring_curves(folder: str, dp_size: int) -> list[list[float]]:
-    """Of a run, and of one that goes on from its second step."""
+@dataclass(frozen=True)
+class Case:
+    """Ranks, how tokens are dealt, and from what."""
+
+    dp_size: int
+    layout: str
+    num_evaluated: int
+    is_streamed: bool
+
+    def data(self) -> dict[str, Any]:
+        rows = packed_rows()
+        train = Stream() if self.is_streamed else rows
+        return {"train_dataset": train, "eval_dataset": rows[: self.num_evaluated]}
+
+
+# Where replicas share a last batch that is not full, `Trainer` itself weights its rows otherwise.
+CASES = [
+    Case(1, "striped", 3, is_streamed=False),
+    Case(2, "zigzag", 4, is_streamed=False),
+    Case(1, "zigzag", 3, is_streamed=True),
+    Case(2, "contiguous", 4, is_streamed=True),
+]
+Found = tuple[list[float], list[torch.Tensor]]
+"""A curve, and predictions."""
+
+
+def ring_runs(folder: str, case: Case) -> list[Found]:
+    """A run, and one that goes on from its second step."""
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
-    sizes = dp_size, dist.get_world_size() // dp_size
+    sizes = case.dp_size, dist.get_world_size() // case.dp_size
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "cp"))
-    rows, curves = packed_rows(), []
+    runs = []
     for resume in (None, f"{folder}/checkpoint-2"):
         model = small_model("Llama")
-        parallelize_module(model, mesh["cp"], context_parallel_plan(model))
-        options = arguments(folder, BATCH // dp_size)
-        trainer = ContextParallelTrainer(
-            model, options, mesh=mesh, train_dataset=rows, eval_dataset=rows[:4]
-        )
-        curves.append(curve(trainer, resume))
-    return curves
+        parallelize_module(model, mesh["cp"], context_parallel_plan(model, case.layout))
+        options = arguments(folder, BATCH // case.dp_size)
+        trainer = ContextParallelTrainer(model, options, mesh=mesh, **case.data())
+        seed = trainer.get_train_dataloader().worker_init_fn
+        assert case.is_streamed or seed.keywords["rank"] == mesh.get_local_rank("dp_replicate")
+        runs.append((curve(trainer, resume), predictions(trainer)))
+    return runs
 
 
-@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_trains_evaluates_and_resumes_as_one_process(
-    pool: Pool, tmp_path: Path, dp_size: int
+    pool: Pool, tmp_path: Path, case: Case
 ) -> None:
     from transformers import Trainer
 
-    rows = packed_rows()
     model = small_model("Llama")
     model.config.use_cache = False  # with a cache, the stock model sees no documents
-    stock = Trainer(
-        model, arguments(str(tmp_path / "stock"), BATCH), train_dataset=rows, eval_dataset=rows[:4]
-    )
-    expected = curve(stock)
-    for curves in pool.run(
-        2 * dp_size, under_torchrun, ring_curves, str(tmp_path / "ring"), dp_size
-    ):
-        for found in curves:
+    stock = Trainer(model, arguments(str(tmp_path / "stock"), BATCH), **case.data())
+    expected, predicted = curve(stock), predictions(stock)
+    folder = str(tmp_path / "ring")
+    for runs in pool.run(2 * case.dp_size, under_torchrun, ring_runs, folder, case):
+        for found, logits in runs:
             assert found == pytest.approx(expected, rel=1e-5)
+            torch.testing.assert_close(logits, predicted, atol=1e-4, rtol=1e-4)
 
 
-def refuse_losses(folder: str) -> None:
+def refuse(folder: str) -> None:
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
-    for options, function in (({"label_smoothing_factor": 0.1}, None), ({}, torch.add)):
-        with pytest.raises(ValueError, match="leave label_smoothing_factor and compute_loss_func"):
+    losses = "leave label_smoothing_factor and compute_loss_func"
+    for options, function, message in (
+        ({"label_smoothing_factor": 0.1}, None, losses),
+        ({}, torch.add, losses),
+        ({"eval_use_gather_object": True}, None, "eval_use_gather_object=True would"),
+        ({"accelerator_config": {"dispatch_batches": True}}, None, "leave them out"),
+        ({"train_sampling_strategy": "batch_rebalance"}, None, "leave them out"),
+        ({"fsdp": True}, None, "fsdp and parallelism_config would shard"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ContextParallelTrainer(
                 small_model("Llama"),
                 arguments(folder, BATCH, **options),
@@ -137,5 +183,5 @@ def refuse_losses(folder: str) -> None:
             )
 
 
-def test_refuses_other_losses(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, under_torchrun, refuse_losses, str(tmp_path))
+def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, under_torchrun, refuse, str(tmp_path))

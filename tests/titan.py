@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import clear_caches
 
 from dtensor_ring import op
 from examples.torchtitan_assets import write_assets
@@ -70,7 +70,7 @@ class Report:
 def train(run: Run, folder: str) -> Report:
     """One rank of a run, from assets in that folder."""
     report, calls = Report(), Counter[str]()
-    with _torchtitan(), _counted(calls):
+    with _torchtitan(folder), _counted(calls):
         config = _config(run, folder)
         trainer = config.build()
 
@@ -89,7 +89,7 @@ def train(run: Run, folder: str) -> Report:
 
 def save_seed(run: Run, folder: str) -> None:
     """The weights from which all runs of a model start; by one process."""
-    with _torchtitan():
+    with _torchtitan(folder):
         trainer = _config(run, folder).build()
         trainer.checkpointer.save(curr_step=0, last_step=True)
         trainer.close()
@@ -135,10 +135,12 @@ def _shrink(model: Any) -> None:
 
 
 @contextmanager
-def _torchtitan() -> Iterator[None]:
+def _torchtitan(folder: str) -> Iterator[None]:
     """torchtitan where torchrun would have started it."""
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     places = {"LOCAL_RANK": "0", "RANK": rank, "WORLD_SIZE": world_size}
+    # Ranks share what they compile, in a folder of this session: another's may have half a file.
+    places |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
     impatient = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     torch._dynamo.utils.counters.clear()
@@ -146,7 +148,7 @@ def _torchtitan() -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, places | offline))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # those of torchtitan on a CPU
-        stack.enter_context(fresh_cache())  # a run that was killed may leave half a file there
+        clear_caches()
         use_cpu()
         import torchtitan.trainer
         from torchtitan.distributed import spmd_types

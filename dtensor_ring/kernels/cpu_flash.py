@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
 from dtensor_ring.kernels.band import Bias, col_blocks, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
-from dtensor_ring.order import TOKEN_MAJOR, empty, order_of, zeros
+from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
 
 aten = torch.ops.aten
 
@@ -18,16 +20,22 @@ BLOCK = 192
 WHOLE = 256
 """Rows of a causal square that is one launch, and of any tile for which keys stay as they are."""
 
-LARGE = 768
-"""Rows from which a causal square is one launch again: there the kernel's own blocks are good."""
+LARGE, LARGE_BACKWARD = 768, 4096
+"""Rows from which a causal square is one launch again: what is scored in vain is little there."""
+
+ALIGNED = 64
+"""Rows that the kernel takes at a time."""
+
+Tensors = tuple[Tensor, ...]
 
 
 class CpuFlash(Kernel):
     """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims.
 
-    It has no window, and scores up to twice what is visible of a small causal square: both are
-    computed by blocks. Forward these are of rows, so that nothing is merged; backward of columns,
-    so that only gradients of queries are summed up.
+    It has no window, and of a causal square it scores some 400 keys a query more than are visible.
+    Forward, windows and small squares are computed by blocks of rows, so that nothing is merged.
+    Backward, windows are by blocks of columns, so that only gradients of queries are summed up, and
+    squares by halves, which takes no bias.
     """
 
     name = "cpu_flash"
@@ -56,7 +64,7 @@ class CpuFlash(Kernel):
     ) -> tuple[Tensor, Tensor]:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         key, value = _by_head(query, key), _by_head(query, value)
-        if _in_one(mask, query):
+        if _in_one(mask, query, LARGE):
             return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -82,31 +90,76 @@ class CpuFlash(Kernel):
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         key, value = _by_head(query, key), _by_head(query, value)
-        if _in_one(mask, query):
-            causal = mask == Mask.causal()
-            return kernel(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
-        grad_query = zeros(query, query.shape, TOKEN_MAJOR, lse.dtype)
-        grad_key, grad_value = (empty(x, x.shape, TOKEN_MAJOR) for x in (key, value))
-        blocks = col_blocks(query.shape[2], key.shape[2], mask, BLOCK)
-        bias = Bias(blocks, mask, query)
-        for rows, cols in blocks:
-            tensors = grad_out[:, :, rows], query[:, :, rows], key[:, :, cols], value[:, :, cols]
-            saved = out[:, :, rows], lse[:, :, rows]
-            part = bias.of((rows, cols))
-            grads = kernel(*tensors, *saved, 0.0, False, attn_mask=part, scale=scale)
-            grad_query[:, :, rows] += grads[0]
-            grad_key[:, :, cols] = grads[1]
-            grad_value[:, :, cols] = grads[2]
-        return grad_query.to(query.dtype), grad_key, grad_value
+        by_row, by_col = (grad_out, query, out, lse), (key, value)
+        if _in_one(mask, query, LARGE_BACKWARD):
+            return _pull_back(by_row, by_col, scale, is_causal=mask == Mask.causal())
+        grad_query = empty(query, query.shape, TOKEN_MAJOR, lse.dtype)
+        grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (key, value))
+        if mask == Mask.causal():
+            _pull_back_square(by_row, by_col, scale, grads)
+        else:
+            _pull_back_band(by_row, by_col, scale, grads, mask)
+        return grad_query.to(query.dtype), grads[1], grads[2]
 
 
-def _in_one(mask: Mask, query: Tensor) -> bool:
+def _pull_back(
+    by_row: Tensors,
+    by_col: Tensors,
+    scale: float,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from (grad_out, query, out, lse) and (key, value)."""
+    grad_out, query, out, lse = by_row
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(
+        *(grad_out, query, *by_col, out, lse, 0.0, is_causal), attn_mask=bias, scale=scale
+    )
+
+
+def _pull_back_square(by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors) -> None:
+    """Write the gradients of a causal square: of its halves, then of what lies between them."""
+    num_rows = by_row[0].shape[2]
+    if num_rows <= BLOCK:
+        for grad, x in zip(grads, _pull_back(by_row, by_col, scale, is_causal=True), strict=True):
+            grad.copy_(x)
+        return
+    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
+    first, second = slice(middle), slice(middle, None)
+    for half in (first, second):
+        here = _tokens(by_row, half), _tokens(by_col, half)
+        _pull_back_square(*here, scale, _tokens(grads, half))
+    between = _pull_back(_tokens(by_row, second), _tokens(by_col, first), scale)
+    for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):
+        grad[:, :, tokens] += x
+
+
+def _pull_back_band(
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, mask: Mask
+) -> None:
+    """Write the gradients of a window, by blocks of columns."""
+    (_, query, *_), (key, _) = by_row, by_col
+    grads[0].zero_()
+    blocks = col_blocks(query.shape[2], key.shape[2], mask, BLOCK)
+    bias = Bias(blocks, mask, query)
+    for rows, cols in blocks:
+        part = bias.of((rows, cols))
+        found = _pull_back(_tokens(by_row, rows), _tokens(by_col, cols), scale, bias=part)
+        grads[0][:, :, rows] += found[0]
+        for grad, x in zip(grads[1:], found[1:], strict=True):
+            grad[:, :, cols] = x
+
+
+def _in_one(mask: Mask, query: Tensor, large: int) -> bool:
     """Whether one launch serves the tile best; matrix products of 16 bits gain by large blocks."""
     if mask != Mask.causal():
         return mask == Mask.full()
-    return query.dtype.itemsize == 2 or not WHOLE < query.shape[2] < LARGE
+    return query.dtype.itemsize == 2 or not WHOLE < query.shape[2] < large
+
+
+def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
+    return tuple(x[:, :, tokens] for x in tensors)
 
 
 def _by_head(query: Tensor, x: Tensor) -> Tensor:

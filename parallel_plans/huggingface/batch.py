@@ -15,7 +15,10 @@ IGNORE_INDEX = -100
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
-SAME_BATCH = "get the same batch (a sampler has to count data-parallel ranks only)"
+SAME_BATCH = (
+    "get the same batch (a sampler has to count, and random collators be seeded by, "
+    "data-parallel ranks only)"
+)
 NO_STATISTICS = "output_router_logits"
 
 

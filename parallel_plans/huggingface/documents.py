@@ -64,8 +64,11 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
     else:
         return Documents()
     bounds = boundaries(starts)
-    within = {chunk: boundaries(_starts_of_chunks(starts, chunk)) for chunk in chunks}
     by_positions = given is None and padding is None
+    within = {
+        chunk: boundaries(_starts_of_chunks(starts, chunk, positions if by_positions else None))
+        for chunk in chunks
+    }
     return Documents(bounds, None if by_positions else bounds, within)
 
 
@@ -103,10 +106,14 @@ def _with_first(changes: Tensor) -> Tensor:
     return torch.nn.functional.pad(changes, (1, 0), value=True)
 
 
-def _starts_of_chunks(starts: Tensor, chunk: int) -> Tensor:
+def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -> Tensor:
+    """Chunks are counted from the start of a document, or by the positions of packed batches."""
     index = torch.arange(starts.shape[1], device=starts.device)
-    begin = torch.where(starts, index, 0).cummax(-1).values
-    return (index - begin) % chunk == 0
+    position = index - torch.where(starts, index, 0).cummax(-1).values
+    if position_ids is not None:
+        is_packed = (starts.sum(-1) > 1).any()
+        position = torch.where(is_packed, position_ids, position)
+    return starts | (position % chunk == 0)
 
 
 def _require(condition: Tensor, message: str) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import seed_worker
 
 from dtensor_ring.sequence import unshard_sequence
 
@@ -17,8 +24,8 @@ AXES = ("dp_replicate", "cp")
 class ContextParallelTrainer(Trainer):
     """A `Trainer` whose ranks along an axis share each batch, and its sequence.
 
-    The ranks of `dp_replicate` get different batches, those of `cp` the same one. Loss, evaluation
-    and gradients are those of one process that sees all batches.
+    The ranks of `dp_replicate` get different batches, those of `cp` the same one. Loss, evaluation,
+    predictions and gradients are those of a `Trainer` on the ranks of `dp_replicate` alone.
 
     Args:
         mesh: all ranks, 2-D, with the axes `dp_replicate` and `cp`; the model is under
@@ -26,8 +33,9 @@ class ContextParallelTrainer(Trainer):
         args, kwargs: those of `Trainer`.
 
     Raises:
-        ValueError: if the mesh has other axes, tokens are not averaged across devices, or the loss
-            is to be another than the model's own.
+        ValueError: if the mesh has other axes, tokens are not averaged across devices, the loss is
+            to be another than the model's own, or an option deals batches or the model to ranks in
+            a way of its own.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -48,23 +56,62 @@ class ContextParallelTrainer(Trainer):
             )
         self._mesh = mesh
         super().__init__(*args, **kwargs)
-        if not self.args.average_tokens_across_devices:
-            raise ValueError(
+        self._refuse()
+
+    def _refuse(self) -> None:
+        args: Any = self.args
+        for is_given, why in (
+            (
+                not args.average_tokens_across_devices,
                 "average_tokens_across_devices=False would weight tokens by the batch they are in; "
-                "leave it True"
-            )
-        if self.args.label_smoothing_factor or self.compute_loss_func is not None:
-            raise ValueError(
+                "leave it True",
+            ),
+            (
+                args.label_smoothing_factor or self.compute_loss_func is not None,
                 "a rank has the logits of its own tokens, so the loss is the model's own; leave "
-                "label_smoothing_factor and compute_loss_func out"
-            )
+                "label_smoothing_factor and compute_loss_func out",
+            ),
+            (
+                args.eval_use_gather_object,
+                "eval_use_gather_object=True would gather from every rank, and those of cp share a "
+                "batch; leave it False, predictions are gathered as tensors",
+            ),
+            (
+                args.accelerator_config.dispatch_batches
+                or args.train_sampling_strategy == "batch_rebalance",
+                "dispatch_batches=True and train_sampling_strategy='batch_rebalance' deal rows to "
+                "every rank, and those of cp share a batch; leave them out",
+            ),
+            (
+                args.fsdp or self.is_fsdp_enabled or args.parallelism_config is not None,
+                "fsdp and parallelism_config would shard the model by a mesh of their own; leave "
+                "them out, or train with fully_shard in a loop of your own",
+            ),
+        ):
+            if is_given:
+                raise ValueError(why)
 
     def create_accelerator_and_postprocess(self) -> None:
+        config: Any = self.args.accelerator_config
+        if config.dispatch_batches is None:  # which for iterable datasets would mean True
+            config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
         self.accelerator.state.device_mesh = self._mesh  # says which ranks share a batch
+        accelerator: Any = self.accelerator
+        self.gather_function: Any = self._gather_batches
+        accelerator.gather_for_metrics = self._gather_batches
 
     def get_cp_size(self) -> int:
         return self._mesh["cp"].size()
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        inner: Any = getattr(loader, "base_dataloader", loader)
+        if inner.worker_init_fn is not None:  # workers of ranks that share a batch draw alike
+            rank = self._mesh["dp_replicate"].get_local_rank()
+            num_workers = self.args.dataloader_num_workers
+            inner.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=rank)
+        return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         # Each rank of the axis has the loss of all of them, and the gradient of its own tokens.
@@ -81,10 +128,34 @@ class ContextParallelTrainer(Trainer):
         loss, outputs = result
         if not model.training:
             loss = loss / self.get_cp_size()
-        if not return_outputs:
-            return loss
-        whole = {
-            name: unshard_sequence(x, 1) if isinstance(x, DTensor) and x.ndim > 1 else x
-            for name, x in outputs.items()
-        }
-        return loss, type(outputs)(**whole)
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """The outputs whole, in the order of the tokens, if more than the loss is asked for."""
+        loss, outputs, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        outputs = tree_map_only(
+            DTensor, lambda x: unshard_sequence(x, 1)[:, : tokens.shape[1]], outputs
+        )
+        return loss, outputs, labels
+
+    def _gather_batches(self, data: Any) -> Any:
+        """As the accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
+        group, state = self._mesh["dp_replicate"].get_group(), self.accelerator.gradient_state
+        is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
+
+        def gather(x: Tensor) -> Tensor:
+            x = torch.atleast_1d(x).contiguous()
+            parts = [torch.empty_like(x) for _ in range(group.size())]
+            dist.all_gather(parts, x, group)
+            return torch.cat(parts)[: state.remainder if is_cut else None]
+
+        return recursively_apply(gather, data, error_on_other_type=True)

@@ -21,6 +21,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 PRELOADED = [__name__, "torch._dynamo", "transformers.modeling_utils"]  # what is there of them
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
+# Under load gloo now and then drops a connection while the ranks of a group meet
+# (pytorch/pytorch#53270). That is no fault of what is tested: such a run is begun once more.
+DROPPED = "Gloo connectFullMesh failed"
 
 
 class RankError(AssertionError):
@@ -57,12 +60,10 @@ class Pool:
         Raises:
             RankError: if any rank raised, or did not answer in time.
         """
-        self._start()
-        self._num_runs += 1
-        place = Place(f"run {self._num_runs}", world_size)
-        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            pipe.send((place, rank, function, args))
-        answers = self._collect(world_size, timeout)
+        answers = self._ask(world_size, function, args, timeout)
+        if any(DROPPED in (error or "") for _, error in answers):
+            self.close()
+            answers = self._ask(world_size, function, args, timeout)
         tracebacks = [error for _, error in answers]
         if any(tracebacks):
             raise RankError(tracebacks)
@@ -86,6 +87,16 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    def _ask(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[tuple[Any, str | None]]:
+        self._start()
+        self._num_runs += 1
+        place = Place(f"run {self._num_runs}", world_size)
+        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            pipe.send((place, rank, function, args))
+        return self._collect(world_size, timeout)
 
     def _collect(self, world_size: int, timeout: float) -> list[tuple[Any, str | None]]:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}

@@ -59,6 +59,8 @@ TILES = {
     "causal": Case(7, 7, CAUSAL),
     "causal blocks": Case(200, 200, CAUSAL),
     "causal halves": Case(450, 450, CAUSAL),
+    "causal, many heads": Case(450, 450, CAUSAL, heads=(4, 4)),
+    "band, many heads": Case(300, 290, Mask(20, 30), heads=(4, 4)),
     "band": Case(9, 8, Mask(2, 1)),
     "wide band": Case(5, 9, Mask(1, 5)),
     "band of blocks": Case(300, 290, Mask(20, 30)),

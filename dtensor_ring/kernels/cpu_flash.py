@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,27 @@ from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
 
 aten = torch.ops.aten
 
-BLOCK = 192
-"""Queries or keys of a launch: fewer are slow, of more there is less visible."""
 
-WHOLE = 256
-"""Rows of a causal square that is one launch, and of any tile for which keys stay as they are."""
+class Sizes(NamedTuple):
+    """How bands and causal squares are cut: the finer, the less is scored in vain."""
 
-LARGE, LARGE_BACKWARD = 768, 4096
-"""Rows from which a causal square is one launch again: what is scored in vain is little there."""
+    rows: int
+    """Queries of a launch forward."""
+    cols: int
+    """Keys of a launch backward."""
+    whole: int
+    """Rows of a causal square that is one launch, and of any tile whose keys stay as they are."""
+    large: int
+    """Rows from which a causal square is one launch forward: little is scored in vain there."""
+
+
+COARSE, FINE = Sizes(192, 192, 256, 768), Sizes(64, 128, 192, 2048)
+
+FINE_FROM = 5
+"""Heads of a thread, which are work enough for small launches."""
+
+LARGE_BACKWARD = 4096
+"""Rows from which a causal square is one launch backward."""
 
 ALIGNED = 64
 """Rows that the kernel takes at a time."""
@@ -63,13 +77,14 @@ class CpuFlash(Kernel):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        key, value = _by_head(query, key), _by_head(query, value)
-        if _in_one(mask, query, LARGE):
+        sizes = _sizes(query)
+        key, value = (_by_head(query, x, sizes.whole) for x in (key, value))
+        if _in_one(mask, query, sizes.whole, sizes.large):
             return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=wide)
-        blocks = row_blocks(query.shape[2], key.shape[2], mask, BLOCK)
+        blocks = row_blocks(query.shape[2], key.shape[2], mask, sizes.rows)
         bias = Bias(blocks, mask, query)
         for rows, cols in blocks:
             tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
@@ -90,16 +105,17 @@ class CpuFlash(Kernel):
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        key, value = _by_head(query, key), _by_head(query, value)
+        sizes = _sizes(query)
+        key, value = (_by_head(query, x, sizes.whole) for x in (key, value))
         by_row, by_col = (grad_out, query, out, lse), (key, value)
-        if _in_one(mask, query, LARGE_BACKWARD):
+        if _in_one(mask, query, sizes.whole, LARGE_BACKWARD):
             return _pull_back(by_row, by_col, scale, is_causal=mask == Mask.causal())
         grad_query = empty(query, query.shape, TOKEN_MAJOR, lse.dtype)
         grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (key, value))
         if mask == Mask.causal():
-            _pull_back_square(by_row, by_col, scale, grads)
+            _pull_back_square(by_row, by_col, scale, grads, sizes.cols)
         else:
-            _pull_back_band(by_row, by_col, scale, grads, mask)
+            _pull_back_band(by_row, by_col, scale, grads, sizes.cols, mask)
         return grad_query.to(query.dtype), grads[1], grads[2]
 
 
@@ -118,10 +134,12 @@ def _pull_back(
     )
 
 
-def _pull_back_square(by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors) -> None:
+def _pull_back_square(
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int
+) -> None:
     """Write the gradients of a causal square: of its halves, then of what lies between them."""
     num_rows = by_row[0].shape[2]
-    if num_rows <= BLOCK:
+    if num_rows <= block_cols:
         for grad, x in zip(grads, _pull_back(by_row, by_col, scale, is_causal=True), strict=True):
             grad.copy_(x)
         return
@@ -129,19 +147,19 @@ def _pull_back_square(by_row: Tensors, by_col: Tensors, scale: float, grads: Ten
     first, second = slice(middle), slice(middle, None)
     for half in (first, second):
         here = _tokens(by_row, half), _tokens(by_col, half)
-        _pull_back_square(*here, scale, _tokens(grads, half))
+        _pull_back_square(*here, scale, _tokens(grads, half), block_cols)
     between = _pull_back(_tokens(by_row, second), _tokens(by_col, first), scale)
     for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):
         grad[:, :, tokens] += x
 
 
 def _pull_back_band(
-    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, mask: Mask
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int, mask: Mask
 ) -> None:
     """Write the gradients of a window, by blocks of columns."""
     (_, query, *_), (key, _) = by_row, by_col
     grads[0].zero_()
-    blocks = col_blocks(query.shape[2], key.shape[2], mask, BLOCK)
+    blocks = col_blocks(query.shape[2], key.shape[2], mask, block_cols)
     bias = Bias(blocks, mask, query)
     for rows, cols in blocks:
         part = bias.of((rows, cols))
@@ -151,18 +169,25 @@ def _pull_back_band(
             grad[:, :, cols] = x
 
 
-def _in_one(mask: Mask, query: Tensor, large: int) -> bool:
-    """Whether one launch serves the tile best; matrix products of 16 bits gain by large blocks."""
+def _sizes(query: Tensor) -> Sizes:
+    """Those that serve these queries best; matrix products of 16 bits gain by large blocks."""
+    num_heads = query.shape[0] * query.shape[1]
+    is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()
+    return FINE if is_fine else COARSE
+
+
+def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
+    """Whether one launch serves the tile best."""
     if mask != Mask.causal():
         return mask == Mask.full()
-    return query.dtype.itemsize == 2 or not WHOLE < query.shape[2] < large
+    return query.dtype.itemsize == 2 or not whole < query.shape[2] < large
 
 
 def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
     return tuple(x[:, :, tokens] for x in tensors)
 
 
-def _by_head(query: Tensor, x: Tensor) -> Tensor:
+def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
     """Keys or values, the tokens of a head next to each other if they are read often enough."""
     by_head = x.stride(2) == x.shape[3]
-    return x if by_head or query.shape[2] < WHOLE else x.contiguous()
+    return x if by_head or query.shape[2] < whole else x.contiguous()

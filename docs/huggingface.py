@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dtensor_ring import Mask
 from parallel_plans.huggingface.patterns import Reading, read_patterns
+from tests.dense import largest
 from tests.families import FAMILIES, small_model
 from tests.pool import Pool
 from tests.test_families import LAYOUTS, compare
@@ -32,7 +33,7 @@ def rows(pool: Pool) -> Iterator[str]:
             for layout in layouts:
                 for errors in pool.run(world_size, compare, family, layout):
                     for error in errors.values():
-                        worst = {name: max(worst[name], error[name]) for name in COLUMNS}
+                        worst = {name: largest((worst[name], error[name])) for name in COLUMNS}
         cells = [f"{error:.1e}" for error in worst.values()]
         yield f"| {family} | {', '.join(_patterns(family))} | {' | '.join(cells)} |"
 

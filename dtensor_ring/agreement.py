@@ -42,7 +42,8 @@ def check_agreement(group: ProcessGroup, mine: dict[str, str], what: str) -> Non
         for rank, theirs in zip(ranks, everyone, strict=True):
             ranks_by_text.setdefault(theirs.get(name, "none"), []).append(rank)
         if len(ranks_by_text) > 1:
-            sides = (f"{_shortened(text)} on {ranks}" for text, ranks in ranks_by_text.items())
+            begin = _begin(list(ranks_by_text))
+            sides = (f"{_part(text, begin)} on {ranks}" for text, ranks in ranks_by_text.items())
             differing.append(f"{name}: " + ", ".join(sides))
     if differing:
         listed = "; ".join(differing)
@@ -71,5 +72,13 @@ def _autocast(query: Any) -> str:
     return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+def _begin(texts: list[str]) -> int:
+    """Where to begin to quote them: at the beginning, unless they differ far behind it."""
+    columns = enumerate(zip(*texts, strict=False))
+    num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
+    return max(0, num_alike - LONGEST // 4) if num_alike > LONGEST // 2 else 0
+
+
+def _part(text: str, begin: int) -> str:
+    end = begin + LONGEST
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

@@ -54,7 +54,19 @@ def _contradict(one: Layout, other: Layout, ranks: tuple[int, ...]) -> bool:
 
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:
-    """The layout a 1-D mesh was annotated with, `None` if it was not."""
+    """The layout a 1-D mesh was annotated with, `None` if it was not.
+
+    Raises:
+        ValueError: if the mesh has more axes, or this rank is none of it.
+        TypeError: if it is no mesh.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> sequence_layout(mesh)
+        >>> set_sequence_layout(mesh, "striped")
+        >>> sequence_layout(mesh)
+        Striped()
+    """
     return group_layout(axis_group(mesh))
 
 

@@ -61,7 +61,9 @@ def ring_attention(
         mesh: the 1-D mesh of the ring, for local shards of equal length. Its layout is that of
             `set_sequence_layout`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
-            (float64 for float64), -inf for a row that sees nothing.
+            (float64 for float64), -inf for a row that sees nothing. Only the kernel `reference` has
+            its gradient: where it is not wanted, but leaves a compiled function or a reentrant
+            checkpoint, which would give it one of zeros, return `lse.detach()`.
         key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the
             queries of document number d see the keys of number d. Keys may be as many as they
             like, and the mask must be full.

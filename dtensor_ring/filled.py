@@ -12,8 +12,9 @@ from dtensor_ring.region import Region, region
 class Filled:
     """How far the tokens of fresh memory `(B, N, L, H)` are filled, by batch row.
 
-    What is first for its tokens is written, so that nothing is zeroed only to be added to. Regions
-    mostly come in the order of their tokens, so one mark a row will do: what they skip gets zeros.
+    What is first for all its tokens is written, and nothing zeroed for it. Regions mostly come in
+    the order of their tokens, so one mark a row will do: what they skip, or reach in part, gets
+    zeros.
 
     Args:
         shape: of the memory.

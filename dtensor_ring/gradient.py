@@ -32,11 +32,7 @@ class GradientSum:
     def add_home(self, home: Tensor, cols: Span, is_last: bool) -> None:
         """Add what other ranks summed up for these columns; rounds once, with the last of them."""
         narrow = self._total if is_last else None
-        total, at = self._wide() if narrow is None else narrow, region(None, cols)
-        if self._filled.reach(total, at):
-            total[at].copy_(home)
-        else:
-            torch.add(total[at], home, out=total[at])
+        self._filled.add(self._wide() if narrow is None else narrow, region(None, cols), home)
 
     def total(self) -> Tensor:
         """The sum so far, float32 or wider unless it is a single tile's."""

@@ -86,7 +86,7 @@ class Mask:
         return cls(None, 0, prefix=prefix)
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether the query at one position of a document sees the key at another."""
+        """Whether the query at one position sees the key at another, in one document from 0 on."""
         lag = query - key
         ahead = self.right is None or -lag <= self.right
         lifted = self.prefix is not None and key < self.prefix

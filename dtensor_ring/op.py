@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.check import check_inputs, documents_of, run_table
@@ -230,7 +231,16 @@ def _below_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
     is_recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+    if forward_ad._current_level >= 0 and not is_recorded:
+        _refuse_tangents(inputs)
     return (_RingFunction.apply if is_recorded else _below_autograd)(keyset, *inputs)
+
+
+def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
+    """They would be lost in silence; where gradients are recorded, autograd says so."""
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("ring attention has no forward-mode derivative")
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> None:

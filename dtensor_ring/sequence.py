@@ -94,6 +94,12 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
             and is not given, or is given and does not.
         IndexError: if the tensor has no such dimension.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> tokens = shard_sequence(torch.arange(6), mesh, 0, layout="zigzag")
+        >>> unshard_sequence(tokens, 0)
+        tensor([0, 1, 2, 3, 4, 5])
     """
     if not isinstance(dtensor, DTensor):
         raise TypeError(
@@ -145,10 +151,11 @@ def sequence_runs(layout: Balanced) -> Tensor:
     _check_balanced(layout)
     world_size, table = layout.world_size, []
     for rank in range(world_size):
-        runs = layout.runs(rank, world_size, layout.seq_len)
-        filling = [(0, 0)] * (layout.max_runs - len(runs))
-        table.append([(run.start, run.length) for run in runs] + filling)
-    return torch.tensor(table, dtype=torch.int32).view(world_size, layout.max_runs, 2)
+        dealt = layout.runs(rank, world_size, layout.seq_len)
+        filling = [(0, 0)] * (layout.max_runs - len(dealt))
+        table.append([(run.start, run.length) for run in dealt] + filling)
+    runs = torch.tensor(table, dtype=torch.int32, device="cpu")
+    return runs.view(world_size, layout.max_runs, 2)
 
 
 def _check_balanced(layout: Any) -> None:

@@ -92,6 +92,10 @@ def _shard_inputs(
 def _shard(x: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         return x
+    if x.ndim != 4:
+        raise ValueError(
+            f"ContextParallel shards query, key and value (B, N, L, H), got shape {tuple(x.shape)}"
+        )
     return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
 
 

@@ -29,8 +29,8 @@ class Tile:
     `mask` is in indices of the tile: row i sees column j iff `i - left <= j <= i + right`. Every
     row and every column of a tile sees or is seen. A tile whose mask is causal is square, so that
     kernels which align the diagonal top-left and bottom-right agree; one that is bounded on the
-    left only has no more rows than columns, see Note [Windows aligned bottom-right]. `batch` is the
-    batch row, `None` for all of them.
+    left has no more rows than such kernels take, see Note [Windows aligned bottom-right]. `batch`
+    is the batch row, `None` for all of them.
     """
 
     rows: Span
@@ -202,6 +202,10 @@ def _parts(num_rows: int, num_cols: int, left: int | None, right: int | None) ->
         excess = num_rows - num_cols
         yield Tile((0, excess), (0, num_cols), FULL)
         yield Tile((excess, num_rows), (0, num_cols), Mask(left - excess, None))
+    elif left is not None and right is not None and num_rows + right >= 2 * num_cols:
+        for start, end in ((0, num_cols), (num_cols, num_rows)):
+            for part in _band_tiles(end - start, num_cols, left - start, right + start):
+                yield Tile(moved(part.rows, start), part.cols, part.mask)
     else:
         yield Tile((0, num_rows), (0, num_cols), Mask(left, right))
 

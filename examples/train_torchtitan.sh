@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains torchtitan's Llama 3 debug model on Python's standard library, its sequence over a ring.
 #
-#     examples/train_torchtitan.sh                              # all GPUs, or 2 CPU processes
+#     examples/train_torchtitan.sh                              # GPUs by twos, or 2 CPU processes
 #     examples/train_torchtitan.sh --training.steps=20          # any flag of torchtitan
 #
 # PYTHON chooses the interpreter, NPROC the number of processes, a multiple of 2.
@@ -13,6 +13,7 @@ assets=out/torchtitan
 "$python" examples/torchtitan_assets.py "$assets"
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+gpus=$((gpus / 2 * 2)) # the ring of that config has two ranks
 entry=torchtitan.train
 size=()
 if [ "$gpus" -eq 0 ]; then

@@ -5,6 +5,7 @@ Built from the mask's definition alone (positions and document ids), without pla
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +29,11 @@ class Result:
         if grad_lse is not None:
             outputs, grads = [*outputs, self.lse], [*grads, grad_lse.double()]
         return list(torch.autograd.grad(outputs, self.inputs, grads, retain_graph=True))
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest of some errors, which is NaN if any is: `max` may pass over it."""
+    return torch.tensor(list(errors), dtype=torch.float64).max().item()
 
 
 def visible(

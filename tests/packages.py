@@ -77,6 +77,8 @@ def backward(scores: Callable[[Given], Scores], returned: str) -> Run:
     """Gradients, which are written to memory that is given; the names say what is returned."""
 
     def run(given: Given) -> Any:
+        strict = torch.are_deterministic_algorithms_enabled()
+        assert given.get("deterministic", strict) == strict  # aten's goes by the setting itself
         tensors = given["q"], given["k"], given["v"]
         saved = given["out"], given.get("softmax_lse", given.get("lse"))
         grads = run_backward(scores(given), given["dout"], tensors, saved, lengths_of(given))

@@ -99,6 +99,7 @@ class Case:
     softcap: float = 0.0
     scale: float = 0.3
     grad_lse: bool = False
+    grad_dtype: torch.dtype | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -152,6 +153,7 @@ class Case:
             scale=self.scale,
             softcap=self.softcap,
             kernel=self.kernel,
+            grad_dtype=self.grad_dtype,
             group_name=dist.group.WORLD.group_name,
         ).under(ring.mask)
 

@@ -53,7 +53,7 @@ def of_tensors(odd: str, usual: str) -> str:
     return "; ".join(f"{name}: {what}" for name in ("query", "key", "value"))
 
 
-MANY = ints(*[0] * 100, SEQ_LEN)
+MANY, LATE = ints(*[0] * 100, SEQ_LEN), ints(*[0] * 99, SEQ_LEN - 1, SEQ_LEN)
 DIFFERENCES = {
     "mask": Difference(
         f"mask: {Mask.sliding(3)} on [0], {Mask.causal()} on {{others}}", {"mask": Mask.sliding(3)}
@@ -70,6 +70,11 @@ DIFFERENCES = {
     ),
     "many cu_seqlens": Difference(
         f"cu_seqlens: {f'int32 (101,) cpu {MANY.tolist()}'[:200]}... on [0], None on {{others}}",
+        {"cu_seqlens": MANY},
+    ),
+    "cu_seqlens that differ late": Difference(
+        f"cu_seqlens: ...{', 0' * 16}, 11, 12] on [0], ...{', 0' * 17}, 12] on {{others}}",
+        {"cu_seqlens": LATE},
         {"cu_seqlens": MANY},
     ),
     "key_cu_seqlens": Difference(

@@ -16,6 +16,7 @@ from dtensor_ring.layout import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
 from tests.pool import Pool
+from tests.test_comm import recorded
 
 SEQ_LEN = 12
 
@@ -68,6 +69,28 @@ def _check_case(layout: str | None, options: dict[str, Any]) -> None:
     assert torch.equal(ring_attention(*local, mesh=mesh, **options), outputs[0])
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float64])
+def test_sums_of_gradients_travel_in_a_dtype(pool: Pool, grad_dtype: torch.dtype | None) -> None:
+    for dtypes, error in pool.run(3, _sums_of_gradients, grad_dtype):
+        assert dtypes == {torch.float32, grad_dtype or torch.float32}
+        least, most = (1e-5, 1e-2) if grad_dtype == torch.bfloat16 else (0.0, 1e-5)
+        assert least <= error <= most
+
+
+def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype], float]:
+    """Dtypes of the messages of backward, and the error of the gradient of the key."""
+    mesh = init_device_mesh("cpu", (3,))
+    *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
+    mine = as_layout("contiguous").positions(dist.get_rank(), 3, SEQ_LEN)
+    local = [x[:, :, mine].clone().requires_grad_() for x in inputs]
+    out = ring_attention(*local, mesh=mesh, mask=Mask.full(), grad_dtype=grad_dtype)
+    with recorded() as hops:
+        out.backward(grad_out[:, :, mine])
+    expected = dense_attention(*inputs, Mask.full()).backward(grad_out)[1][:, :, mine]
+    error = (local[1].grad - expected).abs().max() / expected.abs().max()
+    return {message.dtype for hop in hops for message in hop}, error.item()
+
+
 def _as_dtensors(x: Tensor, mesh: DeviceMesh) -> dict[str, Any]:
     return dict.fromkeys(("query", "key", "value"), shard_sequence(x, mesh["cp"], 2))
 
@@ -95,6 +118,20 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         "grad_dtype must be floating, 16 bits or more, got torch.int32",
     ),
     "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "must be 0 .none. or positive"),
+    "infinite softcap": (lambda x, mesh: {"softcap": torch.inf}, ValueError, "finite, got inf"),
+    "infinite scale": (lambda x, mesh: {"scale": torch.inf}, ValueError, "be finite, got inf"),
+    "list for a tensor": (lambda x, mesh: {"key": [1.0]}, TypeError, "key must be a .* got list"),
+    "name for a mesh": (lambda x, mesh: {"mesh": "cp"}, TypeError, "a DeviceMesh, got str"),
+    "sinks of integers": (
+        lambda x, mesh: {"sinks": torch.zeros(4).int()},
+        ValueError,
+        "sinks must have a floating dtype, got torch.int32",
+    ),
+    "sinks elsewhere": (
+        lambda x, mesh: {"sinks": torch.zeros(4, device="meta")},
+        ValueError,
+        "sinks must be on cpu, got meta",
+    ),
     "three dims": (
         lambda x, mesh: {"query": x[0]},
         ValueError,

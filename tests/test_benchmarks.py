@@ -19,6 +19,5 @@ def test_gpu_benchmark(tmp_path: Path) -> None:
     assert len(rows) == 2
     for row in rows:
         assert len(row["single"]) == len(row["ours"]) == 2, "forward, and with backward"
-        assert 0 < row["merges"] < 1
     assert [row["torch"] is not None for row in rows] == [True, False]
     assert (tmp_path / "out" / "gpu.png").stat().st_size

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
+from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
 
@@ -79,7 +80,7 @@ def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
         errors[name] = {
             "loss": ((our_loss - loss) / loss).abs().item(),
             "logits": ((our_logits - logits).norm() / logits.norm()).item(),
-            "gradients": max(
+            "gradients": largest(
                 ((our_grads[key] - x).norm() / x.norm().clamp(min=scale)).item()
                 for key, x in grads.items()
             ),
@@ -92,5 +93,5 @@ def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
 def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int) -> None:
     for layout in LAYOUTS[world_size]:
         for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
-            worst = max(max(error.values()) for error in errors.values())
+            worst = largest(x for error in errors.values() for x in error.values())
             assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"

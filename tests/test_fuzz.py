@@ -100,11 +100,13 @@ def cases(draw: st.DrawFn, layout: str, world_size: int) -> Case:
     }
     special = any((options["softcap"], options["grad_lse"], len(set(options["head_dims"])) > 1))
     sinks = st.lists(st.floats(-3, 3, width=32), min_size=heads[0], max_size=heads[0])
+    dtype = draw(st.sampled_from(list(TOLERANCES)))
     return Case(
         draw(rings(layout, world_size, batch)),
-        draw(st.sampled_from(list(TOLERANCES))),
+        dtype,
         heads,
         batch=batch,
+        grad_dtype=draw(st.sampled_from([None, None, dtype])),
         kernel=draw(st.sampled_from([None, "reference"] + ([] if special else ["cpu_flash"]))),
         sinks=tuple(draw(st.just([]) | sinks)),
         **options,
@@ -206,6 +208,7 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
         scale=case.scale,
         softcap=case.softcap,
         kernel=case.kernel,
+        grad_dtype=case.grad_dtype,
         return_lse=True,
         **options,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dtensor_ring import Mask, ZigZag
 from tests.pool import Pool
@@ -43,6 +45,22 @@ def _second_derivative() -> None:
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         grads[0].sum().backward()
+
+
+def test_forward_mode_is_refused(pool: Pool) -> None:
+    """Its tangent would be lost."""
+    pool.run(1, _forward_mode)
+
+
+def _forward_mode() -> None:
+    case = Case(Ring(ZigZag(), 1, 8, CAUSAL))
+    inputs = [x.detach() for x in case.inputs()]
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # PyTorch's own, inside
+    with forward_ad.dual_level():
+        case.attend(*inputs)  # no tangent, no objection
+        dual = forward_ad.make_dual(inputs[1], torch.ones_like(inputs[1]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            case.attend(inputs[0], dual, inputs[2])
 
 
 class Everywhere(torch.autograd.Function):

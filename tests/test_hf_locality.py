@@ -57,6 +57,14 @@ def test_rotary_embeddings_that_grow() -> None:
         check_locality(model)
 
 
+def test_rotary_embeddings_that_count_by_themselves() -> None:
+    model = small_model("Llama")
+    rotary, forward = model.model.rotary_emb, model.model.rotary_emb.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).view(1, -1))
+    with pytest.raises(ValueError, match="for a token depends on tokens"):
+        check_locality(model)
+
+
 def built(name: str, head: str, **options: Any) -> Any:
     import transformers
 

@@ -17,6 +17,7 @@ from tests.tiles import (
     FULL,
     GPU,
     PACKED,
+    TILES,
     Case,
     SegmentsCase,
     check_segments,
@@ -56,6 +57,18 @@ def test_segments(name: str, case: SegmentsCase) -> None:
 @pytest.mark.parametrize("name", OF_SEGMENTS)
 def test_backward_of_segments_with_a_part_of_the_keys(name: str) -> None:
     check_shares(KERNELS[name], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in GPU if name.startswith("flash_attn")])
+def test_deterministic_gradients_are_asked_for(name: str) -> None:
+    """The stand-ins compare what they are told with PyTorch's setting."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_tile(KERNELS[name], TILES["causal"], "cpu")
+        if KERNELS[name].has_segments:
+            check_segments(KERNELS[name], next(iter(PACKED.values())), "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:

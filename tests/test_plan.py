@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.kernels.window import bottom_right
 from dtensor_ring.layout import Layout
 from dtensor_ring.plan import Documents, plan
 from dtensor_ring.tile import Tile
@@ -83,6 +84,8 @@ def check_tile(tile: Tile, num_rows: int, num_held: int) -> None:
         assert seen.shape[0] == seen.shape[1], f"not square: {tile}"
     if tile.mask.right is None and tile.mask.left is not None:
         assert seen.shape[0] <= seen.shape[1], f"taller than wide, with a left bound only: {tile}"
+    _, right = bottom_right(tile.mask, *seen.shape)
+    assert right is None or right < seen.shape[1], f"unbounded for flash attention 2: {tile}"
 
 
 def covered(ring: Ring) -> Tensor:
@@ -104,6 +107,7 @@ def covered(ring: Ring) -> Tensor:
 @settings(deadline=None, max_examples=400)
 @given(rings() | cross_rings())
 @example(Ring(Contiguous(), 2, 10, Mask(4, None), ((0, 3, 10),)))  # more rows than columns
+@example(Ring(Contiguous(), 1, 8, Mask(0, 3, prefix=4), ((0, 6, 8),)))  # behind the prefix
 def test_every_visible_pair_is_covered_once(ring: Ring) -> None:
     count, seen = covered(ring), ring.visible()
     wrong = (count != seen).nonzero()[:5].tolist()
@@ -157,7 +161,7 @@ def most_pieces(mask: Mask, stride: int) -> int:
         return 1 if mask.left is None else 2
     if mask.right == 0:
         return 1 if mask.left is None and stride == 1 else 2
-    return 3
+    return 3 if mask.left is None else 4
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,3 +1,5 @@
+"""What the worker processes do with a run that fails."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -6,7 +6,6 @@ import doctest
 import importlib
 import inspect
 import io
-import os
 import pkgutil
 import re
 import subprocess
@@ -137,7 +136,7 @@ def _examples() -> dict[str, doctest.DocTest]:
 
 def test_examples_are_where_they_help() -> None:
     documented = {name.rpartition(".")[2] for name in _examples()}
-    assert set(PUBLIC) - documented == {"sequence_layout", "unshard_sequence"}
+    assert set(PUBLIC) <= documented
 
 
 @pytest.mark.parametrize("name", _examples())
@@ -187,24 +186,6 @@ def _check_page(page: Path) -> None:
         with redirect_stdout(output):
             exec(compile(code, page.name, "exec"), namespace)
         assert not printed or output.getvalue() == printed
-
-
-@pytest.mark.slow
-def test_quickstart() -> None:
-    script = str(ROOT / "examples" / "quickstart.py")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen([sys.executable, *prefix, script], cwd=ROOT, env=environment, **pipes)
-        for prefix in (launcher, ())
-    ]
-    for run, world_size in zip(runs, (2, 1), strict=True):
-        printed, errors = run.communicate(timeout=120)
-        assert run.returncode == 0, errors
-        assert not errors
-        checked = r"world size (\d), .*: causal and sliding match one device\n"
-        assert re.fullmatch(checked, printed).group(1) == str(world_size)  # pyrefly: ignore
 
 
 IMPORTS = """

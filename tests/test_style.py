@@ -224,6 +224,9 @@ def _check_refusals() -> None:
     assert sequence_layout(mesh["cp"]).name == "zigzag"
     with pytest.raises(ValueError, match="is annotated zigzag, it cannot become striped"):
         parallelize_module(Attention(), mesh["cp"], ContextParallel("striped"))
+    flat = parallelize_module(Attention(), mesh["cp"], ContextParallel())
+    with pytest.raises(ValueError, match=r"\(B, N, L, H\), got shape \(2, 4, 8\)"):
+        flat(*torch.zeros(3, 2, 4, 8))
     with pytest.raises(ValueError, match="runs over one axis"):
         parallelize_module(Attention(), mesh, ContextParallel())
     for names in (("q", "k", "v"), "query"):

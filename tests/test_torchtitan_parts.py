@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import pkgutil
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from torch.distributed.utils import _to_kwargs
 from dtensor_ring.layout import LAYOUTS
 from parallel_plans.torchtitan_cpu import use_cpu
 from tests.pool import Pool
+from tests.test_public import ROOT
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
 
@@ -31,7 +33,7 @@ CU_SEQLENS = [[0, 5, 8, 9, *[16] * 13], [0, *[16] * 16]]
 def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
     """Call what imports torchtitan, which has to be told of the CPU before."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torchtitan's own, as it is imported
         use_cpu()
         return function(*args)
 
@@ -79,15 +81,17 @@ def test_documents(pool: Pool, layout: str) -> None:
     pool.run(2, _on_cpu, _deal, layout)
 
 
-def _check_configs() -> list[str]:
+def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
+    """Tokens, ranks of the ring and rotary bases, by name."""
     from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.common.rope import RoPE
 
     from parallel_plans.torchtitan import RingSelectiveAC, RingTrainer, RingValidator
     from parallel_plans.torchtitan import config_registry as registry
     from parallel_plans.torchtitan.trainer import ring_layout
 
-    names = [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]
-    for name in names:
+    found = {}
+    for name in [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]:
         config = getattr(registry, name)()
         assert isinstance(config, RingTrainer.Config)
         assert isinstance(config.validator, RingValidator.Config)
@@ -100,13 +104,22 @@ def _check_configs() -> list[str]:
         ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
         assert ranks % parallelism.expert_parallel_degree == 0
         assert config.training.seq_len % (2 * ranks) == 0
-    return names
+        bases = {rope.theta for _, rope, *_ in model.traverse(RoPE.Config)}
+        found[name] = config.training.seq_len, parallelism.context_parallel_degree, bases
+    return found
 
 
 def test_configs(pool: Pool) -> None:
     """Each is one that torchtitan accepts, with rings in all layers."""
-    (names,) = pool.run(1, _on_cpu, _check_configs)
-    assert len(names) == 9
+    (found,) = pool.run(1, _on_cpu, _check_configs)
+    assert len(found) == 9
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    rows = re.findall(r"^\| `(\w+_ring_\w+)` \| ([\d,]+) \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) == 5
+    for name, tokens, ranks in rows:
+        assert found[name][:2] == (int(tokens.replace(",", "")), int(ranks)), name
+    assert found["llama3_8b_ring_128k"][2] == {5e5}, "what Llama 3.1 has"
+    assert list(found["llama3_70b_ring_1m"][2]) == pytest.approx([5e5 * 8 ** (128 / 126)])
 
 
 def _refuse_configs() -> None:
@@ -150,9 +163,9 @@ def _refuse_configs() -> None:
         use_ring(derive(model(), Masking.Config), "zigzag")
     with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
         with_ring(llama3_debugmodel_ring())
-    batch = {"input": POSITIONS, "positions": POSITIONS, "pixels": POSITIONS}
-    with pytest.raises(ValueError, match=r"also holds \['pixels'\]"):
-        deal(batch, POSITIONS, "zigzag", 1)
+    for names in (["input"], ["input", "pixels", "positions"]):
+        with pytest.raises(ValueError, match=f"the batch holds {re.escape(str(names))}"):
+            deal(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)
 
 
 def _refuse_calls() -> None:

@@ -39,7 +39,7 @@ def test_every_step_is_labelled(pool: Pool, tmp_path: Path) -> None:
         events = json.loads(trace.read_text())["traceEvents"]
         spans = [event for event in events if event.get("name", "").startswith("ring ")]
         assert {span["name"] for span in spans} == _labels(rank, 3)
-        assert all(span["ph"] == "X" and span["dur"] >= 0 for span in spans)
+        assert all(span["ph"] == "X" for span in spans), "they have a beginning and an end"
         firsts = [span for span in spans if span["name"].endswith("step 0, source 0: send")]
         assert len(firsts) == (4 if rank == 0 else 0), "two steps, forward and backward"
 

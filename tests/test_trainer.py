@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,7 @@ def arguments(folder: str, batch: int, **options: Any) -> Any:
         learning_rate=1e-2,
         optim="sgd",
         max_grad_norm=1.0,
+        include_num_input_tokens_seen="all",
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -64,14 +66,15 @@ def arguments(folder: str, batch: int, **options: Any) -> Any:
 
 
 def curve(trainer: Any, resume: str | None = None) -> list[float]:
-    """Losses and gradient norms by step, and the loss of the evaluation."""
+    """Losses and gradient norms by step, tokens seen, and the loss of the evaluation."""
     trainer.train(resume_from_checkpoint=resume)
     log = [
         x
         for entry in trainer.state.log_history
         for x in (entry.get("loss"), entry.get("grad_norm"))
     ]
-    return [x for x in log if x is not None] + [trainer.evaluate()["eval_loss"]]
+    losses = [x for x in log if x is not None]
+    return [*losses, trainer.state.num_input_tokens_seen, trainer.evaluate()["eval_loss"]]
 
 
 def predictions(trainer: Any) -> list[torch.Tensor]:
@@ -102,12 +105,14 @@ def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, how tokens are dealt, and from what."""
+    """Ranks, how tokens are dealt, and from what; options are the ring's only."""
 
     dp_size: int
+    cp_size: int
     layout: str
     num_evaluated: int
-    is_streamed: bool
+    is_streamed: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
     def data(self) -> dict[str, Any]:
         rows = packed_rows()
@@ -117,10 +122,12 @@ class Case:
 
 # Where replicas share a last batch that is not full, `Trainer` itself weights its rows otherwise.
 CASES = [
-    Case(1, "striped", 3, is_streamed=False),
-    Case(2, "zigzag", 4, is_streamed=False),
-    Case(1, "zigzag", 3, is_streamed=True),
-    Case(2, "contiguous", 4, is_streamed=True),
+    Case(1, 2, "striped", 3),
+    Case(2, 2, "zigzag", 4),
+    Case(1, 2, "zigzag", 3, is_streamed=True),
+    Case(2, 2, "contiguous", 4, is_streamed=True),
+    Case(1, 1, "zigzag", 3),
+    Case(1, 2, "contiguous", 3, options=(("activation_checkpointing", True),)),
 ]
 Found = tuple[list[float], list[torch.Tensor]]
 """A curve, and predictions."""
@@ -130,13 +137,14 @@ def ring_runs(folder: str, case: Case) -> list[Found]:
     """A run, and one that goes on from its second step."""
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
-    sizes = case.dp_size, dist.get_world_size() // case.dp_size
+    sizes = case.dp_size, case.cp_size
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "cp"))
     runs = []
     for resume in (None, f"{folder}/checkpoint-2"):
         model = small_model("Llama")
         parallelize_module(model, mesh["cp"], context_parallel_plan(model, case.layout))
-        options = arguments(folder, BATCH // case.dp_size)
+        model.accepts_loss_kwargs = False  # as ESM says; the plan's loss takes them all the same
+        options = arguments(folder, BATCH // case.dp_size, **dict(case.options))
         trainer = ContextParallelTrainer(model, options, mesh=mesh, **case.data())
         seed = trainer.get_train_dataloader().worker_init_fn
         assert case.is_streamed or seed.keywords["rank"] == mesh.get_local_rank("dp_replicate")
@@ -155,7 +163,7 @@ def test_trains_evaluates_and_resumes_as_one_process(
     stock = Trainer(model, arguments(str(tmp_path / "stock"), BATCH), **case.data())
     expected, predicted = curve(stock), predictions(stock)
     folder = str(tmp_path / "ring")
-    for runs in pool.run(2 * case.dp_size, under_torchrun, ring_runs, folder, case):
+    for runs in pool.run(case.dp_size * case.cp_size, under_torchrun, ring_runs, folder, case):
         for found, logits in runs:
             assert found == pytest.approx(expected, rel=1e-5)
             torch.testing.assert_close(logits, predicted, atol=1e-4, rtol=1e-4)
@@ -165,6 +173,8 @@ def refuse(folder: str) -> None:
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
+    with pytest.raises(ValueError, match=r"has the axes .*, got \('cp',\)"):
+        ContextParallelTrainer(small_model("Llama"), mesh=mesh["cp"])
     losses = "leave label_smoothing_factor and compute_loss_func"
     for options, function, message in (
         ({"label_smoothing_factor": 0.1}, None, losses),
@@ -172,7 +182,10 @@ def refuse(folder: str) -> None:
         ({"eval_use_gather_object": True}, None, "eval_use_gather_object=True would"),
         ({"accelerator_config": {"dispatch_batches": True}}, None, "leave them out"),
         ({"train_sampling_strategy": "batch_rebalance"}, None, "leave them out"),
+        ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha scales noise"),
+        ({"use_liger_kernel": True}, None, "use_liger_kernel replaces the forward"),
         ({"fsdp": True}, None, "fsdp and parallelism_config would shard"),
+        ({"average_tokens_across_devices": False}, None, "weight tokens by the batch they are in"),
     ):
         with pytest.raises(ValueError, match=message):
             ContextParallelTrainer(
@@ -181,6 +194,10 @@ def refuse(folder: str) -> None:
                 mesh=mesh,
                 compute_loss_func=function,
             )
+    model: Any = small_model("Llama")
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[3, 4])}
+    with pytest.raises(ValueError, match="adapters that begin at a token"):
+        ContextParallelTrainer(model, arguments(folder, BATCH), mesh=mesh)
 
 
 def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     cols: int
     """Keys of a launch backward."""
     whole: int
-    """Rows of a causal square that is one launch, and of any tile whose keys stay as they are."""
+    """Rows up to which a square is one launch, and the keys of any tile stay as they are."""
     large: int
     """Rows from which a causal square is one launch forward: little is scored in vain there."""
 
@@ -190,4 +190,4 @@ def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
 def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
     """Keys or values, the tokens of a head next to each other if they are read often enough."""
     by_head = x.stride(2) == x.shape[3]
-    return x if by_head or query.shape[2] < whole else x.contiguous()
+    return x if by_head or query.shape[2] <= whole else x.contiguous()

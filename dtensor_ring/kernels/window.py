@@ -15,8 +15,9 @@ def bottom_right(mask: Mask, rows: int, cols: int) -> Window:
     Note [Windows aligned bottom-right]: a trimmed tile has `rows <= cols + left` and
     `cols <= rows + right`, so neither bound can become negative, which such kernels take for
     unbounded. But flash attention 2 also takes a bound from `cols` on for unbounded, and then an
-    unbounded right side for `cols` columns past the diagonal. With more rows than columns that
-    hides keys from the first rows, so the planner cuts such tiles in two.
+    unbounded right side for `cols` columns past the diagonal. With so many more rows than columns
+    that the right side is as long, or has no bound, that hides keys from the first rows, so the
+    planner cuts such tiles.
     """
     if mask == Mask.causal():
         return None, None  # the causal flag says it

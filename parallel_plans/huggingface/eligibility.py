@@ -14,7 +14,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
-HEADS = ("Model", "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 
 
 def check_model(model: Any) -> None:
@@ -64,6 +64,11 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
             yield f"{path} counts positions by itself, from the tokens it sees or from an offset"
     if getattr(config, "return_dict", True) is False:
         yield "it returns tuples, in which nothing has a name; set config.return_dict = True"
+    if getattr(config, "token_dropout", False):
+        yield (
+            "token_dropout scales embeddings by the share of masked tokens, of which a rank sees "
+            "its own only; set config.token_dropout = False before the model is made"
+        )
     if getattr(config, "output_router_logits", False):
         yield (
             "the load-balancing loss is a statistic of all tokens, of which a rank sees its own "
@@ -74,7 +79,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
 def _has_known_head(model: Any) -> bool:
     name = type(model).__name__
     is_base = "labels" not in signature(model.forward).parameters
-    return name.endswith(("LMHeadModel", *HEADS[1:])) or (is_base and name.endswith(HEADS[0]))
+    return name.endswith(HEADS[1:]) or (is_base and name.endswith(HEADS[0]))
 
 
 def _stateful_layers(model: Any, config: Any) -> list[str]:

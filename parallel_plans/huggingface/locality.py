@@ -2,8 +2,10 @@
 
 Nobody can read that from a model's code, so the model is asked: with attention in which each token
 sees itself only, what it makes of a few tokens must not depend on which others are there. Shards of
-eight tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
-over a batch and factors that depend on the length or the largest position are found so.
+four tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
+over a batch, positions that a model counts by itself, and factors that depend on the length or the
+largest position are found so; not what begins at some greater length, in training only, or with
+special tokens.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def _alone(
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = (at_positions(module, query, ring) * key).sum(-1, keepdim=True)
+    # No product of query and key: rotated by wrong positions, both are so by the same angle.
+    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
     return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None
 
 

@@ -95,7 +95,10 @@ class ShardedModel(ParallelStyle):
         AttentionMaskInterface.register(IMPLEMENTATION, pattern_of)
         model: Any = module
         if "forward" in vars(model):
-            raise ValueError("this model is context-parallel already; apply the plan once")
+            raise ValueError(
+                "the forward of this model was replaced already, by this plan or by another "
+                "library (device_map, mixed precision); apply the plan once, and before those"
+            )
         _own_config(model)
         readings = _examine(model)
         set_sequence_layout(device_mesh, self.layout)

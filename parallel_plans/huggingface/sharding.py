@@ -139,7 +139,8 @@ class Sharding:
         for name, x in parts.items():
             if name == "loss":
                 partial = DTensor.from_local(x, self._mesh, [Partial()], run_check=False)
-                results[name] = partial.full_tensor()
+                # In memory of its own: `Trainer` scales the loss in place, which no view allows.
+                results[name] = partial.full_tensor().clone()
             else:
                 results[name] = self._output(name, x, remainder, detaches)
         return type(output)(**results)

@@ -25,7 +25,8 @@ class ContextParallelTrainer(Trainer):
     """A `Trainer` whose ranks along an axis share each batch, and its sequence.
 
     The ranks of `dp_replicate` get different batches, those of `cp` the same one. Loss, evaluation,
-    predictions and gradients are those of a `Trainer` on the ranks of `dp_replicate` alone.
+    predictions and gradients are those of a `Trainer` on the ranks of `dp_replicate` alone, whose
+    model takes `num_items_in_batch`: batches that are accumulated are weighted by their labels.
 
     Args:
         mesh: all ranks, 2-D, with the axes `dp_replicate` and `cp`; the model is under
@@ -57,6 +58,7 @@ class ContextParallelTrainer(Trainer):
         self._mesh = mesh
         super().__init__(*args, **kwargs)
         self._refuse()
+        self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
 
     def _refuse(self) -> None:
         args: Any = self.args
@@ -83,6 +85,16 @@ class ContextParallelTrainer(Trainer):
                 "every rank, and those of cp share a batch; leave them out",
             ),
             (
+                args.neftune_noise_alpha is not None or args.use_liger_kernel,
+                "neftune_noise_alpha scales noise by the tokens that a rank holds, and "
+                "use_liger_kernel replaces the forward that the plan wraps; leave them out",
+            ),
+            (
+                any(getattr(x, "alora_invocation_tokens", None) for x in self._adapters()),
+                "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; "
+                "leave alora_invocation_tokens out",
+            ),
+            (
                 args.fsdp or self.is_fsdp_enabled or args.parallelism_config is not None,
                 "fsdp and parallelism_config would shard the model by a mesh of their own; leave "
                 "them out, or train with fully_shard in a loop of your own",
@@ -90,6 +102,11 @@ class ContextParallelTrainer(Trainer):
         ):
             if is_given:
                 raise ValueError(why)
+
+    def _adapters(self) -> list[Any]:
+        """Configs of what peft added to the model."""
+        model: Any = self.model
+        return list(getattr(model, "peft_config", {}).values())
 
     def create_accelerator_and_postprocess(self) -> None:
         config: Any = self.args.accelerator_config
@@ -142,10 +159,16 @@ class ContextParallelTrainer(Trainer):
             model, inputs, prediction_loss_only, ignore_keys
         )
         tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        outputs = tree_map_only(
-            DTensor, lambda x: unshard_sequence(x, 1)[:, : tokens.shape[1]], outputs
-        )
+        prompts = (getattr(x, "num_virtual_tokens", None) or 0 for x in self._adapters())
+        seq_len = tokens.shape[1] + sum(prompts)
+        outputs = tree_map_only(DTensor, lambda x: unshard_sequence(x, 1)[:, :seq_len], outputs)
         return loss, outputs, labels
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # those of all ranks
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self.get_cp_size()
 
     def _gather_batches(self, data: Any) -> Any:
         """As the accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""

@@ -51,12 +51,12 @@ def deal(
         world_size: ranks of the ring.
 
     Raises:
-        ValueError: if the batch holds more than that, or the layout cannot deal it.
+        ValueError: if the batch holds anything else, or the layout cannot deal it.
     """
-    if unknown := batch.keys() - DEALT:
+    if batch.keys() != DEALT:
         raise ValueError(
-            f"a ring deals {sorted(DEALT)} and labels, but the batch also holds "
-            f"{sorted(unknown)}: use a data loader of text"
+            f"a ring deals {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
+            "data loader of text"
         )
     cu_seqlens = boundaries(batch["positions"] == 0)
     runs = None

@@ -1,0 +1,58 @@
+"""The examples run as their users run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_public import ROOT
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_quickstart() -> None:
+    script = str(EXAMPLES / "quickstart.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        subprocess.Popen([sys.executable, *prefix, script], cwd=ROOT, env=environment, **pipes)
+        for prefix in (TORCHRUN, ())
+    ]
+    for run, world_size in zip(runs, (2, 1), strict=True):
+        printed, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+        assert not errors
+        checked = r"world size (\d), .*: causal and sliding match one device\n"
+        assert re.fullmatch(checked, printed).group(1) == str(world_size)  # pyrefly: ignore
+
+
+def test_demo(tmp_path: Path) -> None:
+    script = EXAMPLES / "train_hf.py"
+    options = ("--steps", "3", "--seq-len", "64", "--layout", "striped", "--out", tmp_path)
+    command = [sys.executable, script, *options]
+    run = subprocess.run(command, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    runs = [json.loads((tmp_path / name).read_text()) for name in ("ring.json", "stock.json")]
+    losses = [run["losses"] for run in runs]
+    assert [len(curve) for curve in losses] == [3, 3]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
+    assert f"{losses[0][-1]:.6f}" in run.stdout
+    assert all((tmp_path / name).stat().st_size for name in ("loss.png", "schedule.png"))
+
+
+def test_profile(tmp_path: Path) -> None:
+    options = ("--seq-len", "64", "--folder", tmp_path)
+    command = [sys.executable, EXAMPLES / "profile_ring.py", *options]
+    run = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"wrote {tmp_path / 'ring-rank0.json'}\n"

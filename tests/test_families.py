@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
+from tests.test_public import ROOT
 
 SEQ_LEN = 23
 LAYOUTS = {2: ("zigzag", "striped"), 4: ("zigzag", "contiguous")}
@@ -95,3 +97,9 @@ def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int)
         for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
             worst = largest(x for error in errors.values() for x in error.values())
             assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| .+(?: \| \d\.\de-\d\d){3} \|$", page, re.MULTILINE)
+    assert rows == list(FAMILIES)

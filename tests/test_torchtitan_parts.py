@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def _refuse_configs() -> None:
     from torchtitan.models.llama3 import Llama3Model
     from torchtitan.models.llama3 import config_registry as llama3
 
-    from parallel_plans.torchtitan import RingAttention, use_ring
+    from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
     from parallel_plans.torchtitan.documents import deal
     from parallel_plans.torchtitan.trainer import ring_layout
@@ -163,6 +164,11 @@ def _refuse_configs() -> None:
         use_ring(derive(model(), Masking.Config), "zigzag")
     with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
         with_ring(llama3_debugmodel_ring())
+    captured = llama3_debugmodel_ring()
+    captured.training.disable_cuda_graphs = False
+    on_gpus = patch("parallel_plans.torchtitan.trainer.device_type", "cuda")
+    with on_gpus, pytest.raises(ValueError, match=r"give --training\.disable_cuda_graphs"):
+        RingTrainer(captured)
     for names in (["input"], ["input", "pixels", "positions"]):
         with pytest.raises(ValueError, match=f"the batch holds {re.escape(str(names))}"):
             deal(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +203,42 @@ def refuse(folder: str) -> None:
 
 def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, under_torchrun, refuse, str(tmp_path))
+
+
+NUM_VIRTUAL = 3
+
+
+def prompted(model: Any) -> Any:
+    """With tokens before each sequence that are trained."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=NUM_VIRTUAL)
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        return get_peft_model(model, config)
+
+
+def predict_prompted(folder: str) -> torch.Tensor:
+    from parallel_plans.huggingface.trainer import ContextParallelTrainer
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "cp"))
+    model = small_model("Llama")
+    parallelize_module(model, mesh["cp"], context_parallel_plan(model, "zigzag"))
+    trainer = ContextParallelTrainer(prompted(model), arguments(folder, BATCH), mesh=mesh)
+    return torch.tensor(trainer.predict(plain_rows()).predictions)
+
+
+def plain_rows() -> list[dict[str, torch.Tensor]]:
+    return [{k: x for k, x in row.items() if k != "position_ids"} for row in packed_rows()[:3]]
+
+
+def test_predictions_under_prompt_tuning(pool: Pool, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    pytest.importorskip("peft")
+    stock = Trainer(prompted(small_model("Llama")), arguments(str(tmp_path / "stock"), BATCH))
+    expected = torch.tensor(stock.predict(plain_rows()).predictions)
+    for logits in pool.run(2, under_torchrun, predict_prompted, str(tmp_path / "ring")):
+        assert logits.shape[1] == SEQ_LEN + NUM_VIRTUAL
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -52,6 +52,11 @@ def test_tile(kernel: Kernel, case: Case) -> None:
     check_tile(kernel, case, device_of(kernel, case))
 
 
+def test_long_square() -> None:
+    """Which the kernel of the CPU halves, where a thread has many heads."""
+    check_tile(KERNELS["cpu_flash"], Case(2100, 2100, CAUSAL, heads=(6, 3), batch=1), "cpu")
+
+
 @every_kernel_of_segments
 @pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
 def test_segments(kernel: Kernel, case: SegmentsCase) -> None:

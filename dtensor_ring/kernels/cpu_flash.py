@@ -11,6 +11,7 @@ from torch import Tensor
 from dtensor_ring.kernels.band import Bias, col_blocks, row_blocks
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.mask import Mask
+from dtensor_ring.merge import merge_
 from dtensor_ring.order import TOKEN_MAJOR, empty, order_of
 
 aten = torch.ops.aten
@@ -26,10 +27,12 @@ class Sizes(NamedTuple):
     whole: int
     """Rows up to which a square is one launch, and the keys of any tile stay as they are."""
     large: int
+    """Rows from which a causal square goes by halves forward."""
+    huge: int
     """Rows from which a causal square is one launch forward: little is scored in vain there."""
 
 
-COARSE, FINE = Sizes(192, 192, 256, 768), Sizes(64, 128, 192, 2048)
+COARSE, FINE = Sizes(192, 192, 256, 768, 768), Sizes(64, 128, 192, 2048, 16384)
 
 FINE_FROM = 5
 """Heads of a thread, which are work enough for small launches."""
@@ -48,8 +51,8 @@ class CpuFlash(Kernel):
 
     It has no window, and of a causal square it scores some 400 keys a query more than are visible.
     Forward, windows and small squares are computed by blocks of rows, so that nothing is merged.
-    Backward, windows are by blocks of columns, so that only gradients of queries are summed up, and
-    squares by halves, which takes no bias.
+    Backward, windows are by blocks of columns, so that only gradients of queries are summed up.
+    Larger squares go by halves, and backward all, which takes no bias.
     """
 
     name = "cpu_flash"
@@ -76,20 +79,17 @@ class CpuFlash(Kernel):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        sizes = _sizes(query)
+        kernel, sizes = aten._scaled_dot_product_flash_attention_for_cpu, _sizes(query)
         key, value = (_by_head(query, x, sizes.whole) for x in (key, value))
-        if _in_one(mask, query, sizes.whole, sizes.large):
+        if _in_one(mask, query, sizes.whole, sizes.huge):
             return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=wide)
-        blocks = row_blocks(query.shape[2], key.shape[2], mask, sizes.rows)
-        bias = Bias(blocks, mask, query)
-        for rows, cols in blocks:
-            tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-            result = kernel(*tensors, attn_mask=bias.of((rows, cols)), scale=scale)
-            out[:, :, rows], lse[:, :, rows] = result
+        if mask == Mask.causal():
+            _attend_square((query, key, value), scale, (out, lse), sizes)
+        else:
+            _attend_band((query, key, value), scale, (out, lse), sizes.rows, mask)
         return out, lse
 
     def backward(
@@ -117,6 +117,37 @@ class CpuFlash(Kernel):
         else:
             _pull_back_band(by_row, by_col, scale, grads, sizes.cols, mask)
         return grad_query.to(query.dtype), grads[1], grads[2]
+
+
+def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
+    """Write the results of a causal square: of its halves, and merge what lies between them."""
+    num_rows = inputs[0].shape[2]
+    if num_rows < sizes.large:
+        _attend_band(inputs, scale, results, sizes.rows, Mask.causal())
+        return
+    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
+    first, second = slice(middle), slice(middle, None)
+    for half in (first, second):
+        _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
+    tensors = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
+    between = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, scale=scale)
+    merge_(*_tokens(results, second), *between)
+
+
+def _attend_band(
+    inputs: Tensors, scale: float, results: Tensors, block_rows: int, mask: Mask
+) -> None:
+    """Write the results of a window, or of a small causal square, by blocks of rows."""
+    query, key, value = inputs
+    blocks = row_blocks(query.shape[2], key.shape[2], mask, block_rows)
+    bias = Bias(blocks, mask, query)
+    for rows, cols in blocks:
+        tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
+        found = aten._scaled_dot_product_flash_attention_for_cpu(
+            *tensors, attn_mask=bias.of((rows, cols)), scale=scale
+        )
+        for result, x in zip(results, found, strict=True):
+            result[:, :, rows] = x
 
 
 def _pull_back(

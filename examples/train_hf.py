@@ -167,9 +167,8 @@ def train(options: argparse.Namespace) -> None:
         run = Run(losses, batch["input_ids"].numel() / warm, peak_bytes(device) - before)
         name = "stock.json" if options.stock else "ring.json"
         (options.out / name).write_text(json.dumps(asdict(run)))
-    time.sleep(
-        0.2
-    )  # gloo's threads let go of the last gradients; if Python ends meanwhile, it aborts
+    # Python aborts if it ends while gloo's threads let go of the last gradients.
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 

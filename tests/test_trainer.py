@@ -78,11 +78,15 @@ def curve(trainer: Any, resume: str | None = None) -> list[float]:
     return [*losses, trainer.state.num_input_tokens_seen, trainer.evaluate()["eval_loss"]]
 
 
+def rows_without(name: str) -> list[dict[str, torch.Tensor]]:
+    """So few that they fill no batch."""
+    return [{k: x for k, x in row.items() if k != name} for row in packed_rows()[:3]]
+
+
 def predictions(trainer: Any) -> list[torch.Tensor]:
     """Of rows that fill no batch, with and without labels."""
-    rows = packed_rows()[:3]
-    bare = [{k: x for k, x in row.items() if k != "labels"} for row in rows]
-    return [torch.tensor(trainer.predict(x).predictions) for x in (rows, bare)]
+    both = packed_rows()[:3], rows_without("labels")
+    return [torch.tensor(trainer.predict(rows).predictions) for rows in both]
 
 
 def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
@@ -226,11 +230,7 @@ def predict_prompted(folder: str) -> torch.Tensor:
     model = small_model("Llama")
     parallelize_module(model, mesh["cp"], context_parallel_plan(model, "zigzag"))
     trainer = ContextParallelTrainer(prompted(model), arguments(folder, BATCH), mesh=mesh)
-    return torch.tensor(trainer.predict(plain_rows()).predictions)
-
-
-def plain_rows() -> list[dict[str, torch.Tensor]]:
-    return [{k: x for k, x in row.items() if k != "position_ids"} for row in packed_rows()[:3]]
+    return torch.tensor(trainer.predict(rows_without("position_ids")).predictions)
 
 
 def test_predictions_under_prompt_tuning(pool: Pool, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_predictions_under_prompt_tuning(pool: Pool, tmp_path: Path) -> None:
 
     pytest.importorskip("peft")
     stock = Trainer(prompted(small_model("Llama")), arguments(str(tmp_path / "stock"), BATCH))
-    expected = torch.tensor(stock.predict(plain_rows()).predictions)
+    expected = torch.tensor(stock.predict(rows_without("position_ids")).predictions)
     for logits in pool.run(2, under_torchrun, predict_prompted, str(tmp_path / "ring")):
         assert logits.shape[1] == SEQ_LEN + NUM_VIRTUAL
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -79,10 +79,10 @@ class CpuFlash(Kernel):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
-        kernel, sizes = aten._scaled_dot_product_flash_attention_for_cpu, _sizes(query)
+        sizes = _sizes(query)
         key, value = (_by_head(query, x, sizes.whole) for x in (key, value))
         if _in_one(mask, query, sizes.whole, sizes.huge):
-            return kernel(query, key, value, is_causal=mask == Mask.causal(), scale=scale)
+            return _attend((query, key, value), scale, is_causal=mask == Mask.causal())
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=wide)
@@ -119,19 +119,26 @@ class CpuFlash(Kernel):
         return grad_query.to(query.dtype), grads[1], grads[2]
 
 
+def _attend(
+    inputs: Tensors, scale: float, is_causal: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of query, key and value."""
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(*inputs, is_causal=is_causal, attn_mask=bias, scale=scale)
+
+
 def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
     """Write the results of a causal square: of its halves, and merge what lies between them."""
     num_rows = inputs[0].shape[2]
     if num_rows < sizes.large:
         _attend_band(inputs, scale, results, sizes.rows, Mask.causal())
         return
-    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
-    first, second = slice(middle), slice(middle, None)
+    first, second = _halves(num_rows)
     for half in (first, second):
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
-    tensors = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
-    between = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, scale=scale)
-    merge_(*_tokens(results, second), *between)
+    between = _attend((*_tokens(inputs[:1], second), *_tokens(inputs[1:], first)), scale)
+    out, lse = _tokens(results, second)
+    merge_(out, lse, *between)
 
 
 def _attend_band(
@@ -143,9 +150,7 @@ def _attend_band(
     bias = Bias(blocks, mask, query)
     for rows, cols in blocks:
         tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-        found = aten._scaled_dot_product_flash_attention_for_cpu(
-            *tensors, attn_mask=bias.of((rows, cols)), scale=scale
-        )
+        found = _attend(tensors, scale, bias=bias.of((rows, cols)))
         for result, x in zip(results, found, strict=True):
             result[:, :, rows] = x
 
@@ -174,8 +179,7 @@ def _pull_back_square(
         for grad, x in zip(grads, _pull_back(by_row, by_col, scale, is_causal=True), strict=True):
             grad.copy_(x)
         return
-    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
-    first, second = slice(middle), slice(middle, None)
+    first, second = _halves(num_rows)
     for half in (first, second):
         here = _tokens(by_row, half), _tokens(by_col, half)
         _pull_back_square(*here, scale, _tokens(grads, half), block_cols)
@@ -212,6 +216,11 @@ def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
     if mask != Mask.causal():
         return mask == Mask.full()
     return query.dtype.itemsize == 2 or not whole < query.shape[2] < large
+
+
+def _halves(num_rows: int) -> tuple[slice, slice]:
+    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
+    return slice(middle), slice(middle, None)
 
 
 def _tokens(tensors: Tensors, tokens: slice) -> Tensors:

@@ -5,6 +5,7 @@ https://ui.perfetto.dev: the spans that begin with "ring" say what a step of the
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     print(f"wrote {write_trace(mesh, arguments.seq_len, arguments.folder)}")
+    time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
     dist.destroy_process_group()
 
 

@@ -1,5 +1,7 @@
 """Ring attention in thirty lines: torchrun --nproc-per-node 2 examples/quickstart.py"""
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         local = tuple(query.to_local().shape)
         print(f"world size {mesh.size()}, {local} each: causal and sliding match one device")
+    time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
     dist.destroy_process_group()
 
 

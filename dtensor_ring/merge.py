@@ -29,7 +29,7 @@ def merge_(
 
         fused(out, lse, block_out, block_lse, out if target is None else target)
         return
-    weight = (block_lse - lse).sigmoid_().masked_fill_(block_lse == -torch.inf, 0.0).unsqueeze(-1)
+    weight = (block_lse - lse).sigmoid_().nan_to_num_(0.0).unsqueeze(-1)  # -inf - -inf is nan
     torch.logaddexp(lse, block_lse, out=lse)
     target = out if target is None else target
     if out.dtype == block_out.dtype == target.dtype == weight.dtype:

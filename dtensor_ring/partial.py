@@ -40,11 +40,11 @@ class Partial:
     def add(self, tile: Tile, out: Tensor, lse: Tensor, is_last: bool = False) -> None:
         """Merge what a kernel returned for the tile; the last one for all its rows, or not."""
         if self._out is None and out.shape == self._shape:
-            self._out, self._lse = out, lse.contiguous()
+            self._out, self._lse = out, lse
             self._filled = Filled(self._shape, is_full=True)
             return
         is_last = is_last and self._sinks is None
-        total, total_lse = self._accumulators(lse.dtype, is_last)
+        total, total_lse = self._accumulators(lse, is_last)
         target = self._finish(tile) if is_last else total
         at = rows_of(tile)
         if self._filled.reach(total, at):
@@ -55,11 +55,11 @@ class Partial:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """`out` `(B, N, L, Hv)`, in the query's dtype and order, and `lse` `(B, N, L)`."""
-        wide = torch.promote_types(self._query.dtype, torch.float32)
-        if self._out is None or self._lse is None or self._sinks is not None:
-            out, lse = self._accumulators(wide)
-        else:
-            out, lse = self._out, self._lse
+        out, lse = self._out, self._lse
+        if out is None or lse is None or self._sinks is not None:
+            wide = torch.promote_types(self._query.dtype, torch.float32)
+            like = self._query.new_empty(self._shape[:3], dtype=wide) if lse is None else lse
+            out, lse = self._accumulators(like)
         self._filled.finish(out)
         if self._sinks is not None:
             lse = _add_sinks(out, lse, self._sinks)
@@ -67,16 +67,17 @@ class Partial:
             for at in self._unfinished():
                 self._target[at].copy_(out[at])
             out = self._target
-        return in_order(out, order_of(self._query), self._query.dtype), lse
+        return in_order(out, order_of(self._query), self._query.dtype), lse.contiguous()
 
-    def _accumulators(self, wide: torch.dtype, is_last: bool = False) -> tuple[Tensor, Tensor]:
-        """The sums so far; what comes last may go to narrow ones."""
+    def _accumulators(self, like: Tensor, is_last: bool = False) -> tuple[Tensor, Tensor]:
+        """The sums so far, as wide as that lse; what comes last may go to narrow ones."""
         if self._out is None or self._lse is None:
-            dtype = self._query.dtype if is_last else wide
+            dtype = self._query.dtype if is_last else like.dtype
             self._out = empty(self._query, self._shape, order_of(self._query), dtype)
-            self._lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
+            order = order_of(like.unsqueeze(-1))[:-1]  # all lse in one, else merging is slow
+            self._lse = empty(like, self._shape[:3], order).fill_(-torch.inf)
         if not is_last:
-            self._out = self._out.to(wide)
+            self._out = self._out.to(like.dtype)
         return self._out, self._lse
 
     def _finish(self, tile: Tile) -> Tensor:

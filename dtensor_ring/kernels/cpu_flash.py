@@ -85,7 +85,7 @@ class CpuFlash(Kernel):
             return _attend((query, key, value), scale, is_causal=mask == Mask.causal())
         out = empty(query, query.shape, order_of(query))
         wide = torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_empty(query.shape[:3], dtype=wide)
+        lse = empty(query, query.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
         if mask == Mask.causal():
             _attend_square((query, key, value), scale, (out, lse), sizes)
         else:

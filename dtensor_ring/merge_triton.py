@@ -79,7 +79,6 @@ def _merge(
     block_sum = tl.exp(theirs - base)
     total = tl.where(unseen, 1.0, tl.exp(ours - base) + block_sum)
     weight = (block_sum / total)[:, None]  # 0 where nothing is seen
-    tl.store(lse, tl.where(unseen, largest, base + tl.log(total)), mask=is_row)
 
     out += batch * out_batch + head * out_head + rows[:, None] * out_row + dims[None, :]
     block_out += batch * block_batch + head * block_head + rows[:, None] * block_row + dims[None, :]
@@ -88,4 +87,6 @@ def _merge(
     after = tl.load(block_out, mask=is_entry, other=0.0).to(weight.dtype)
     step = after - before
     merged = tl.where(weight < 0.5, before + weight * step, after - (1.0 - weight) * step)
+    tl.debug_barrier()  # all warps have read what one of them overwrites
+    tl.store(lse, tl.where(unseen, largest, base + tl.log(total)), mask=is_row)
     tl.store(target, merged.to(target.dtype.element_ty), mask=is_entry)

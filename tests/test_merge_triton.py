@@ -105,6 +105,12 @@ def test_compiles_for_gpus(capability: int, dtype: str) -> None:
     source = triton.compiler.ASTSource(_merge, types | dict.fromkeys(blocks, "constexpr"), blocks)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert compiled.asm["cubin"]
+    # All warps load each lse, and one of them overwrites it.
+    lines = [line.strip() for line in compiled.asm["ptx"].splitlines()]
+    loads, stores = (
+        [n for n, line in enumerate(lines) if f"{what}.global" in line] for what in ("ld", "st")
+    )
+    assert any("bar.sync" in line for line in lines[max(loads) : min(stores)])
 
 
 @needs_triton

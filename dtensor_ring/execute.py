@@ -89,6 +89,8 @@ def backward_step(
 def _launches(
     step: Step, query: Tensor, key: Tensor, has_segments: bool
 ) -> Sequence[Tile | Segments]:
+    if not query.shape[0]:
+        return ()
     if not has_segments:
         return step.tiles
     return launches(step, query.shape[0], query.shape[2], key.shape[2])

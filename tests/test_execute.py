@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from unittest.mock import NonCallableMock
+
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor_ring.execute import last_of_their_rows
+from dtensor_ring.execute import Scoring, forward_step, last_of_their_rows
+from dtensor_ring.partial import Partial
+from dtensor_ring.plan import Step
 from dtensor_ring.tile import FULL, Tile
+from dtensor_ring.trace import Label
 from tests.test_partial import overlap
+
+
+def test_kernels_get_no_empty_batch() -> None:
+    """Which some take for an error, and others return nothing for."""
+    query = torch.empty(0, 2, 4, 8)
+    step = Step(0, (0, 4), (Tile((0, 4), (0, 4), FULL),))
+    scoring = Scoring(NonCallableMock(has_segments=False), 1.0)
+    partial = Partial(query, 8)
+    forward_step(step, query, (query, query), partial, scoring, Label("forward", 0, 0))
+    assert partial.result()[0].shape == query.shape
 
 
 @st.composite

@@ -94,7 +94,11 @@ def test_what_a_kernel_supports(name: str, problem: Problem, reason: str | None)
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("flash_attn3", head_dims(200)), ("cudnn", GPU_PROBLEM)],
+    [
+        ("flash_attn3", head_dims(200)),
+        ("flash_attn3", replace(GPU_PROBLEM, grouped=True)),
+        ("cudnn", GPU_PROBLEM),
+    ],
 )
 def test_gradients_that_are_not_deterministic(name: str, problem: Problem) -> None:
     assert KERNELS[name].supports(problem) is None

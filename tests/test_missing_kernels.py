@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor_ring import available_kernels
-from dtensor_ring.kernels import KERNELS, flash_attn2, flash_attn3, flash_attn4
+from dtensor_ring.kernels import KERNELS, Problem, flash_attn2, flash_attn3, flash_attn4
 from tests.tiles import GPU
 
 
@@ -67,6 +67,19 @@ def test_missing_gpu_features(gpu: Callable[..., None], monkeypatch: pytest.Monk
     assert KERNELS["cudnn"].missing() == "this PyTorch was built without cuDNN"
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert KERNELS["cuda_flash"].missing() == "this PyTorch was built without flash attention"
+
+
+def test_head_dims_without_gradients(gpu: Callable[..., None]) -> None:
+    for capability, head_dim, is_served in (
+        ((8, 9), 224, False),
+        ((12, 0), 200, False),
+        ((8, 9), 256, True),
+        ((8, 9), 192, True),
+        ((9, 0), 224, True),
+    ):
+        gpu(*capability)
+        problem = Problem("cuda", torch.bfloat16, head_dim, head_dim)
+        assert (KERNELS["cuda_flash"].supports(problem) is None) == is_served
 
 
 def test_available_kernels() -> None:

@@ -66,7 +66,6 @@ TILES = {
     "band of blocks": Case(300, 290, Mask(20, 30)),
     "looks back": Case(5, 9, Mask(2, None)),
     "looks ahead": Case(6, 9, Mask(None, 3)),
-    "empty batch": Case(4, 4, CAUSAL, batch=0),
     "strided": Case(200, 200, CAUSAL, strided=True),
 }
 OPTIONS = {

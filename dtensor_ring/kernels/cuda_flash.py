@@ -12,6 +12,10 @@ from dtensor_ring.segments import Segments
 
 aten = torch.ops.aten
 
+SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities whose shared memory is too little for some gradients, as PyTorch's
+`sdp_utils.cpp` says, which a direct call does not pass through."""
+
 
 class CudaFlash(VarlenKernel):
     """`aten._flash_attention_forward`: grouped-query, differing lengths and windows."""
@@ -24,8 +28,12 @@ class CudaFlash(VarlenKernel):
         return no_gpu()
 
     def supports(self, problem: Problem) -> str | None:
-        reason = gpu_limits(problem) or one_head_dim(problem, 256)
-        return reason or ("it has no softcap" if problem.softcap else None)
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256):
+            return reason
+        is_small = torch.cuda.is_available() and torch.cuda.get_device_capability() in SMALL
+        if is_small and 192 < problem.head_dim <= 224:
+            return f"it has no gradients of head dims 193 to 224 here, got {problem.head_dim}"
+        return "it has no softcap" if problem.softcap else None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band

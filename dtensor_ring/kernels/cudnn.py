@@ -13,7 +13,8 @@ Note [cuDNN's attention], as read in PyTorch's `cudnn/MHA.cpp`, `attention_backw
   random state is not read, but on Blackwell it is converted, so it has to be there.
 - One query or one key is not for all versions: such tiles are written out instead.
 - Backward, a graph is kept by the strides of query, key and value alone, and holds those of out and
-  grad_out that it saw first. So these get one order, always the same.
+  grad_out that it saw first, maybe in a call of PyTorch's own. So these get the query's order, as
+  they have there.
 - It is not deterministic, which PyTorch warns of or, told to be strict, refuses.
 """
 
@@ -26,7 +27,7 @@ from dtensor_ring.kernels.gpu import gpu_limits, no_gpu
 from dtensor_ring.kernels.kernel import Kernel, Problem
 from dtensor_ring.kernels.reference import Reference
 from dtensor_ring.mask import Mask
-from dtensor_ring.order import TOKEN_MAJOR, in_order
+from dtensor_ring.order import in_order, order_of
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ class Cudnn(Kernel):
         if _is_thin(query, key):
             saved = out, lse, grad_lse
             return Reference().backward(grad_out, *tensors, *saved, mask, scale, softcap)
-        grad_out, out = (in_order(x, TOKEN_MAJOR, x.dtype) for x in (grad_out, out))
+        grad_out, out = (in_order(x, order_of(query), x.dtype) for x in (grad_out, out))
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
             *(grad_out, *tensors, out, lse.contiguous().unsqueeze(3), unused, unused),

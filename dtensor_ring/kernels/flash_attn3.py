@@ -30,10 +30,13 @@ class FlashAttn3(VarlenKernel):
         return no_gpu(9) or _missing_package()
 
     def supports(self, problem: Problem) -> str | None:
-        reason = gpu_limits(problem) or one_head_dim(problem, 256)
-        if reason is None and problem.head_dim > 192 and _is_deterministic():
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256):
+            return reason
+        if problem.head_dim > 192 and _is_deterministic():
             return f"it has no deterministic gradients of a head dim of {problem.head_dim}"
-        return reason
+        if problem.grouped and _is_deterministic():  # those wait for counters that nothing sets
+            return "it has no deterministic gradients of grouped-query keys"
+        return None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, band: Band

@@ -38,8 +38,8 @@ class Kernel(ABC):
     """Attention of one tile: a rectangle of queries and keys with a band.
 
     The kernels' side of the contract: `query` is `(B, N, R, H)`, `key` `(B, Nkv, C, H)` and
-    `value` `(B, Nkv, C, Hv)` with any strides whose last is 1, `N` a multiple of `Nkv`, `R` and
-    `C` at least 1. `mask` is in tile indices, row i sees column j iff `i - left <= j <= i +
+    `value` `(B, Nkv, C, Hv)` with any strides whose last is 1, `N` a multiple of `Nkv`, `B`, `R`
+    and `C` at least 1. `mask` is in tile indices, row i sees column j iff `i - left <= j <= i +
     right`; every row sees something, and a causal tile is square.
     """
 

@@ -44,7 +44,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, calls and, as root
 gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test and measure on a GPU
 	@failed=0; \
 	$(GPU_PYTHON) -m pytest -m gpu $$(grep -l mark.gpu tests/*.py) || failed=1; \
-	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
 	exit $$failed
 
 clean: ## remove caches, builds and outputs, but no environment

@@ -1,0 +1,118 @@
+"""What gpu.py measures, as tables and a picture."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alone import Attention
+from harness import STAGES
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+AIMS = (0.95, 0.97)
+"""Of the speed of one launch, forward and with backward."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds by stage: of one launch on everything, and of all ranks together."""
+
+    attention: Attention
+    single: list[float]
+    ours: list[float]
+    torch: list[float] | None
+    merges: float
+
+    def speed(self, stage: int) -> float:
+        """That of the ring over that of one launch."""
+        return self.single[stage] / self.ours[stage]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds by stage: of a rank without links and with one, and what its messages take."""
+
+    attention: Attention
+    rate: float
+    free: list[float]
+    linked: list[float]
+    transfers: list[float]
+
+
+def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
+    """Print what was measured, in Markdown."""
+    console.print(
+        "\nMilliseconds of all ranks together, which run one after the other; what they receive is "
+        "copied on the GPU.\n`one launch` is the same kernel on the whole sequence; speeds are "
+        "relative to it. TFLOP/s count visible\npairs. `merges` is their part of our forward.\n"
+    )
+    left = ("kernel", "ranks x tokens, layout, attention", "with backward")
+    right = ("one launch", "ours", "torch", "our speed", "torch's", "TFLOP/s", "merges")
+    table = _table(left, right)
+    for row in rows:
+        x = row.attention
+        for stage, what in enumerate(("", "yes")):
+            flops = 4 * x.pairs * x.head_dim * (1, 3.5)[stage]
+            theirs = row.torch[stage] if row.torch else None
+            table.add_row(
+                *(x.kernel, name_of(x), what),
+                *(_ms(row.single[stage]), _ms(row.ours[stage]), _ms(theirs)),
+                *(_percent(row.speed(stage)), _percent(theirs and row.single[stage] / theirs)),
+                *(f"{flops / row.ours[stage] / 1e12:.0f}", _percent(row.merges)),
+            )
+    console.print(table)
+    if overlaps:
+        console.print("\nOne rank whose messages come over a link; exposed is relative to them.\n")
+        table = _table(("GB/s", "what"), ("without link ms", "with link ms", "messages", "exposed"))
+        for found in overlaps:
+            for stage, what in enumerate(STAGES):
+                free, linked = found.free[stage], found.linked[stage]
+                exposed = (linked - free) / found.transfers[stage]
+                times = _ms(free), _ms(linked), _ms(found.transfers[stage])
+                table.add_row(f"{found.rate / 1e9:.0f}", what, *times, _percent(exposed))
+        console.print(table)
+
+
+def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(box=MARKDOWN)
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def name_of(attention: Attention) -> str:
+    """Ranks and tokens, layout, mask and documents."""
+    window = attention.mask.left
+    names = [f"{attention.world_size} x {attention.shard:,}", attention.layout.name]
+    names.append("causal" if window is None else f"window {window + 1:,}")
+    return ", ".join(
+        names + ([f"{len(attention.cu_seqlens) - 1} documents"] if attention.cu_seqlens else [])
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f} %"
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    """The speed of rings, by kernel, next to one launch."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows)), layout="constrained")
+    names = [f"{row.attention.kernel}, {name_of(row.attention)}" for row in rows]
+    for stage, what in enumerate(STAGES):
+        places = [place + 0.4 * stage for place in range(len(rows))]
+        axes.barh(places, [100 * row.speed(stage) for row in rows], 0.38, label=what)
+        axes.axvline(100 * AIMS[stage], color=f"C{stage}", linestyle=":", linewidth=1)
+    axes.set_yticks([place + 0.2 for place in range(len(rows))], names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the speed of one launch (dotted: aims)")
+    axes.legend(loc="lower left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

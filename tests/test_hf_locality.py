@@ -40,6 +40,15 @@ def test_families_are_local(family: str) -> None:
     assert all(module.training for module in model.modules())
 
 
+def test_rounding_by_the_number_of_rows_is_no_mixing() -> None:
+    """As of matrix products, by which routers of bfloat16 may choose another expert."""
+    model = small_model("Qwen3-MoE")
+    model.model.embed_tokens = After(
+        model.model.embed_tokens, lambda x: x * x.shape[:2].numel() ** 0.5
+    )
+    check_locality(model)
+
+
 @pytest.mark.parametrize("mix", MIXES.values(), ids=list(MIXES))
 def test_what_mixes_tokens_is_named(mix: Callable[[Tensor], Tensor]) -> None:
     model = small_model("Llama")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -143,6 +144,7 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
             r"attention_mask must be .*\(1, 1, 16, 16\)",
             {"attention_mask": torch.ones(1, 1, 16, 16)},
         ),
+        ("one tensor .* got dict", {"attention_mask": {"full_attention": TOKENS}}),
         ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
         ("load-balancing", {"output_router_logits": True}),
@@ -260,6 +262,9 @@ def misused() -> None:
     meta = small("Llama")
     with pytest.raises(ValueError, match="is on the meta device"):
         parallelize_module(meta, mesh, context_parallel_plan(meta))
+    sharded: Any = fully_shard(small_model("llama", 16), mesh=mesh)
+    with pytest.raises(ValueError, match="apply the plan before fully_shard"):
+        parallelize_module(sharded, mesh, context_parallel_plan(sharded))
     ring = small_model("llama", 16)
     parallelize_module(ring, mesh, context_parallel_plan(ring))
     ring.set_attn_implementation("sdpa")

@@ -189,7 +189,7 @@ def refuse(folder: str) -> None:
         ({"train_sampling_strategy": "batch_rebalance"}, None, "leave them out"),
         ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha scales noise"),
         ({"use_liger_kernel": True}, None, "use_liger_kernel replaces the forward"),
-        ({"fsdp": True}, None, "fsdp and parallelism_config would shard"),
+        ({"fsdp": True}, None, "fsdp, deepspeed and parallelism_config deal the model"),
         ({"average_tokens_across_devices": False}, None, "weight tokens by the batch they are in"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -199,6 +199,12 @@ def refuse(folder: str) -> None:
                 mesh=mesh,
                 compute_loss_func=function,
             )
+    with pytest.raises(ValueError, match="not under a context_parallel_plan"):
+        ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh)
+    with pytest.raises(ValueError, match="in model_init, too"):
+        ContextParallelTrainer(
+            args=arguments(folder, BATCH), mesh=mesh, model_init=lambda: small_model("Llama")
+        )
     model: Any = small_model("Llama")
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[3, 4])}
     with pytest.raises(ValueError, match="adapters that begin at a token"):
@@ -207,6 +213,26 @@ def refuse(folder: str) -> None:
 
 def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, under_torchrun, refuse, str(tmp_path))
+
+
+def unwrap() -> None:
+    """Mixed precision wraps the plan's forward; without the wrapper it is the plan's again."""
+    from accelerate import Accelerator
+
+    tokens = torch.arange(SEQ_LEN).unsqueeze(0)
+    model: Any = small_model("Llama")
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare_model(model)
+    prepared(input_ids=tokens, labels=tokens)
+    found = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert found(input_ids=tokens, labels=tokens).loss == expected
+
+
+def test_survives_what_accelerate_unwraps(pool: Pool) -> None:
+    pool.run(2, under_torchrun, unwrap)
 
 
 NUM_VIRTUAL = 3

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.layout import Layout, shard_length
 from dtensor_ring.sequence import local_tokens
+from parallel_plans.huggingface.loss import IGNORE_INDEX
 
-IGNORE_INDEX = -100
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
@@ -62,6 +62,12 @@ def check_batch(given: dict[str, Any]) -> int:
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
+    padding = given.get("attention_mask")
+    if not isinstance(padding, Tensor | None):
+        raise ValueError(
+            "attention_mask must be one tensor (B, S) over a sharded sequence, got "
+            f"{type(padding).__name__}: the masks of layers come with the ring"
+        )
     return _check_lengths(given)
 
 
@@ -124,11 +130,3 @@ def num_items(batch: dict[str, Any]) -> Any:
     if "labels" not in batch or "num_items_in_batch" in batch:
         return batch.get("num_items_in_batch")
     return (batch["labels"] != IGNORE_INDEX).sum()
-
-
-def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """This rank's share of the mean cross-entropy of the tokens that have a label."""
-    total = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    return total / count

@@ -41,7 +41,10 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
             "which a ring of attention does not do"
         )
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        yield "it has an encoder beside its decoder; apply the plan to its language model alone"
+        yield (
+            "it has an encoder beside its decoder; apply the plan, with unshard_outputs=True, to "
+            "its language model alone"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' attention interface"
     if not _has_known_head(model):

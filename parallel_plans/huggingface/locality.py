@@ -10,17 +10,13 @@ special tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.attention import at_positions
-from parallel_plans.huggingface.patterns import PROBE, pattern_of
+from parallel_plans.huggingface.probe import NUM_TOKENS, ask, undisturbed
 
-NUM_TOKENS = 8
 TOLERANCE = 0.02
 """Relative: beyond what bfloat16 rounds, far below what another token changes."""
 
@@ -36,12 +32,10 @@ def check_locality(model: Any) -> None:
         ValueError: naming the first module whose output depends on the other tokens, or if the
             model does not hand what attention needs down to it.
     """
-    device = next(model.parameters()).device
-    everything = tuple(range(NUM_TOKENS))
-    with _undisturbed(model), torch.no_grad():
-        whole = _outputs(model, everything, device)
+    with undisturbed(model):
+        whole = _outputs(model, tuple(range(NUM_TOKENS)))
         for shard in SHARDS:
-            parts = _outputs(model, shard, device)
+            parts = _outputs(model, shard)
             for (name, call), found in parts.items():
                 if not _agree(found, whole.get((name, call)), shard):
                     raise ValueError(
@@ -51,38 +45,13 @@ def check_locality(model: Any) -> None:
                     )
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout and noise, and as it was afterwards."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
-
-
-def _outputs(model: Any, indices: tuple[int, ...], device: torch.device) -> Outputs:
+def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
     """What the modules make of the tokens of those indices, where no token sees another."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     outputs: Outputs = {}
-    index = torch.tensor([indices], device=device)
-    positions = index % (getattr(model.config, "max_position_embeddings", None) or NUM_TOKENS)
-    AttentionInterface.register(PROBE, _alone)
-    AttentionMaskInterface.register(PROBE, pattern_of)
-    model.set_attn_implementation(PROBE)
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
     try:
-        model(
-            input_ids=index % model.config.vocab_size,
-            position_ids=positions,
-            attention_mask=torch.ones_like(positions),
-            use_cache=False,
-            ring=index[0],
-        )
+        ask(model, indices)
     finally:
         for hook in hooks:
             hook.remove()
@@ -98,35 +67,13 @@ def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., No
     return record
 
 
-def _alone(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    ring: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Something of query, key and value of each token alone."""
-    if ring is None:
-        raise ValueError(
-            f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
-            "cannot know how the sequence is sharded; it has no context-parallel plan"
-        )
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    # No product of query and key: rotated by wrong positions, both are so by the same angle.
-    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
-    return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None
-
-
 def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
     """Up to rounding, where both have tokens in their second dimension; no number says nothing."""
     if whole is None or found.ndim < 2 or not (found.is_floating_point() or found.is_complex()):
         return True
-    if whole.shape != (*found.shape[:1], NUM_TOKENS, *found.shape[2:]):
+    if whole.shape != (1, NUM_TOKENS, *found.shape[2:]):
         return True
-    expected = whole[:, list(shard)]
+    expected, found = whole[:, list(shard)], found[:1]
     if found.shape != expected.shape or not expected.isfinite().all():
         return True
     difference, scale = (found - expected).float_power(2), expected.float_power(2)

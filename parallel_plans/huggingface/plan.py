@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
+from inspect import signature
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.kernels import check_kernel
@@ -20,6 +22,7 @@ from dtensor_ring.sdpa import set_sequence_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
+from parallel_plans.huggingface.loss import check_loss
 from parallel_plans.huggingface.patterns import Readings, pattern_of, read_patterns
 from parallel_plans.huggingface.sharding import Sharding
 
@@ -54,13 +57,14 @@ def context_parallel_plan(
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         grad_dtype: dtype in which sums of key and value gradients travel, see `ring_attention`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
+            Parameters behind them have the whole gradient on each, not a share.
 
     Returns:
         A plan of one entry for the model itself.
 
     Raises:
-        ValueError: if something in the model but attention reads along the sequence, or the layout
-            or kernel is unknown.
+        ValueError: if something in the model but attention reads along the sequence, its loss is
+            none of transformers' cross-entropies, or the layout or kernel is unknown.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -99,6 +103,8 @@ class ShardedModel(ParallelStyle):
                 "the forward of this model was replaced already, by this plan or by another "
                 "library (device_map, mixed precision); apply the plan once, and before those"
             )
+        if any(isinstance(part, FSDPModule) for part in model.modules()):
+            raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
         readings = _examine(model)
         set_sequence_layout(device_mesh, self.layout)
@@ -116,6 +122,7 @@ def _examine(model: Any) -> Readings:
     try:
         readings = read_patterns(model)
         check_locality(model)
+        check_loss(model)
     finally:
         model.set_attn_implementation(before)
     return readings
@@ -143,4 +150,8 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
         batch, outcome = sharding.inputs(args, kwargs)
         return sharding.outputs(plain(self, **batch), outcome)
 
-    return forward
+    wrapper: Any = forward
+    wrapper.__signature__ = signature(plain)
+    del wrapper.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
+    wrapper.mesh = sharding.mesh
+    return wrapper

@@ -27,9 +27,9 @@ from parallel_plans.huggingface.batch import (
     num_items,
     pad,
     padded_length,
-    token_loss,
 )
 from parallel_plans.huggingface.documents import find_documents
+from parallel_plans.huggingface.loss import predicts_next, token_loss
 from parallel_plans.huggingface.patterns import Reading, Readings
 
 
@@ -63,10 +63,11 @@ class Sharding:
         readings: Readings,
         unshard_outputs: bool,
     ) -> None:
-        self._config = model.config
+        self._model, self._config = model, model.config
+        self._loss_function = getattr(model, "_loss_function", None)
         self._names = list(signature(model.forward).parameters)
-        self._predicts_next = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        self._mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
+        self._predicts_next = predicts_next(model)
+        self.mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
         group_name = axis_group(mesh).group_name
         self._options = options._replace(layout=layout.name, group_name=group_name)
         self._readings = readings
@@ -83,13 +84,14 @@ class Sharding:
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
-        if "labels" in batch and self._predicts_next:
-            batch |= next_tokens(batch)
+        if "labels" in batch:
+            self._check_loss_function()
+            batch |= next_tokens(batch) if self._predicts_next else {}
         count = num_items(batch)
         dealt = self._deal(batch, seq_len)
         positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
         batch = pad({"position_ids": positions} | batch, dealt.options.seq_len - seq_len)
-        batch = local_batch(batch, self._mesh, self._layout)
+        batch = local_batch(batch, self.mesh, self._layout)
         labels = None if self._predicts_next else batch.pop("labels", None)
         for name in BOUNDARIES:
             batch.pop(name, None)
@@ -103,7 +105,7 @@ class Sharding:
             return
         tensors = [x for x in batch.values() if isinstance(x, Tensor)]
         if detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors):
-            check_agreement(axis_group(self._mesh), described(batch), SAME_BATCH)
+            check_agreement(axis_group(self.mesh), described(batch), SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
 
     def _check_implementation(self) -> None:
@@ -114,16 +116,23 @@ class Sharding:
                 f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
             )
 
+    def _check_loss_function(self) -> None:
+        if getattr(self._model, "_loss_function", None) is not self._loss_function:
+            raise ValueError(
+                "loss_function was set after the plan, which has tried the one before on a few "
+                "tokens; make a loss of your own from the logits, and call the model without labels"
+            )
+
     def _deal(self, batch: dict[str, Any], seq_len: int) -> Dealt:
         """What attention has to know."""
-        length = padded_length(self._layout, self._mesh.size(), seq_len)
+        length = padded_length(self._layout, self.mesh.size(), seq_len)
         documents = find_documents(batch, seq_len, self._chunks)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         indices = torch.arange(length, device=_tokens(batch).device)
         return Dealt(
             self._options._replace(seq_len=length, key_seq_len=length),
-            local_tokens(indices, self._mesh, 0, self._layout),
+            local_tokens(indices, self.mesh, 0, self._layout),
             documents,
             self._readings,
         )
@@ -138,7 +147,7 @@ class Sharding:
         results = {}
         for name, x in parts.items():
             if name == "loss":
-                partial = DTensor.from_local(x, self._mesh, [Partial()], run_check=False)
+                partial = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
                 # In memory of its own: `Trainer` scales the loss in place, which no view allows.
                 results[name] = partial.full_tensor().clone()
             else:
@@ -157,7 +166,7 @@ class Sharding:
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x  # see Note [Gradients of compiled outputs]
-        sharded = from_local_tokens(local, self._mesh, 1, remainder.dealt_length)
+        sharded = from_local_tokens(local, self.mesh, 1, remainder.dealt_length)
         if not self._unshards:
             return sharded
         return unshard_sequence(sharded, 1)[:, : remainder.seq_len]

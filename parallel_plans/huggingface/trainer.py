@@ -34,9 +34,9 @@ class ContextParallelTrainer(Trainer):
         args, kwargs: those of `Trainer`.
 
     Raises:
-        ValueError: if the mesh has other axes, tokens are not averaged across devices, the loss is
-            to be another than the model's own, or an option deals batches or the model to ranks in
-            a way of its own.
+        ValueError: if the mesh has other axes, the model is not under the plan, tokens are not
+            averaged across devices, the loss is to be another than the model's own, or an option
+            deals batches or the model to ranks in a way of its own.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -58,6 +58,7 @@ class ContextParallelTrainer(Trainer):
         self._mesh = mesh
         super().__init__(*args, **kwargs)
         self._refuse()
+        self._check_plan(self.model)
         self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
 
     def _refuse(self) -> None:
@@ -95,13 +96,32 @@ class ContextParallelTrainer(Trainer):
                 "leave alora_invocation_tokens out",
             ),
             (
-                args.fsdp or self.is_fsdp_enabled or args.parallelism_config is not None,
-                "fsdp and parallelism_config would shard the model by a mesh of their own; leave "
-                "them out, or train with fully_shard in a loop of your own",
+                args.fsdp
+                or self.is_fsdp_enabled
+                or args.deepspeed
+                or self.is_deepspeed_enabled
+                or args.parallelism_config is not None,
+                "fsdp, deepspeed and parallelism_config deal the model or batches to ranks in ways "
+                "of their own; leave them out, or train with fully_shard in a loop of yours",
             ),
         ):
             if is_given:
                 raise ValueError(why)
+
+    def _check_plan(self, model: Any) -> None:
+        """Gradients of a model without the plan would be as many times too large as ranks share."""
+        forwards = (vars(module).get("forward") for module in model.modules())
+        meshes = [getattr(forward, "mesh", None) for forward in forwards]
+        if self._mesh["cp"].mesh.tolist() not in [x.mesh.tolist() for x in meshes if x]:
+            raise ValueError(
+                'the model is not under a context_parallel_plan over mesh["cp"]: apply it with '
+                "parallelize_module first, in model_init, too"
+            )
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        self._check_plan(model)
+        return model
 
     def _adapters(self) -> list[Any]:
         """Configs of what peft added to the model."""

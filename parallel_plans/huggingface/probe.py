@@ -1,0 +1,74 @@
+"""A model asked what it makes of a few tokens, where attention lets each see itself only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_plans.huggingface.attention import at_positions
+from parallel_plans.huggingface.patterns import PROBE, pattern_of
+
+NUM_TOKENS = 8
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without dropout, noise and gradients, and as it was afterwards."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def ask(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
+    """What the model returns for the tokens of those indices.
+
+    There are always as many in all, in rows that are alike: else matrix products would be rounded
+    in another way, by which a router of experts may choose others.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    device = next(model.parameters()).device
+    index = torch.tensor([indices] * (NUM_TOKENS // len(indices)), device=device)
+    positions = index % (getattr(model.config, "max_position_embeddings", None) or NUM_TOKENS)
+    AttentionInterface.register(PROBE, _alone)
+    AttentionMaskInterface.register(PROBE, pattern_of)
+    model.set_attn_implementation(PROBE)
+    return model(
+        input_ids=index % model.config.vocab_size,
+        position_ids=positions,
+        attention_mask=torch.ones_like(positions),
+        use_cache=False,
+        ring=index[0],
+        **inputs,
+    )
+
+
+def _alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    ring: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Something of query, key and value of each token alone."""
+    if ring is None:
+        raise ValueError(
+            f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
+            "cannot know how the sequence is sharded; it has no context-parallel plan"
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    # No product of query and key: rotated by wrong positions, both are so by the same angle.
+    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
+    return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None

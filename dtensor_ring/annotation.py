@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -11,15 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import Contiguous, Layout, as_layout
 
-_LAYOUTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    """What is known of an axis."""
+
+    layout: Layout
+    is_annotated: bool
+    """Or else it was used before."""
+
+    def __str__(self) -> str:
+        how = "is annotated" if self.is_annotated else "was used unannotated, which makes it"
+        return f"{how} {self.layout.name}"
+
+
+_KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Known]] = WeakKeyDictionary()
 """By the ranks of the axis, in their order; forgotten when the world they count in is.
 
 Not by mesh or group: DTensor takes meshes of the same ranks for one, and puts either in place of
 the other.
 """
-
-_ASSUMED: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Layout]] = WeakKeyDictionary()
-"""The axes that were used without an annotation."""
 
 
 def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
@@ -31,20 +42,15 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     """
     chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
     ranks = _ranks(axis_group(mesh))
-    assumed = _ASSUMED.get(_world(), {}).get(ranks, chosen)
-    if _contradict(assumed, chosen, ranks):
+    axes = _KNOWN.setdefault(_world(), {})
+    known = axes.get(ranks)
+    if known is not None and _contradict(known.layout, chosen, ranks):
+        again = "use the same layout, or a mesh of other ranks"
         raise ValueError(
-            f"sequences were sharded over {mesh} before it was annotated, which makes them "
-            f"{assumed.name}, it cannot become {chosen.name}: annotate it first"
+            f"{mesh} {known}, it cannot become {chosen.name}: tensors may already be sharded in "
+            f"that order; {again if known.is_annotated else 'annotate it first'}"
         )
-    layouts = _LAYOUTS.setdefault(_world(), {})
-    known = layouts.get(ranks, chosen)
-    if _contradict(known, chosen, ranks):
-        raise ValueError(
-            f"{mesh} is annotated {known.name}, it cannot become {chosen.name}: tensors may "
-            "already be sharded in that order; use the same layout, or a mesh of other ranks"
-        )
-    layouts[ranks] = chosen
+    axes[ranks] = _Known(chosen, is_annotated=True)
 
 
 def _contradict(one: Layout, other: Layout, ranks: tuple[int, ...]) -> bool:
@@ -72,15 +78,16 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
 
 def group_layout(group: ProcessGroup) -> Layout | None:
     """The layout of the axis that this group spans, `None` if it was not annotated."""
-    return _LAYOUTS.get(_world(), {}).get(_ranks(group))
+    known = _known(group)
+    return known.layout if known is not None and known.is_annotated else None
 
 
 def assumed_layout(group: ProcessGroup) -> Layout:
     """The layout of the axis; contiguous, and for good, if it was not annotated before its use."""
-    annotated = group_layout(group)
-    layout = annotated or Contiguous()
-    if annotated is None:
-        _ASSUMED.setdefault(_world(), {})[_ranks(group)] = layout
+    known = _known(group)
+    layout = (None if known is None else known.layout) or Contiguous()
+    if known is None:
+        _KNOWN.setdefault(_world(), {})[_ranks(group)] = _Known(layout, is_annotated=False)
     return layout
 
 
@@ -90,12 +97,12 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
     Raises:
         ValueError: if the axis needs the runs of a batch and there are none, or the opposite.
     """
-    annotated = group_layout(group)
-    belongs_to_batch = annotated is not None and annotated.name == Balanced.name
-    if with_runs and annotated is not None and not belongs_to_batch:
+    known = _known(group)
+    belongs_to_batch = known is not None and known.layout.name == Balanced.name
+    if with_runs and known is not None and not belongs_to_batch:
         raise ValueError(
-            f"the axis is annotated {annotated.name}, so its tokens are in that order: leave runs "
-            "out, or annotate the axis with the Balanced layout of a batch"
+            f"the axis {known}, so its tokens are in that order: leave runs out, or annotate the "
+            "axis, before its first use, with the Balanced layout of a batch"
         )
     if belongs_to_batch and not with_runs:
         raise ValueError(
@@ -103,6 +110,10 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
             "ring_attention(..., runs=sequence_runs(layout)), no other attention can take it"
         )
     return Balanced.name if with_runs else assumed_layout(group).name
+
+
+def _known(group: ProcessGroup) -> _Known | None:
+    return _KNOWN.get(_world(), {}).get(_ranks(group))
 
 
 def _world() -> ProcessGroup:

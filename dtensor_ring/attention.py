@@ -139,6 +139,11 @@ def _placed(options: Options, query: Any, key: Any, mesh: DeviceMesh | None) -> 
         if mesh is not None:
             raise ValueError("mesh is for local tensors: DTensors carry theirs; leave it out")
         return options
+    if isinstance(options.sinks, DTensor):
+        raise TypeError(
+            "sinks beside plain query, key and value must be plain, too, got a DTensor; pass "
+            "sinks.to_local()"
+        )
     if mesh is None:
         raise ValueError(
             "ring_attention on plain tensors needs mesh=, the 1-D mesh that they are shards over; "

@@ -47,7 +47,7 @@ def check_inputs(
     if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
             f"sinks must hold one logit per query head, shape ({query.shape[1]},), "
-            f"got {tuple(sinks.shape)}"
+            f"got {tuple(sinks.shape)}; where heads are sharded, pass a DTensor or this rank's own"
         )
     if sinks is not None and sinks.device != query.device:
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")

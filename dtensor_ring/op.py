@@ -129,9 +129,9 @@ class Options(NamedTuple):
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options = Options(*rest)
     check_inputs(query, key, value, options.sinks, options.grad_dtype)
-    schedule, scoring = options.plan(query, key), options.scoring(query, value)
+    mine, scoring = options.plan(query, key), options.scoring(query, value)
     query, key, value = _unit_stride(query, key, value)
-    return ring_forward(query, (key, value), schedule, scoring, options.wire, options.sinks)
+    return ring_forward(query, (key, value), mine, scoring, options.wire, options.sinks)
 
 
 @torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
@@ -146,11 +146,11 @@ def _backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(*rest)
-    schedule = options.plan(query, key)
+    mine = options.plan(query, key)
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, query, out, lse, grad_lse)
     scoring = options.scoring(query, value, differentiable_lse=grad_lse is not None)
-    grads = ring_backward(saved, (key, value), schedule, scoring, options.wire, options.grad_dtype)
+    grads = ring_backward(saved, (key, value), mine, scoring, options.wire, options.grad_dtype)
     return *grads, _sinks_gradient(saved, options.sinks)
 
 

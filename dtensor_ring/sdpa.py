@@ -50,7 +50,8 @@ def set_sequence_layout(mesh: DeviceMesh, layout: Layout | str) -> None:
     Annotate before the first tensor is sharded over the axis. From then on
     `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2 is sharded over
     this axis, of this mesh or of the one it was sliced from, is ring attention. `attn_mask` and
-    dropout are refused.
+    dropout are refused. Tokens have to be dealt in this order, as `shard_sequence` does:
+    `distribute_tensor` and `redistribute` know contiguous shards only.
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
@@ -192,6 +193,12 @@ def _refuse(bound: dict[str, Any]) -> None:
         raise ValueError(
             f"dropout cannot be served over a sharded sequence, got dropout_p="
             f"{bound['dropout_p']}; set it to 0"
+        )
+    heads = [bound[name].shape[-3:-2] for name in ("query", "key")]
+    if bound.get("enable_gqa") is False and heads[0] != heads[1]:  # only the composite op says it
+        raise ValueError(
+            f"query and key must have as many heads without enable_gqa=True, got shapes "
+            f"{tuple(bound['query'].shape)} and {tuple(bound['key'].shape)}"
         )
 
 

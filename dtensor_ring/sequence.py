@@ -22,6 +22,8 @@ def shard_sequence(
 ) -> DTensor:
     """Shard a tensor that every rank holds whole, its tokens in layout order.
 
+    `distribute_tensor` would deal them contiguously, whatever the layout of the mesh.
+
     Args:
         tensor: the global tensor, the same on every rank of the mesh, with S tokens in `dim`.
         mesh: the 1-D mesh of the ring.

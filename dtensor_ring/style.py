@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -57,23 +58,36 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = signature(module.forward).parameters
-        names = list(parameters)
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
-        if not (is_open or set(self.inputs) <= set(names)):
+        if not (is_open or set(self.inputs) <= set(parameters)):
             raise ValueError(
-                f"{type(module).__name__}.forward takes {names}, not all of {list(self.inputs)}; "
-                "say which of its arguments are query, key and value: inputs=(...)"
+                f"{type(module).__name__}.forward takes {list(parameters)}, not all of "
+                f"{list(self.inputs)}; say which of its arguments are query, key and value: "
+                "inputs=(...)"
             )
         set_sequence_layout(device_mesh, self.layout)
-        positions = {
-            names.index(name) if name in names else order: name
-            for order, name in enumerate(self.inputs)
-        }
+        positions = _positions(parameters.values(), self.inputs)
         module.register_forward_pre_hook(
-            partial(_shard_inputs, mesh=device_mesh, positions=positions), with_kwargs=True
+            partial(_shard_inputs, mesh=device_mesh, positions=positions, names=self.inputs),
+            with_kwargs=True,
         )
         module.register_forward_hook(_local_outputs)
         return module
+
+
+def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> set[int]:
+    """Where the inputs are if given by position; those without a name may be among `*args`."""
+    kinds = {p.name: p.kind for p in parameters}
+    named = [
+        name
+        for name, kind in kinds.items()
+        if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    found = {named.index(name) for name in inputs if name in named}
+    if Parameter.VAR_POSITIONAL not in kinds.values():
+        return found
+    unnamed = (order for order, name in enumerate(inputs) if name not in kinds)
+    return found | {order for order in unnamed if order >= len(named)}
 
 
 def _shard_inputs(
@@ -82,10 +96,11 @@ def _shard_inputs(
     kwargs: dict[str, Any],
     *,
     mesh: DeviceMesh,
-    positions: dict[int, str],
+    positions: set[int],
+    names: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sharded = tuple(_shard(x, mesh) if i in positions else x for i, x in enumerate(args))
-    named = {name: _shard(kwargs[name], mesh) for name in positions.values() if name in kwargs}
+    named = {name: _shard(kwargs[name], mesh) for name in names if name in kwargs}
     return sharded, kwargs | named
 
 

@@ -22,6 +22,7 @@ from dtensor_ring import (
     sequence_layout,
     sequence_runs,
     set_sequence_layout,
+    shard_sequence,
 )
 from dtensor_ring.annotation import axis_layout
 from dtensor_ring.layout import Layout
@@ -86,7 +87,11 @@ TWICE: dict[str, tuple[Any, Any, str]] = {
     "another batch": (BALANCED, ANOTHER, ""),
     "balanced, zigzag": (BALANCED, ZigZag(), "is annotated balanced, it cannot become zigzag"),
     "zigzag, balanced": (ZigZag(), BALANCED, "is annotated zigzag, it cannot become balanced"),
-    "used, balanced": (None, BALANCED, "contiguous, it cannot become balanced: annotate it first"),
+    "used, balanced": (
+        None,
+        BALANCED,
+        "contiguous, it cannot become balanced: .* annotate it first",
+    ),
 }
 
 
@@ -104,6 +109,18 @@ def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         set_sequence_layout(mesh, second)
     assert sequence_layout(mesh) == (first if message else second)
+
+
+def test_used_without_runs(pool: Pool) -> None:
+    pool.run(2, _check_used)
+
+
+def _check_used() -> None:
+    """Tokens that were dealt contiguously are in no other order."""
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = [shard_sequence(torch.randn(1, 2, 16, 4), mesh, 2) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* runs"):
+        ring_attention(*inputs, runs=sequence_runs(BALANCED))
 
 
 NEEDS_RUNS = r"is annotated balanced, .*call ring_attention\(\.\.\., runs=sequence_runs\(layout\)\)"

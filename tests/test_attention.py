@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
 from dtensor_ring.layout import as_layout
@@ -131,6 +132,11 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         lambda x, mesh: {"sinks": torch.zeros(4, device="meta")},
         ValueError,
         "sinks must be on cpu, got meta",
+    ),
+    "sinks a DTensor": (
+        lambda x, mesh: {"sinks": DTensor.from_local(torch.zeros(4), mesh["cp"], run_check=False)},
+        TypeError,
+        "sinks beside plain query, key and value must be plain, too, got a DTensor",
     ),
     "three dims": (
         lambda x, mesh: {"query": x[0]},

@@ -99,7 +99,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "sinks of key heads": (
         options(sinks=torch.zeros(2)),
-        "sinks must hold one logit per query head, shape (4,), got (2,)",
+        "sinks must hold one logit per query head, shape (4,), got (2,); where heads are sharded, ",
     ),
     "sinks with dims": (options(sinks=torch.zeros(1, 4)), "shape (4,), got (1, 4)"),
     "local length": (

@@ -191,5 +191,8 @@ def _check_unfused() -> None:
     query, key, value, _ = (place(x, mesh, (SEQUENCE,)) for x in random_inputs(kv_heads=4))
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(ValueError, match="needs one of the fused"):
         F.scaled_dot_product_attention(query, key, value)
+    fewer = key[:, :2], value[:, :2]
+    with torch.inference_mode(), pytest.raises(ValueError, match="heads without enable_gqa=True"):
+        F.scaled_dot_product_attention(query, *fewer)
     with pytest.raises(ValueError, match="head dims that differ"):
         F.scaled_dot_product_attention(query, key, value[..., :4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.layout import as_layout
 from dtensor_ring.op import ring_backward_op, ring_op
+from dtensor_ring.style import _positions
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.pool import Pool
@@ -182,6 +184,22 @@ def _check_call(
     leaves = [leaf for leaf in (*output["out"], *output["more"]) if isinstance(leaf, Tensor)]
     assert all(type(leaf) is Tensor and torch.equal(leaf, x) for leaf in leaves)
     assert output["more"][-1] is None
+
+
+# The forward of a module that takes query, key and value, and where it takes them by position.
+SIGNATURES: list[tuple[Any, set[int]]] = [
+    (lambda query, key, value: None, {0, 1, 2}),
+    (lambda x, value, *, query, key: None, {1}),
+    (lambda x, query, **more: None, {1}),
+    (lambda *args, **more: None, {0, 1, 2}),
+    (lambda hidden, *args: None, {1, 2}),
+    (lambda hidden, mask, positions, **more: None, set()),
+]
+
+
+@pytest.mark.parametrize(("forward", "expected"), SIGNATURES)
+def test_positions(forward: Any, expected: set[int]) -> None:
+    assert _positions(signature(forward).parameters.values(), ("query", "key", "value")) == expected
 
 
 def _kind(x: Any) -> str:

@@ -229,7 +229,7 @@ def _check_refusals() -> None:
             misuse("zigzag")
     line = init_device_mesh("cpu", (4,))
     shard_sequence(tokens, line, 0)
-    with pytest.raises(ValueError, match="contiguous, it cannot become zigzag: annotate it first"):
+    with pytest.raises(ValueError, match=r"contiguous, it cannot become zigzag: .* annotate"):
         set_sequence_layout(line, "zigzag")
     absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
     with pytest.raises(ValueError, match="is not part of"):

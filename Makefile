@@ -48,7 +48,7 @@ gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test an
 	for which in "not flash_attn4" flash_attn4; do \
 		$(GPU_PYTHON) -m pytest -m gpu -k "$$which" $$files || failed=1; \
 	done; \
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
 	exit $$failed
 
 clean: ## remove caches, builds and outputs, but no environment

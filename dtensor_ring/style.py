@@ -76,18 +76,19 @@ class ContextParallel(ParallelStyle):
 
 
 def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> set[int]:
-    """Where the inputs are if given by position; those without a name may be among `*args`."""
+    """Where the inputs are if given by position.
+
+    Those without a name follow those with one, by `*args`; if none has, they come first.
+    """
     kinds = {p.name: p.kind for p in parameters}
-    named = [
-        name
-        for name, kind in kinds.items()
-        if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    found = {named.index(name) for name in inputs if name in named}
-    if Parameter.VAR_POSITIONAL not in kinds.values():
-        return found
-    unnamed = (order for order, name in enumerate(inputs) if name not in kinds)
-    return found | {order for order in unnamed if order >= len(named)}
+    by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, kind in kinds.items() if kind in by_position]
+    found = {names.index(name) for name in inputs if name in names}
+    unnamed = [name for name in inputs if name not in kinds]
+    if Parameter.VAR_POSITIONAL in kinds.values():
+        first = len(names) if found else 0
+        found |= set(range(first, first + len(unnamed)))
+    return found
 
 
 def _shard_inputs(

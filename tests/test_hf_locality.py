@@ -30,6 +30,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(1, keepdim=True),
     "index": lambda x: x + 0.1 * torch.arange(x.shape[1]).view(1, -1, 1),
     "length": lambda x: x * x.shape[1] ** 0.5,
+    "number": lambda x: x * x.shape[:2].numel() ** 0.5,
 }
 
 
@@ -41,11 +42,9 @@ def test_families_are_local(family: str) -> None:
 
 
 def test_rounding_by_the_number_of_rows_is_no_mixing() -> None:
-    """As of matrix products, by which routers of bfloat16 may choose another expert."""
-    model = small_model("Qwen3-MoE")
-    model.model.embed_tokens = After(
-        model.model.embed_tokens, lambda x: x * x.shape[:2].numel() ** 0.5
-    )
+    """As of matrix products in bfloat16, by which a router may choose another expert."""
+    model = small_model("Llama").bfloat16()
+    model.model.embed_tokens = After(model.model.embed_tokens, MIXES["number"])
     check_locality(model)
 
 

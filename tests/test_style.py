@@ -192,7 +192,8 @@ SIGNATURES: list[tuple[Any, set[int]]] = [
     (lambda x, value, *, query, key: None, {1}),
     (lambda x, query, **more: None, {1}),
     (lambda *args, **more: None, {0, 1, 2}),
-    (lambda hidden, *args: None, {1, 2}),
+    (lambda q, *kv: None, {0, 1, 2}),
+    (lambda x, query, *more: None, {1, 2, 3}),
     (lambda hidden, mask, positions, **more: None, set()),
 ]
 

@@ -201,10 +201,14 @@ def refuse(folder: str) -> None:
             )
     with pytest.raises(ValueError, match="not under a context_parallel_plan"):
         ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh)
-    with pytest.raises(ValueError, match="in model_init, too"):
+    with pytest.raises(ValueError, match="or in the model_init that you give it"):
         ContextParallelTrainer(
             args=arguments(folder, BATCH), mesh=mesh, model_init=lambda: small_model("Llama")
         )
+    options = arguments(folder, BATCH)
+    options.deepspeed = "deepspeed.json"
+    with pytest.raises(ValueError, match="fsdp, deepspeed and parallelism_config deal"):
+        ContextParallelTrainer(small_model("Llama"), options, mesh=mesh)
     model: Any = small_model("Llama")
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[3, 4])}
     with pytest.raises(ValueError, match="adapters that begin at a token"):

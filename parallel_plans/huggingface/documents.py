@@ -56,11 +56,12 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
         batch.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids")
     )
     if given is not None:
-        _require(
-            torch.tensor(True) if padding is None else padding.bool().all(),
-            "cu_seq_lens_q and an attention_mask with padding both say where documents are; leave "
-            "one of them out",
-        )
+        if padding is not None:
+            _require(
+                padding.bool().all(),
+                "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
+                "leave one of them out",
+            )
         starts = _starts_by_boundaries(given, batch.get("cu_seq_lens_k"), seq_len)
     elif padding is not None:
         starts = _starts_by_padding(padding)

@@ -5,7 +5,7 @@ sees itself only, what it makes of a few tokens must not depend on which others 
 four tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
 over a batch, positions that a model counts by itself, and factors that depend on the length or the
 largest position are found so; not what begins at some greater length, in training only, or with
-special tokens.
+special tokens; nor, in 16 bits, what depends on how many tokens there are in all rows.
 """
 
 from __future__ import annotations

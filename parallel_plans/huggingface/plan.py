@@ -22,7 +22,7 @@ from dtensor_ring.sdpa import set_sequence_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
-from parallel_plans.huggingface.loss import check_loss
+from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import Readings, pattern_of, read_patterns
 from parallel_plans.huggingface.sharding import Sharding
 
@@ -63,8 +63,8 @@ def context_parallel_plan(
         A plan of one entry for the model itself.
 
     Raises:
-        ValueError: if something in the model but attention reads along the sequence, its loss is
-            none of transformers' cross-entropies, or the layout or kernel is unknown.
+        ValueError: if something in the model but attention reads along the sequence, or the layout
+            or kernel is unknown.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -106,26 +106,29 @@ class ShardedModel(ParallelStyle):
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
-        readings = _examine(model)
+        readings, why_no_loss = _examine(model)
         set_sequence_layout(device_mesh, self.layout)
         model.set_attn_implementation(IMPLEMENTATION)
+        loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
         sharding = Sharding(
-            model, device_mesh, self.layout, self.options, readings, self.unshard_outputs
+            model, device_mesh, self.layout, self.options, readings, loss, self.unshard_outputs
         )
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         return model
 
 
-def _examine(model: Any) -> Readings:
-    """What the model's layers see, if a ring can serve it; leaves the model as it was."""
+def _examine(model: Any) -> tuple[Readings, str | None]:
+    """What the model's layers see, if a ring can serve it, and why it cannot serve its loss.
+
+    Leaves the model as it was.
+    """
     before = model.config._attn_implementation
     try:
         readings = read_patterns(model)
         check_locality(model)
-        check_loss(model)
+        return readings, other_loss(model)
     finally:
         model.set_attn_implementation(before)
-    return readings
 
 
 def _own_config(model: Any) -> None:
@@ -147,7 +150,7 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
 
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        batch, outcome = sharding.inputs(args, kwargs)
+        batch, outcome = sharding.inputs(self, args, kwargs)
         return sharding.outputs(plain(self, **batch), outcome)
 
     wrapper: Any = forward

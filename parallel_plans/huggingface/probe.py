@@ -31,13 +31,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def ask(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
     """What the model returns for the tokens of those indices.
 
-    There are always as many in all, in rows that are alike: else matrix products would be rounded
-    in another way, by which a router of experts may choose others.
+    In 16 bits there are always as many in all, in rows that are alike: else matrix products would
+    be rounded in another way, by which a router of experts may choose others.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    device = next(model.parameters()).device
-    index = torch.tensor([indices] * (NUM_TOKENS // len(indices)), device=device)
+    parameter = next(model.parameters())
+    num_rows = 1 if parameter.dtype.itemsize > 2 else NUM_TOKENS // len(indices)
+    index = torch.tensor([indices] * num_rows, device=parameter.device)
     positions = index % (getattr(model.config, "max_position_embeddings", None) or NUM_TOKENS)
     AttentionInterface.register(PROBE, _alone)
     AttentionMaskInterface.register(PROBE, pattern_of)

@@ -29,7 +29,7 @@ from parallel_plans.huggingface.batch import (
     padded_length,
 )
 from parallel_plans.huggingface.documents import find_documents
-from parallel_plans.huggingface.loss import predicts_next, token_loss
+from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import Reading, Readings
 
 
@@ -61,31 +61,30 @@ class Sharding:
         layout: Layout,
         options: Options,
         readings: Readings,
+        loss: Loss,
         unshard_outputs: bool,
     ) -> None:
-        self._model, self._config = model, model.config
-        self._loss_function = getattr(model, "_loss_function", None)
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(model)
         self.mesh, self._layout, self._unshards = mesh, layout, unshard_outputs
         group_name = axis_group(mesh).group_name
         self._options = options._replace(layout=layout.name, group_name=group_name)
-        self._readings = readings
+        self._readings, self._loss = readings, loss
         self._agreed: set[bool] = set()  # with gradients, without
         masks = [reading.mask for reading in readings.values() if isinstance(reading, Reading)]
         self._chunks = {mask.chunk for mask in masks if mask.chunk}
 
     def inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], Remainder]:
         """This rank's part of the batch, all by keyword."""
-        self._check_implementation()
+        _check_implementation(model.config)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
         if "labels" in batch:
-            self._check_loss_function()
+            self._loss.check(model)
             batch |= next_tokens(batch) if self._predicts_next else {}
         count = num_items(batch)
         dealt = self._deal(batch, seq_len)
@@ -107,21 +106,6 @@ class Sharding:
         if detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors):
             check_agreement(axis_group(self.mesh), described(batch), SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
-
-    def _check_implementation(self) -> None:
-        chosen = self._config._attn_implementation
-        if chosen != IMPLEMENTATION:
-            raise ValueError(
-                f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
-                f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
-            )
-
-    def _check_loss_function(self) -> None:
-        if getattr(self._model, "_loss_function", None) is not self._loss_function:
-            raise ValueError(
-                "loss_function was set after the plan, which has tried the one before on a few "
-                "tokens; make a loss of your own from the logits, and call the model without labels"
-            )
 
     def _deal(self, batch: dict[str, Any], seq_len: int) -> Dealt:
         """What attention has to know."""
@@ -170,6 +154,15 @@ class Sharding:
         if not self._unshards:
             return sharded
         return unshard_sequence(sharded, 1)[:, : remainder.seq_len]
+
+
+def _check_implementation(config: Any) -> None:
+    chosen = config._attn_implementation
+    if chosen != IMPLEMENTATION:
+        raise ValueError(
+            f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
+            f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
+        )
 
 
 def _tokens(batch: dict[str, Any]) -> Tensor:

@@ -114,8 +114,8 @@ class ContextParallelTrainer(Trainer):
         meshes = [getattr(forward, "mesh", None) for forward in forwards]
         if self._mesh["cp"].mesh.tolist() not in [x.mesh.tolist() for x in meshes if x]:
             raise ValueError(
-                'the model is not under a context_parallel_plan over mesh["cp"]: apply it with '
-                "parallelize_module first, in model_init, too"
+                'the model is not under a context_parallel_plan over mesh["cp"]: apply it before '
+                "the trainer is made, or in the model_init that you give it"
             )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

@@ -13,7 +13,7 @@ from dtensor_ring.balanced import Balanced
 from dtensor_ring.layout import Contiguous, Layout, as_layout
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """What is known of an axis."""
 
     layout: Layout
@@ -25,7 +25,7 @@ class _Known(NamedTuple):
         return f"{how} {self.layout.name}"
 
 
-_KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Known]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Known]] = WeakKeyDictionary()
 """By the ranks of the axis, in their order; forgotten when the world they count in is.
 
 Not by mesh or group: DTensor takes meshes of the same ranks for one, and puts either in place of
@@ -50,7 +50,7 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
             f"{mesh} {known}, it cannot become {chosen.name}: tensors may already be sharded in "
             f"that order; {again if known.is_annotated else 'annotate it first'}"
         )
-    axes[ranks] = _Known(chosen, is_annotated=True)
+    axes[ranks] = Known(chosen, is_annotated=True)
 
 
 def _contradict(one: Layout, other: Layout, ranks: tuple[int, ...]) -> bool:
@@ -78,16 +78,16 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
 
 def group_layout(group: ProcessGroup) -> Layout | None:
     """The layout of the axis that this group spans, `None` if it was not annotated."""
-    known = _known(group)
+    known = known_axis(group)
     return known.layout if known is not None and known.is_annotated else None
 
 
 def assumed_layout(group: ProcessGroup) -> Layout:
     """The layout of the axis; contiguous, and for good, if it was not annotated before its use."""
-    known = _known(group)
+    known = known_axis(group)
     layout = (None if known is None else known.layout) or Contiguous()
     if known is None:
-        _KNOWN.setdefault(_world(), {})[_ranks(group)] = _Known(layout, is_annotated=False)
+        _KNOWN.setdefault(_world(), {})[_ranks(group)] = Known(layout, is_annotated=False)
     return layout
 
 
@@ -97,7 +97,7 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
     Raises:
         ValueError: if the axis needs the runs of a batch and there are none, or the opposite.
     """
-    known = _known(group)
+    known = known_axis(group)
     belongs_to_batch = known is not None and known.layout.name == Balanced.name
     if with_runs and known is not None and not belongs_to_batch:
         raise ValueError(
@@ -112,7 +112,8 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
     return Balanced.name if with_runs else assumed_layout(group).name
 
 
-def _known(group: ProcessGroup) -> _Known | None:
+def known_axis(group: ProcessGroup) -> Known | None:
+    """What is known of the axis that this group spans."""
     return _KNOWN.get(_world(), {}).get(_ranks(group))
 
 

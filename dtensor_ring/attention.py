@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.agreement import check_call
 from dtensor_ring.annotation import axis_group, axis_layout, group_layout
 from dtensor_ring.dtensor import SEQUENCE
+from dtensor_ring.kernels import available_kernels
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale, ring_op
 
@@ -100,7 +101,8 @@ def ring_attention(
             raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a dtensor_ring.Mask, such as Mask.causal(), got {mask!r}")
-    if not 0 <= softcap < inf:
+    _check_host_tensors({"cu_seqlens": cu_seqlens, "key_cu_seqlens": key_cu_seqlens, "runs": runs})
+    if softcap is None or not 0 <= softcap < inf:
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
@@ -118,6 +120,15 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+def _check_host_tensors(given: dict[str, Any]) -> None:
+    for name, x in given.items():
+        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+            make = (
+                "sequence_runs(layout)" if name == "runs" else "torch.tensor(x, dtype=torch.int32)"
+            )
+            raise TypeError(f"{name} must be a plain tensor, as {make}, got {type(x).__name__}")
+
+
 def _validate(call: dict[str, Any]) -> None:
     """Compare a call of `ring_attention`, by its arguments, with those of the other ranks."""
     if torch.compiler.is_compiling():
@@ -130,7 +141,8 @@ def _validate(call: dict[str, Any]) -> None:
         groups = [axis_group(mesh)] if mesh is not None else []
     for group in groups:
         layout = group_layout(group)
-        check_call(group, call | {"layout": layout and layout.name})
+        runs_here = [name for name, missing in available_kernels().items() if missing is None]
+        check_call(group, call | {"layout": layout and layout.name, "kernels": runs_here})
 
 
 def _placed(options: Options, query: Any, key: Any, mesh: DeviceMesh | None) -> Options:

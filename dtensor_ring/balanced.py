@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any, ClassVar
 
 from dtensor_ring.layout import Layout, Run, ZigZag, shard_length
@@ -32,6 +33,7 @@ class Balanced(Layout):
             runs, hence fewer tiles. By default 256, or a sixteenth of a shard if that is less.
 
     Raises:
+        TypeError: if the mask is no `Mask`, or a number no integer.
         ValueError: if `block` is not positive, or the boundaries are none of that sequence.
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
@@ -48,6 +50,11 @@ class Balanced(Layout):
     block: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {self.mask!r}")
+        for name in ("seq_len", "world_size", "block"):  # a float would count as the same number
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, index(getattr(self, name)))
         if self.block is not None and self.block < 1:
             raise ValueError(f"a block holds at least one token, got {self.block}")
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))

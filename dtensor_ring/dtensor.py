@@ -68,6 +68,8 @@ def ring_of(query: Any, key: Any, value: Any, runs: Tensor | None = None) -> Rin
                 f"Replicate, got {where} on mesh axis {axis}: {found}"
             )
     _check_heads(tensors)
+    if query.device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {query.device_mesh}: it has no ring there")
     group = query.device_mesh.get_group(axes[0])
     layout = axis_layout(group, runs is not None)
     return Ring(query.device_mesh, tuple(query.placements), group, layout)
@@ -166,10 +168,15 @@ def _local_options(options: Options, query: DTensor, key: DTensor, ring: Ring) -
 
 
 def _local_rows(cu_seqlens: Any, query: DTensor, ring: Ring) -> Any:
-    if cu_seqlens is not None and cu_seqlens.ndim == 2 and len(cu_seqlens) == query.shape[BATCH]:
-        start, length = _batch_rows(query, ring)
-        return cu_seqlens[start : start + length]
-    return cu_seqlens
+    if cu_seqlens is None or cu_seqlens.ndim != 2:
+        return cu_seqlens
+    if len(cu_seqlens) != query.shape[BATCH]:
+        raise ValueError(
+            "boundaries by row are those of the whole batch, shape (D+1,) or "
+            f"({query.shape[BATCH]}, D+1), got {tuple(cu_seqlens.shape)}"
+        )
+    start, length = _batch_rows(query, ring)
+    return cu_seqlens[start : start + length]
 
 
 def _local_sinks(sinks: Any, ring: Ring) -> Any:

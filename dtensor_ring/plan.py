@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, groupby, pairwise
+from operator import index
 from typing import Any
 
 from dtensor_ring.layout import Layout, Run
@@ -151,9 +152,13 @@ def as_documents(cu_seqlens: Any) -> Documents | None:
     """
     if cu_seqlens is None:
         return None
-    rows: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
+    rows: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
+    if not isinstance(rows, Sequence):
+        raise ValueError(f"boundaries of documents must be (D+1,) or (B, D+1), got {cu_seqlens!r}")
     nested = bool(rows) and isinstance(rows[0], Sequence)
-    return tuple(tuple(end for end, _ in groupby(row)) for row in (rows if nested else [rows]))
+    return tuple(
+        tuple(end for end, _ in groupby(map(index, row))) for row in (rows if nested else [rows])
+    )
 
 
 @lru_cache(maxsize=64)

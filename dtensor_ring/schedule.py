@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from dtensor_ring.balanced import Balanced
@@ -89,7 +90,7 @@ def describe_schedule(
         much moves.
 
     Raises:
-        TypeError: if the mask is no `Mask`.
+        TypeError: if the mask is no `Mask`, or a number no integer.
         ValueError: if the layout is unknown or cannot deal the length, or the boundaries are none.
 
     Example:
@@ -104,6 +105,7 @@ def describe_schedule(
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
+    seq_len, world_size = index(seq_len), index(world_size)  # a float would count as the same
     documents, num_ranks = as_documents(cu_seqlens), max(1, world_size)
     if layout == Balanced.name:
         layout = Balanced(mask, seq_len, num_ranks, documents)

@@ -154,7 +154,8 @@ def _is_masking(scores: Any, other: Any) -> bool:
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:
     """Whether `x` is sharded in that dimension over an axis that has a layout."""
-    return isinstance(x, DTensor) and any(
+    is_here = isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
+    return is_here and any(
         where == Shard(dim) and group_layout(x.device_mesh.get_group(axis)) is not None
         for axis, where in enumerate(x.placements)
     )

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.annotation import assumed_layout, axis_group, group_layout
+from dtensor_ring.annotation import assumed_layout, axis_group, known_axis
 from dtensor_ring.balanced import Balanced
-from dtensor_ring.layout import Layout
+from dtensor_ring.layout import Layout, as_layout
 from dtensor_ring.sdpa import set_sequence_layout
 
 
@@ -37,6 +37,7 @@ def shard_sequence(
         tokens, and zero for the others.
 
     Raises:
+        TypeError: if it is no plain tensor.
         ValueError: if the mesh is not 1-D or has another layout, the layout cannot deal the
             length, or it belongs to a batch and is not given.
         IndexError: if the tensor has no such dimension.
@@ -46,11 +47,19 @@ def shard_sequence(
         >>> shard_sequence(torch.arange(4), mesh, 0, "zigzag").to_local()
         tensor([0, 1, 2, 3])
     """
-    dim = _canonical(dim, tensor.ndim)
-    if layout is not None:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise TypeError(
+            "shard_sequence takes a plain tensor that every rank holds whole, got "
+            f"{type(tensor).__name__}"
+        )
+    dim, group = _canonical(dim, tensor.ndim), axis_group(mesh)
+    if layout is None:
+        chosen = _chosen_layout(group, None)
+    else:
+        chosen = layout if isinstance(layout, Balanced) else as_layout(layout)
+    local = local_tokens(tensor, mesh, dim, chosen)
+    if layout is not None:  # which can deal the length, else the axis could take no other
         set_sequence_layout(mesh, layout)
-    batch_layout = layout if isinstance(layout, Balanced) else None
-    local = local_tokens(tensor, mesh, dim, _chosen_layout(axis_group(mesh), batch_layout))
     return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
@@ -170,13 +179,13 @@ def _check_balanced(layout: Any) -> None:
 
 def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     """The given layout of a batch, else that of the axis."""
-    annotated = group_layout(group)
-    if given is not None and annotated is not None and annotated.name != given.name:
+    known = known_axis(group)
+    if given is not None and known is not None and known.layout.name != given.name:
         raise ValueError(
-            f"the axis is annotated {annotated.name}, so its tokens are in that order: leave the "
-            "layout out, or use a mesh of other ranks, annotated with a Balanced one"
+            f"the axis {known}, so its tokens are in that order: leave the layout out, or use a "
+            "mesh of other ranks, annotated with a Balanced one"
         )
-    if given is None and annotated is not None and annotated.name == Balanced.name:
+    if given is None and known is not None and known.layout.name == Balanced.name:
         raise ValueError(
             "the axis is annotated balanced, so the order of its tokens belongs to a batch: pass "
             "the Balanced layout of this one, layout=..."

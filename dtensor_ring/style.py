@@ -102,11 +102,24 @@ def _shard_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sharded = tuple(_shard(x, mesh) if i in positions else x for i, x in enumerate(args))
     named = {name: _shard(kwargs[name], mesh) for name in names if name in kwargs}
+    if not named and not any(i in positions for i in range(len(args))):
+        raise ValueError(
+            f"{type(module).__name__} was called without any of {list(names)}, so nothing would be "
+            "a ring; say which of its arguments are query, key and value: inputs=(...)"
+        )
     return sharded, kwargs | named
 
 
 def _shard(x: Any, mesh: DeviceMesh) -> Any:
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DTensor):
+        if Shard(SEQUENCE) not in x.placements:
+            raise ValueError(
+                f"a DTensor that ContextParallel gets must be Shard({SEQUENCE}) over a mesh with "
+                f"the axis of the ring, got {tuple(x.placements)} on {x.device_mesh}; or pass the "
+                "local shard"
+            )
         return x
     if x.ndim != 4:
         raise ValueError(

@@ -43,7 +43,16 @@ class GroupWire:
         self._group = group
 
     def prepare(self, device: torch.device) -> None:
-        """NCCL wants all ranks of a group in its first call, and a hop may concern only a few."""
+        """NCCL wants all ranks of a group in its first call, and a hop may concern only a few.
+
+        Raises:
+            ValueError: if it is gloo that would move tensors of a GPU.
+        """
+        if device.type == "cuda" and self._group._get_backend(device).name() == "gloo":
+            raise ValueError(
+                "the tensors are on CUDA and their group is gloo's, which sends those of CPUs "
+                'only; init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
+            )
         if device.type == "cuda" and self._group not in _READY:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             _READY.add(self._group)

@@ -96,18 +96,30 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world", type=int, default=2, help="processes on the ring")
+    parser.add_argument("--world", type=positive, default=2, help="processes on the ring")
     parser.add_argument("--layout", default="zigzag", help="contiguous, striped or zigzag")
     parser.add_argument("--model", default="llama", choices=MODELS, help="family of the model")
     parser.add_argument("--packed", action="store_true", help="several documents in a sequence")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
+    parser.add_argument("--seq-len", type=positive, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=positive, default=40, help="optimizer steps")
+    parser.add_argument("--batch", type=positive, default=2, help="sequences per step")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true", help="torch.compile, no graph break")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
     parser.add_argument("--stock", action="store_true", help="train without the ring")
-    return parser.parse_args()
+    options = parser.parse_args()
+    try:
+        describe_schedule(options.layout, Mask.causal(), options.seq_len, options.world)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    if int(text) < 1:
+        raise ValueError(f"{text} is not positive")
+    return int(text)
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
+from dtensor_ring import Mask, ZigZag, ring_attention, set_sequence_layout, shard_sequence
 from dtensor_ring.layout import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
@@ -133,6 +133,17 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         ValueError,
         "sinks must be on cpu, got meta",
     ),
+    "boundaries in a list": (
+        lambda x, mesh: {"cu_seqlens": [0, 4, 8]},
+        TypeError,
+        r"cu_seqlens must be a plain tensor, as torch.tensor\(x, dtype=torch.int32\), got list",
+    ),
+    "a layout for its runs": (
+        lambda x, mesh: {"runs": ZigZag()},
+        TypeError,
+        r"runs must be a plain tensor, as sequence_runs\(layout\), got ZigZag",
+    ),
+    "no softcap": (lambda x, mesh: {"softcap": None}, ValueError, "0 .none. or .* got None"),
     "sinks a DTensor": (
         lambda x, mesh: {"sinks": DTensor.from_local(torch.zeros(4), mesh["cp"], run_check=False)},
         TypeError,

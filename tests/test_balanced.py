@@ -191,6 +191,11 @@ def test_refusals(wrong: dict[str, Any], message: str) -> None:
         replace(UNEVEN, **wrong)
 
 
+def test_refuses_a_name_for_a_mask() -> None:
+    with pytest.raises(TypeError, match=r"mask must be a Mask, such as .*, got 'causal'"):
+        Balanced("causal", 16, 2)  # pyrefly: ignore[bad-argument-type]
+
+
 @pytest.mark.parametrize(("world_size", "seq_len"), [(4, 240), (3, 120)])
 def test_deals_no_other_batch(world_size: int, seq_len: int) -> None:
     message = f"for 240 tokens on 3 ranks, it cannot deal {seq_len} tokens to {world_size}; make"

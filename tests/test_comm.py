@@ -127,6 +127,15 @@ def _positions(pair: Pair) -> list[float]:
     return columns[:, 0].tolist()
 
 
+def test_gloo_sends_nothing_of_a_gpu(pool: Pool) -> None:
+    pool.run(2, _prepare_for_a_gpu)
+
+
+def _prepare_for_a_gpu() -> None:
+    with pytest.raises(ValueError, match=r"on CUDA and their group is gloo's, .*\"nccl\"\)"):
+        GroupWire(dist.group.WORLD).prepare(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("num_cols", [0, 1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_packet_shares_its_buffer(num_cols: int, dtype: torch.dtype) -> None:

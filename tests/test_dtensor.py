@@ -267,7 +267,7 @@ REFUSALS = {
         "sinks must be", (BATCH, SEQUENCE), sinks=(Shard(0), REPLICATE)
     ),
     "rows of cu_seqlens": Refusal(
-        r"must have shape \(D\+1,\) or \(1, D\+1\), got \(3, 2\)",
+        r"of the whole batch, shape \(D\+1,\) or \(2, D\+1\), got \(3, 2\)",
         (BATCH, SEQUENCE),
         cu_seqlens=[[0, 16]] * 3,
     ),

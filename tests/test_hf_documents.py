@@ -91,6 +91,7 @@ def test_tokens_that_were_added_are_not_seen() -> None:
         ("start at 0", {"cu_seq_lens_q": [1, 6]}),
         ("never decrease", {"cu_seq_lens_q": [0, 4, 2, 6]}),
         ("at or before 6 tokens", {"cu_seq_lens_q": [0, 7]}),
+        ("the same", {"cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 2, 6]}),
         ("both say", {"cu_seq_lens_q": [0, 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]}),
         ("one row of boundaries", {"cu_seq_lens_q": [0, 6], "cu_seq_lens_k": [0, 1, 6]}),
     ],

@@ -145,6 +145,7 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
             {"attention_mask": torch.ones(1, 1, 16, 16)},
         ),
         ("one tensor .* got dict", {"attention_mask": {"full_attention": TOKENS}}),
+        ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
         ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
         ("load-balancing", {"output_router_logits": True}),

@@ -131,3 +131,14 @@ def test_imbalance(layout: str, mask: Mask, imbalance: float) -> None:
 def test_refusals(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         describe_schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("zigzag", 8.0, 2), ("zigzag", 8, 2.0), ("balanced", 8.0, 2), ("zigzag", 8, 2, [0.0])],
+)
+def test_floats_are_no_numbers_of_tokens(arguments: tuple) -> None:
+    """Plans are kept by them, and 8.0 would find that of 8, or be found in its place."""
+    layout, *others = arguments
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        describe_schedule(layout, Mask.causal(), *others)

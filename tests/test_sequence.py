@@ -231,6 +231,9 @@ def _check_refusals() -> None:
     shard_sequence(tokens, line, 0)
     with pytest.raises(ValueError, match=r"contiguous, it cannot become zigzag: .* annotate"):
         set_sequence_layout(line, "zigzag")
+    for tensor in ([0, 1], shard_sequence(tokens, line, 0)):
+        with pytest.raises(TypeError, match="takes a plain tensor that every rank holds whole"):
+            shard_sequence(tensor, line, 0)
     absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
     with pytest.raises(ValueError, match="is not part of"):
         shard_sequence(tokens, absent, 0)

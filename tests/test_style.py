@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
@@ -207,6 +207,11 @@ def _kind(x: Any) -> str:
     return "d" if isinstance(x, DTensor) else "x" if isinstance(x, Tensor) else str(x)
 
 
+class Unnamed(nn.Module):
+    def forward(self, q: Any, k: Any, v: Any, **more: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 class Windowed(nn.Module):
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         return ring_attention(q, k, v, mask=Mask.sliding(2), return_lse=True)
@@ -243,7 +248,13 @@ def _check_refusals() -> None:
     assert sequence_layout(mesh["cp"]).name == "zigzag"
     with pytest.raises(ValueError, match="is annotated zigzag, it cannot become striped"):
         parallelize_module(Attention(), mesh["cp"], ContextParallel("striped"))
+    unnamed = parallelize_module(Unnamed(), mesh["cp"], ContextParallel())
+    with pytest.raises(ValueError, match=r"Unnamed was called without any of \['query', "):
+        unnamed(*torch.zeros(3, 1, 2, 4, 8))
+    other = DTensor.from_local(torch.zeros(1, 2, 4, 8), mesh["dp"], [Shard(1)], run_check=False)
     flat = parallelize_module(Attention(), mesh["cp"], ContextParallel())
+    with pytest.raises(ValueError, match=r"must be Shard\(2\) .*, got \(Shard\(dim=1\),\) on"):
+        flat(other, other, other)
     with pytest.raises(ValueError, match=r"\(B, N, L, H\), got shape \(2, 4, 8\)"):
         flat(*torch.zeros(3, 2, 4, 8))
     with pytest.raises(ValueError, match="runs over one axis"):

@@ -180,6 +180,8 @@ def refuse(folder: str) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
     with pytest.raises(ValueError, match=r"has the axes .*, got \('cp',\)"):
         ContextParallelTrainer(small_model("Llama"), mesh=mesh["cp"])
+    with pytest.raises(TypeError, match="is a DeviceMesh, got NoneType"):
+        ContextParallelTrainer(small_model("Llama"), mesh=None)  # pyrefly: ignore[bad-argument-type]
     losses = "leave label_smoothing_factor and compute_loss_func"
     for options, function, message in (
         ({"label_smoothing_factor": 0.1}, None, losses),

@@ -78,7 +78,7 @@ def _missing_package() -> str | None:
         if error.name == "flash_attn_interface":
             return "flash attention 3, the module flash_attn_interface, is not installed"
         return f"the module flash_attn_interface does not load: {error}"
-    except ImportError as error:
+    except Exception as error:  # one that is broken may raise what it likes
         return f"the module flash_attn_interface does not load: {error}"
     if not (hasattr(flash, "fwd") and hasattr(flash, "bwd")):
         return "this flash_attn_interface is too old: it registers no torch.ops.flash_attn_3"

@@ -7,6 +7,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.layout import Layout, shard_length
 from dtensor_ring.sequence import local_tokens
@@ -31,6 +32,8 @@ def _described(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
     kind = f"{x.dtype} {tuple(x.shape)}"
+    if isinstance(x, DTensor):
+        return f"DTensor {kind}"
     if x.is_floating_point():  # what is computed may differ in rounding
         return kind
     return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
@@ -44,6 +47,13 @@ def check_batch(given: dict[str, Any]) -> int:
     """
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
+    for name in ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask"):
+        x = given.get(name)
+        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+            raise ValueError(
+                f"{name} must be one tensor over a sharded sequence, plain and whole on every "
+                f"rank, got {type(x).__name__}"
+            )
     for name in REFUSED:
         if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
             raise ValueError(
@@ -62,12 +72,6 @@ def check_batch(given: dict[str, Any]) -> int:
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
-    padding = given.get("attention_mask")
-    if not isinstance(padding, Tensor | None):
-        raise ValueError(
-            "attention_mask must be one tensor (B, S) over a sharded sequence, got "
-            f"{type(padding).__name__}: the masks of layers come with the ring"
-        )
     return _check_lengths(given)
 
 

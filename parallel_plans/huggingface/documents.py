@@ -88,6 +88,8 @@ def _starts_by_boundaries(given: Tensor, of_keys: Tensor | None, seq_len: int) -
         (given[0] == 0) & (given[-1] <= seq_len) & (given.diff() >= 0).all(),
         f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",
     )
+    if of_keys is not None:
+        _require((of_keys == given).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
     starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
     return starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
 

@@ -98,6 +98,7 @@ class ShardedModel(ParallelStyle):
         AttentionInterface.register(IMPLEMENTATION, attention)
         AttentionMaskInterface.register(IMPLEMENTATION, pattern_of)
         model: Any = module
+        check_model(model)
         if "forward" in vars(model):
             raise ValueError(
                 "the forward of this model was replaced already, by this plan or by another "

@@ -50,6 +50,8 @@ class ContextParallelTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"the mesh of a trainer is a DeviceMesh, got {type(mesh).__name__}")
         if mesh.mesh_dim_names != AXES:
             raise ValueError(
                 f"the mesh of a trainer has the axes {AXES}, got {mesh.mesh_dim_names}; see "

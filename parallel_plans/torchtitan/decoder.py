@@ -89,6 +89,8 @@ def _window(attention: Any) -> tuple[int, int]:
     """In tokens before and after a query; torchtitan's sliding windows count the query itself."""
     size = getattr(attention, "sliding_window_size", None)
     if size is not None:
+        if size < 1:
+            raise ValueError(f"a sliding window holds one token at least, got {size}")
         return size - 1, 0
     return getattr(attention.inner_attention, "window_size", (UNBOUNDED, 0))
 

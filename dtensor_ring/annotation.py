@@ -16,13 +16,14 @@ from dtensor_ring.layout import Contiguous, Layout, as_layout
 class Known(NamedTuple):
     """What is known of an axis."""
 
-    layout: Layout
-    is_annotated: bool
-    """Or else it was used before."""
+    name: str
+    """Of the order that its tokens are in."""
+    annotated: Layout | None = None
+    """With what; or else it was used as if so."""
 
     def __str__(self) -> str:
-        how = "is annotated" if self.is_annotated else "was used unannotated, which makes it"
-        return f"{how} {self.layout.name}"
+        how = "is annotated" if self.annotated else "was used unannotated, which makes it"
+        return f"{how} {self.name}"
 
 
 _KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Known]] = WeakKeyDictionary()
@@ -44,19 +45,19 @@ def annotate(mesh: DeviceMesh, layout: Layout | str) -> None:
     ranks = _ranks(axis_group(mesh))
     axes = _KNOWN.setdefault(_world(), {})
     known = axes.get(ranks)
-    if known is not None and _contradict(known.layout, chosen, ranks):
+    if known is not None and _contradict(known.name, chosen.name, ranks):
         again = "use the same layout, or a mesh of other ranks"
         raise ValueError(
             f"{mesh} {known}, it cannot become {chosen.name}: tensors may already be sharded in "
-            f"that order; {again if known.is_annotated else 'annotate it first'}"
+            f"that order; {again if known.annotated else 'annotate it first'}"
         )
-    axes[ranks] = Known(chosen, is_annotated=True)
+    axes[ranks] = Known(chosen.name, chosen)
 
 
-def _contradict(one: Layout, other: Layout, ranks: tuple[int, ...]) -> bool:
+def _contradict(one: str, other: str, ranks: tuple[int, ...]) -> bool:
     """Whether tokens cannot be in both orders; a single rank has them in their own, in each."""
-    belongs_to_batch = Balanced.name in (one.name, other.name)
-    return one.name != other.name and (len(ranks) > 1 or belongs_to_batch)
+    belongs_to_batch = Balanced.name in (one, other)
+    return one != other and (len(ranks) > 1 or belongs_to_batch)
 
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:
@@ -79,15 +80,13 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
 def group_layout(group: ProcessGroup) -> Layout | None:
     """The layout of the axis that this group spans, `None` if it was not annotated."""
     known = known_axis(group)
-    return known.layout if known is not None and known.is_annotated else None
+    return None if known is None else known.annotated
 
 
 def assumed_layout(group: ProcessGroup) -> Layout:
     """The layout of the axis; contiguous, and for good, if it was not annotated before its use."""
-    known = known_axis(group)
-    layout = (None if known is None else known.layout) or Contiguous()
-    if known is None:
-        _KNOWN.setdefault(_world(), {})[_ranks(group)] = Known(layout, is_annotated=False)
+    layout = group_layout(group) or Contiguous()
+    _note_use(group, layout.name)
     return layout
 
 
@@ -98,7 +97,7 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
         ValueError: if the axis needs the runs of a batch and there are none, or the opposite.
     """
     known = known_axis(group)
-    belongs_to_batch = known is not None and known.layout.name == Balanced.name
+    belongs_to_batch = known is not None and known.name == Balanced.name
     if with_runs and known is not None and not belongs_to_batch:
         raise ValueError(
             f"the axis {known}, so its tokens are in that order: leave runs out, or annotate the "
@@ -106,10 +105,18 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
         )
     if belongs_to_batch and not with_runs:
         raise ValueError(
-            "the axis is annotated balanced, so the order of its tokens belongs to a batch: call "
+            f"the axis {known}, so the order of its tokens belongs to a batch: call "
             "ring_attention(..., runs=sequence_runs(layout)), no other attention can take it"
         )
-    return Balanced.name if with_runs else assumed_layout(group).name
+    if not with_runs:
+        return assumed_layout(group).name
+    _note_use(group, Balanced.name)
+    return Balanced.name
+
+
+def _note_use(group: ProcessGroup, name: str) -> None:
+    if known_axis(group) is None:
+        _KNOWN.setdefault(_world(), {})[_ranks(group)] = Known(name)
 
 
 def known_axis(group: ProcessGroup) -> Known | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,6 +15,7 @@ from dtensor_ring.agreement import check_call
 from dtensor_ring.annotation import axis_group, axis_layout, group_layout
 from dtensor_ring.dtensor import SEQUENCE
 from dtensor_ring.kernels import available_kernels
+from dtensor_ring.layout import shard_length
 from dtensor_ring.mask import Mask
 from dtensor_ring.op import Options, default_scale, ring_op
 
@@ -142,7 +144,21 @@ def _validate(call: dict[str, Any]) -> None:
     for group in groups:
         layout = group_layout(group)
         runs_here = [name for name, missing in available_kernels().items() if missing is None]
-        check_call(group, call | {"layout": layout and layout.name, "kernels": runs_here})
+        here = {"layout": layout and layout.name, "kernels": runs_here}
+        check_call(group, call | here | {"shards of another length": _odd_shards(call, group)})
+
+
+def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
+    """Which DTensors hold more or fewer tokens here than their length says."""
+    given = {name: call[name] for name in ("query", "key", "value")}
+    rank, size = group.rank(), group.size()
+    return [
+        f"{name} {x._local_tensor.shape[SEQUENCE]}"
+        for name, x in given.items()
+        if isinstance(x, DTensor)
+        and x.ndim == 4
+        and x._local_tensor.shape[SEQUENCE] != shard_length(rank, size, x.shape[SEQUENCE])
+    ]
 
 
 def _placed(options: Options, query: Any, key: Any, mesh: DeviceMesh | None) -> Options:

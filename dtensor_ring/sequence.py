@@ -180,15 +180,15 @@ def _check_balanced(layout: Any) -> None:
 def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     """The given layout of a batch, else that of the axis."""
     known = known_axis(group)
-    if given is not None and known is not None and known.layout.name != given.name:
+    if given is not None and known is not None and known.name != given.name:
         raise ValueError(
             f"the axis {known}, so its tokens are in that order: leave the layout out, or use a "
             "mesh of other ranks, annotated with a Balanced one"
         )
-    if given is None and known is not None and known.layout.name == Balanced.name:
+    if given is None and known is not None and known.name == Balanced.name:
         raise ValueError(
-            "the axis is annotated balanced, so the order of its tokens belongs to a batch: pass "
-            "the Balanced layout of this one, layout=..."
+            f"the axis {known}, so the order of its tokens belongs to a batch: pass the Balanced "
+            "layout of this one, layout=..."
         )
     return given or assumed_layout(group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring import Mask, ring_attention
+from dtensor_ring import Mask, attention, ring_attention
 from tests.dense import dense_attention
 from tests.pool import Pool
 
@@ -204,3 +205,35 @@ def _check_compiled() -> None:
     told = "validate=True compares ranks in eager calls only; compile without it"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
         compiled([x] * 3, mesh, False, {})
+
+
+def test_shards_of_another_length(pool: Pool) -> None:
+    pool.run(4, _check_odd_shards)
+
+
+def _check_odd_shards() -> None:
+    """9 tokens on 4 ranks are 3, 3, 3 and none."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    local, shape = torch.randn(1, 2, 2 if rank else 3, 8), torch.Size((1, 2, 9, 8))
+    x = DTensor.from_local(
+        local, mesh, [Shard(2)], run_check=False, shape=shape, stride=(144, 72, 8, 1)
+    )
+    odd = r"shards of another length: \[\] on \[0\], \['query 2', .*\] on \[1, 2, 3\]"
+    with pytest.raises(ValueError, match=odd):
+        ring_attention(x, x, x, validate=True)
+
+
+def test_kernels_of_other_ranks(pool: Pool) -> None:
+    pool.run(2, _check_kernels)
+
+
+def _check_kernels() -> None:
+    """A package that is installed on some ranks only."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
+    here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
+    told = r"kernels: \['reference', 'cpu_flash'\] on \[0\], \['reference'\] on \[1\]"
+    with (
+        patch.object(attention, "available_kernels", lambda: here),
+        pytest.raises(ValueError, match=told),
+    ):
+        ring_attention(x, x, x, mesh=mesh, validate=True)

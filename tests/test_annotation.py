@@ -23,6 +23,7 @@ from dtensor_ring import (
     sequence_runs,
     set_sequence_layout,
     shard_sequence,
+    unshard_sequence,
 )
 from dtensor_ring.annotation import axis_layout
 from dtensor_ring.layout import Layout
@@ -121,6 +122,26 @@ def _check_used() -> None:
     inputs = [shard_sequence(torch.randn(1, 2, 16, 4), mesh, 2) for _ in range(3)]
     with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* runs"):
         ring_attention(*inputs, runs=sequence_runs(BALANCED))
+    with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* layout out"):
+        unshard_sequence(inputs[0], 2, BALANCED)
+
+
+def test_used_with_runs(pool: Pool) -> None:
+    pool.run(2, _check_used_with_runs)
+
+
+def _check_used_with_runs() -> None:
+    """Whoever forgets them the next time gets no contiguous attention instead."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    ring_attention(*local, runs=sequence_runs(BALANCED), mesh=mesh)
+    with pytest.raises(ValueError, match=r"was used .* balanced, .* call ring_attention"):
+        ring_attention(*local, mesh=mesh)
+    sharded = DTensor.from_local(local[0], mesh, [SEQUENCE], run_check=False)
+    with pytest.raises(ValueError, match=r"makes it balanced, .* pass the Balanced layout"):
+        unshard_sequence(sharded, 2)
+    with pytest.raises(ValueError, match=r"makes it balanced, it cannot become zigzag"):
+        set_sequence_layout(mesh, "zigzag")
 
 
 NEEDS_RUNS = r"is annotated balanced, .*call ring_attention\(\.\.\., runs=sequence_runs\(layout\)\)"

@@ -8,8 +8,8 @@ The documents are the modules of Python's standard library, one each. Pass the f
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,4 +39,6 @@ def library() -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    write_assets(Path(sys.argv[1]), library())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    write_assets(parser.parse_args().folder, library())

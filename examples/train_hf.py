@@ -112,6 +112,8 @@ def parse_options() -> argparse.Namespace:
         describe_schedule(options.layout, Mask.causal(), options.seq_len, options.world)
     except ValueError as error:
         parser.error(str(error))
+    if options.stock and not dist.is_torchelastic_launched():
+        parser.error("--stock is for runs under torchrun; without it both runs are made")
     return options
 
 

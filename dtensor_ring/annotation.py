@@ -108,6 +108,8 @@ def axis_layout(group: ProcessGroup, with_runs: bool) -> str:
             f"the axis {known}, so the order of its tokens belongs to a batch: call "
             "ring_attention(..., runs=sequence_runs(layout)), no other attention can take it"
         )
+    if known is not None:
+        return known.name
     if not with_runs:
         return assumed_layout(group).name
     _note_use(group, Balanced.name)

@@ -33,18 +33,19 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed ## measure the ring, masks, routes, calls and, as root, hosts
+bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
+	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 
 # Flash attention 4 apart: its compiler is young, and a test that hangs ends all behind it.
 gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test and measure on a GPU
 	@failed=0; \
-	files=$$(grep -l mark.gpu tests/*.py); \
+	files=$$(grep -lr --include="test_*.py" mark.gpu tests); \
 	for which in "not flash_attn4" flash_attn4; do \
 		$(GPU_PYTHON) -m pytest -m gpu -k "$$which" $$files || failed=1; \
 	done; \

@@ -16,21 +16,23 @@ from link import Link
 from torch import Tensor
 
 from dtensor_ring import Contiguous
-from dtensor_ring.comm import Packet, ShardRotation
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import KERNELS, Problem
-from dtensor_ring.layout import Layout
-from dtensor_ring.mask import Mask
-from dtensor_ring.op import default_scale
-from dtensor_ring.partial import Partial
-from dtensor_ring.plan import Plan, plan
+from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
+from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.partial import Partial
+from dtensor_ring.ops.options import default_scale
+from dtensor_ring.planning.documents import as_documents
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.wire import Message
+from dtensor_ring.transport.packet import Packet
+from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport.rotation import ShardRotation
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What is computed, and by what."""
+    """The attention to compute, and the kernel for it."""
 
     kernel: str
     world_size: int
@@ -57,7 +59,7 @@ class Attention:
         )
 
     def plan(self, rank: int) -> Plan:
-        documents = None if self.cu_seqlens is None else (self.cu_seqlens,)
+        documents = as_documents(self.cu_seqlens)
         return plan(self.layout, self.mask, rank, self.world_size, self.seq_len, documents)
 
     @cached_property
@@ -106,13 +108,13 @@ def positions_of(attention: Attention, rank: int) -> Tensor:
 def link_of(
     attention: Attention, rank: int, shards: list[Tensor], rate: float | None = None
 ) -> Link:
-    """What brings a rank the shards of the others, as our ring packs them."""
+    """Transfers that bring a rank the shards of the others, as our ring packs them."""
     mine, (key, value) = attention.plan(rank), shards[2:]
     sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
     order = ShardRotation.order_on(key.device)
     arriving: dict[tuple[int, int], Tensor] = {}  # by columns: the ranks hold the same
     messages = []
-    for cols in (parcel.cols for mail in mine.shards for parcel in mail.receives):
+    for cols in (transfer.cols for hop in mine.shards for transfer in hop.receives):
         if cols not in arriving:
             buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
             packet = Packet(buffer, (key, value), cols, key.dtype, order)
@@ -134,21 +136,22 @@ def rank_stages(
     """Our ring, on one rank."""
     link = link_of(attention, rank, shards, rate)
     grad_out, query, key, value = shards
-    mine, scoring = attention.plan(rank), scoring_of(attention)
+    mine, kernel, scores = attention.plan(rank), KERNELS[attention.kernel], scores_of(attention)
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:
-        kept[:] = ring_forward(query, (key, value), mine, scoring, link)
+        kept[:] = ring_forward(query, (key, value), mine, kernel, scores, link)
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
-        return ring_backward(Saved(grad_out, query, *kept), (key, value), mine, scoring, link)
+        saved = Saved(grad_out, *kept)
+        return ring_backward(saved, query, (key, value), mine, kernel, scores, link)
 
     return forward, backward
 
 
-def scoring_of(attention: Attention) -> Scoring:
-    return Scoring(KERNELS[attention.kernel], default_scale(attention.head_dim))
+def scores_of(attention: Attention) -> Scores:
+    return Scores(attention.mask, default_scale(attention.head_dim))
 
 
 class _Rotater:
@@ -159,7 +162,7 @@ class _Rotater:
 
     def exchange_buffers(self, buffer: Tensor) -> None:
         self._arriving = torch.empty_like(buffer.contiguous())
-        self._works = self._link.start([Message(self._arriving, 0)], [])
+        self._works = self._link.start([P2P(self._arriving, 0)], [])
 
     def next_buffer(self) -> Tensor:
         for work in self._works:
@@ -176,19 +179,18 @@ def torch_stages(attention: Attention, rank: int, shards: list[Tensor]) -> Stage
     link = torch_link_of(attention, shards)
     grad_out, query, key, value = shards
     kernel, group = KERNELS[attention.kernel], _Group(rank=rank, size=attention.world_size)
-    factors = default_scale(attention.head_dim), 0.0
+    scores = scores_of(attention)
     masks = {True: Mask.causal(), False: Mask.full()}
+    launches = {is_causal: Launch(WHOLE, WHOLE, mask) for is_causal, mask in masks.items()}
     kept: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-        return kernel.forward(q, k, v, masks[is_causal], *factors)
+        return kernel.forward(q, k, v, launches[is_causal], scores)
 
-    def pull_back(*, is_causal: bool, **x: Any) -> tuple[Tensor, ...]:
-        tensors = (
-            *(x[name] for name in ("grad_out", "query", "key", "value", "out")),
-            x["logsumexp"],
-        )
-        return kernel.backward(*tensors, None, masks[is_causal], *factors)
+    def attend_backward(*, is_causal: bool, **x: Any) -> tuple[Tensor, ...]:
+        saved = Saved(x["grad_out"], x["out"], x["logsumexp"])
+        tensors = x["query"], x["key"], x["value"]
+        return kernel.backward(saved, *tensors, launches[is_causal], scores)
 
     def forward() -> list[Tensor]:
         with _over(link):
@@ -200,7 +202,7 @@ def torch_stages(attention: Attention, rank: int, shards: list[Tensor]) -> Stage
     def backward() -> tuple[Tensor, ...]:
         with _over(link):
             return templated._templated_ring_attention_backward(
-                *(group, 2, pull_back, grad_out, "grad_out", query, key, value, *kept),
+                *(group, 2, attend_backward, grad_out, "grad_out", query, key, value, *kept),
                 is_causal=True,
             )
 

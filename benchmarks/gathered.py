@@ -22,9 +22,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dtensor_ring import comm
+from dtensor_ring.transport import protocol
 from examples.torchtitan_assets import write_assets
-from parallel_plans.torchtitan_cpu import sum_over_gloo, use_cpu
+from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 from tests.pool import Pool
 
 SEQ_LEN = 8192
@@ -36,7 +36,7 @@ TEXTS = {"one": SEQ_LEN, "16": SEQ_LEN // 16}
 
 @dataclass
 class Case:
-    """A model on so many ranks; `layout` is that of the rings, or none where keys are gathered."""
+    """A model on `world_size` ranks; `layout` is the ring's, `None` where keys are gathered."""
 
     world_size: int
     documents: str
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass
 class Bytes:
-    """Of keys and values of one layer."""
+    """Bytes of the keys and values of one layer."""
 
     received: int = 0
     held: int = 0
@@ -95,7 +95,7 @@ def _config(case: Case) -> Any:
 def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
     """Count in the inner attention of the layer, and nowhere else."""
     (attention,) = (x for name, x in model.named_modules() if name.endswith("inner_attention"))
-    forward, take = attention.forward, comm.BUFFERS.take
+    forward, take = attention.forward, protocol.BUFFERS.take
     gather, exchange = dist.all_gather_into_tensor, dist.batch_isend_irecv
 
     def gathering(output: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
@@ -116,7 +116,7 @@ def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
         with (
             patch.object(dist, "all_gather_into_tensor", gathering),
             patch.object(dist, "batch_isend_irecv", exchanging),
-            patch.object(comm.BUFFERS, "take", taking),
+            patch.object(protocol.BUFFERS, "take", taking),
         ):
             return forward(*args, **kwargs)
 

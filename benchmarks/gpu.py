@@ -31,8 +31,8 @@ from harness import origin, publish
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.kernels import KERNELS
-from dtensor_ring.layout import Layout
+from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.planning.layout import Layout
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(4096)
 NUM_DOCUMENTS = 16
@@ -46,7 +46,7 @@ def documents(seq_len: int) -> tuple[int, ...]:
 
 
 def attentions(device: str, quick: bool) -> Iterator[tuple[Attention, int]]:
-    """What is measured, and how often."""
+    """The attention to measure, and the number of repeats."""
     if quick:
         dims = {"heads": (4, 2), "head_dim": 64, "device": device}
         bounds = documents(512)
@@ -81,7 +81,7 @@ def _by_kernel(
     repeats: int,
     **dims: Any,
 ) -> Iterator[tuple[Attention, int]]:
-    """By each kernel but the reference that can, the preferred one first."""
+    """The attention by each kernel that can, but for the reference, best first."""
     for name, kernel in KERNELS.items():
         attention = Attention(name, world_size, shard, layout, mask, cuts, **dims)
         reason = kernel.missing() or kernel.supports(attention.problem())
@@ -199,7 +199,7 @@ def _noted(about: dict[str, str], what: str) -> Iterator[None]:
 
 
 def _plain(found: Row | Overlap) -> dict[str, Any]:
-    """What JSON takes."""
+    """The value as JSON takes it."""
     return asdict(found) | {"attention": str(found.attention)}
 
 

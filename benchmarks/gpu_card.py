@@ -1,4 +1,4 @@
-"""What gpu.py measures, as tables and a picture."""
+"""Tables and a picture of what gpu.py measures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 AIMS = (0.95, 0.97)
-"""Of the speed of one launch, forward and with backward."""
+"""Aims, as parts of the speed of one launch: forward, and with backward."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
     merges: float
 
     def speed(self, stage: int) -> float:
-        """That of the ring over that of one launch."""
+        """Speed of the ring over that of one launch."""
         return self.single[stage] / self.ours[stage]
 
 

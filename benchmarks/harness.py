@@ -21,15 +21,16 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.op import Options, ring_backward_op, ring_op
-from dtensor_ring.order import TOKEN_MAJOR, in_order
+from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order
+from dtensor_ring.ops.autograd import ring_backward_op, ring_op
+from dtensor_ring.ops.options import Call, flatten
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
 WIDTH = 140
 STAGES = ("forward", "forward + backward")
 ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
-"""Of the dimensions in memory, by name."""
+"""Orders of the dimensions in memory, by name."""
 
 Measure = Callable[[Any, DeviceMesh], Any]
 """Measures a case, and returns a dataclass."""
@@ -42,9 +43,10 @@ def random_shards(rank: int, num_tokens: int) -> list[Tensor]:
     return [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for _ in range(4)]
 
 
-def op_stages(shards: list[Tensor], options: Options) -> Stages:
+def op_stages(shards: list[Tensor], call: Call) -> Stages:
     """Our op, as autograd calls it."""
     grad_out, *inputs = shards
+    options = flatten(call)
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:
@@ -73,7 +75,7 @@ def work(rank: int, world_size: int, folder: str, measure: Measure, todo: list[A
 
 
 def spawn(world_size: int, measure: Measure, todo: list[Any]) -> list[dict[str, Any]]:
-    """What is measured of each case, in a new group of processes of one thread each."""
+    """Measure each case in a new group of processes of one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (world_size, folder, measure, todo), nprocs=world_size)
@@ -96,7 +98,7 @@ def origin() -> dict[str, str]:
 
 
 def _folder_name(hardware: str) -> str:
-    """Of a card: "2 x Intel(R) Xeon(R) Processor" is "2-x-intel-xeon"."""
+    """Folder of a card: "2 x Intel(R) Xeon(R) Processor" is "2-x-intel-xeon"."""
     words = re.sub(r"\(\w+\)|\bprocessor\b|,.*", " ", hardware.lower())
     return "-".join(re.findall(r"[\w.]+", words))
 

@@ -39,7 +39,7 @@ PORT = 29512
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a step did, in seconds from the beginning."""
+    """A part of a step, in seconds from the beginning."""
 
     ring: str
     step: int
@@ -54,7 +54,7 @@ class Measurement:
 
     world_size: int
     slowness: float
-    """Of a hop alone over what a step computes, forward, to which the link was limited; 0: not."""
+    """Time of a hop over that of a step's kernels, forward: the link's limit; 0 is no limit."""
     bytes_per_second: float | None
     seconds: dict[str, list[list[float]]]
     spans: list[list[list[Span]]]
@@ -79,7 +79,7 @@ class Measurement:
 
 
 def work(rank: int, folder: Path, address: str) -> None:
-    """What runs on a host."""
+    """The process of a host."""
     case = Case(**json.loads((folder / "case.json").read_text()))
     torch.set_num_threads(1)
     dist.init_process_group(

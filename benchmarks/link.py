@@ -7,7 +7,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from dtensor_ring.wire import Message
+from dtensor_ring.transport.protocol import P2P, Transport
 
 
 class Arrival:
@@ -22,8 +22,8 @@ class Arrival:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class Link:
-    """The wire of a rank that runs alone; sends cost nothing.
+class Link(Transport):
+    """The transport of a rank that runs alone; sends cost nothing.
 
     Args:
         shards: the messages with keys and values, in the order in which they arrive; after the last
@@ -36,10 +36,7 @@ class Link:
         self._shards, self._sums, self._rate = cycle(shards), sums, rate
         self._stream = torch.cuda.Stream(sums.device) if sums.is_cuda else None
 
-    def prepare(self, device: torch.device) -> None:
-        """Nothing to do."""
-
-    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Arrival]:
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Arrival]:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -54,7 +51,7 @@ class Link:
 
 @cache
 def cycles_per_second() -> float:
-    """Of the clock that `torch.cuda._sleep` counts, when nothing else runs.
+    """Rate of the clock that `torch.cuda._sleep` counts, when nothing else runs.
 
     Under attention it may be slower, and a link with it: what is exposed is rather overstated.
     """

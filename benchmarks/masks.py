@@ -22,9 +22,10 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Balanced, Contiguous, Mask, ZigZag, describe_schedule, sequence_runs
-from dtensor_ring.layout import Layout
-from dtensor_ring.op import Options, default_scale
-from dtensor_ring.schedule import Schedule
+from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.ops.options import Batch, Call, Place, default_scale
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384
 WINDOW, NUM_DOCUMENTS = 1024, 16
@@ -42,18 +43,13 @@ class Attention:
     def schedule(self) -> Schedule:
         return describe_schedule(self.layout, self.mask, SEQ_LEN, WORLD_SIZE, self.cu_seqlens)
 
-    def options(self, group: dist.ProcessGroup) -> Options:
+    def call(self, group: dist.ProcessGroup) -> Call:
         documents = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
-        return Options(
-            cu_seqlens=documents,
-            runs=sequence_runs(self.layout) if isinstance(self.layout, Balanced) else None,
-            seq_len=SEQ_LEN,
-            key_seq_len=SEQ_LEN,
-            layout=self.layout.name,
-            left=self.mask.left,
-            right=self.mask.right,
-            scale=default_scale(HEAD_DIM),
-            group_name=group.group_name,
+        runs = sequence_runs(self.layout) if isinstance(self.layout, Balanced) else None
+        return Call(
+            Batch(documents, runs=runs),
+            Scores(self.mask, default_scale(HEAD_DIM)),
+            Place(self.layout.spec, "ring", SEQ_LEN, SEQ_LEN, group.group_name),
         )
 
 
@@ -87,8 +83,7 @@ def measure(repeats: int, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     shards = random_shards(group.rank(), SEQ_LEN // WORLD_SIZE)
     contenders: dict[str, Stages] = {
-        name: op_stages(shards, attention.options(group))
-        for name, attention in attentions().items()
+        name: op_stages(shards, attention.call(group)) for name, attention in attentions().items()
     }
     return Measurement(time_paired(contenders, repeats, lambda: dist.barrier(group)))
 

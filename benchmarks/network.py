@@ -12,7 +12,7 @@ from pathlib import Path
 PREFIX = "dtensor-ring-"
 SWITCH = PREFIX + "switch"
 BURST_BYTES = 256 * 1024
-"""What a link lets through at once: a timer tick's worth of the fastest rate here."""
+"""Bytes that a link lets through at once: a timer tick of the fastest rate here."""
 
 
 class Hosts:
@@ -25,7 +25,7 @@ class Hosts:
         return f"10.99.0.{index + 1}"
 
     def limit(self, bytes_per_second: float | None) -> None:
-        """What each host may send; `None` is as much as it can."""
+        """Rate at which each host may send; `None` is unlimited."""
         queue = ["pfifo"]
         if bytes_per_second is not None:
             rate = f"{8 * bytes_per_second:.0f}"
@@ -77,7 +77,7 @@ class Hosts:
 
 @contextmanager
 def hosts(num: int) -> Iterator[Hosts]:
-    """So many hosts, which are gone afterwards.
+    """Make `num` hosts, which are gone afterwards.
 
     Raises:
         RuntimeError: if this process may not make them, lacks the tools, or others are in use.

@@ -33,15 +33,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import Kernel
-from dtensor_ring.layout import ZigZag
-from dtensor_ring.mask import Mask
-from dtensor_ring.op import Options, default_scale
-from dtensor_ring.order import in_order
-from dtensor_ring.plan import Plan, plan
+from dtensor_ring.compute.kernels import Kernel, Saved, Scores
+from dtensor_ring.compute.memory import in_order
+from dtensor_ring.ops.options import Batch, Call, Place, default_scale
+from dtensor_ring.planning.layout import ZigZag
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.wire import GroupWire
+from dtensor_ring.transport.process_group import ProcessGroupTransport
 
 MAX_SECONDS = 250
 """For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""
@@ -77,7 +76,7 @@ Columns = dict[str, Callable[[Case], str]]
 
 
 def cases(quick: bool) -> list[Case]:
-    """Those with real kernels, then those with stubs."""
+    """Cases with real kernels, then those with stubs."""
     repeats = {4096: 2} if quick else {4096: 15, 16384: 7, 65536: 2}
     orders = list(ORDERS)[:1] if quick else list(ORDERS)
     return [
@@ -99,22 +98,19 @@ def random_inputs(case: Case) -> list[Tensor]:
 
 
 def shards_of(case: Case, whole: list[Tensor], rank: int) -> list[Tensor]:
-    """What a rank holds of the whole tensors."""
+    """A rank's shards of the whole tensors."""
     shards = (zigzag_shard(x, 2, rank, case.world_size) for x in whole)
     return [in_order(x, ORDERS[case.order], x.dtype) for x in shards]
 
 
 def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
     """Our op under a causal mask."""
-    options = Options(
-        seq_len=case.seq_len,
-        key_seq_len=case.seq_len,
-        layout="zigzag",
-        right=0,
-        scale=default_scale(HEAD_DIM),
-        group_name=group.group_name,
+    call = Call(
+        Batch(),
+        Scores(Mask.causal(), default_scale(HEAD_DIM)),
+        Place("zigzag", "ring", case.seq_len, case.seq_len, group.group_name),
     )
-    return op_stages(shards, options)
+    return op_stages(shards, call)
 
 
 class StubKernel(Kernel):
@@ -134,7 +130,7 @@ class StubKernel(Kernel):
     def forward(self, query: Tensor, *_: Any) -> Any:
         return self.forwards.forward(query)
 
-    def backward(self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    def backward(self, saved: Saved, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
         return self.backwards.backward(query=query, key=key, value=value)
 
 
@@ -143,21 +139,22 @@ def ring_stages(
 ) -> Stages:
     """Our ring by that plan, around that kernel."""
     grad_out, query, *rest = shards
-    pair, wire = (rest[0], rest[1]), GroupWire(group)
-    scoring = Scoring(kernel, default_scale(HEAD_DIM))
+    pair, transport = (rest[0], rest[1]), ProcessGroupTransport(group)
+    scores = Scores(Mask.causal(), default_scale(HEAD_DIM))
     stubs = [kernel.forwards, kernel.backwards] if isinstance(kernel, StubKernel) else []
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:
         for stub in stubs:
             stub.restart()
-        kept[:] = ring_forward(query, pair, mine, scoring, wire)
+        kept[:] = ring_forward(query, pair, mine, kernel, scores, transport)
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
         for stub in stubs:
             stub.restart()
-        return ring_backward(Saved(grad_out, query, *kept), pair, mine, scoring, wire)
+        saved = Saved(grad_out, *kept)
+        return ring_backward(saved, query, pair, mine, kernel, scores, transport)
 
     return forward, backward
 

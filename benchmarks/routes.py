@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/routes.py``: it starts 4 and then 8 processes itself, prints a table, and
 writes it with every single time to ``benchmarks/results``. With ``--quick`` it repeats less and
-writes to ``out`` instead. Both ways are timed in turns, and ratios are medians of the ratios of
+writes to ``out`` instead. Both routes are timed in turns, and ratios are medians of the ratios of
 neighbouring times. Leave the machine alone meanwhile.
 """
 
@@ -10,7 +10,6 @@ import argparse
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,13 @@ from ring import StubKernel, ring_stages
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Mask, ZigZag
-from dtensor_ring import plan as planner
-from dtensor_ring.kernels import KERNELS
-from dtensor_ring.plan import Plan
-from dtensor_ring.route import Around, Direct
+from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.planning.documents import as_documents
+from dtensor_ring.planning.plan import Plan, plan
 
 SEQ_LEN = 32768
-WAYS = {"around": Around, "straight": Direct}
+ROUTES = {"around": "around", "straight": "direct"}
+"""Names of routes, by what the table calls them."""
 ATTENTIONS = {
     "window of 1,024": (Mask.sliding(1024), None),
     "documents of 3,000": (Mask.causal(), ((*range(0, SEQ_LEN, 3000), SEQ_LEN),)),
@@ -45,21 +44,21 @@ class Case:
     stub: bool
     repeats: int
 
-    def plans(self, way: str) -> list[Plan]:
-        """Of all ranks, under zigzag, whatever the planner would choose."""
+    def plans(self, route: str) -> list[Plan]:
+        """Plans of all ranks under zigzag, by this route whatever the planner would choose."""
         mask, documents = ATTENTIONS[self.attention]
-        for cached in (planner.plan, planner._route):
-            cached.cache_clear()
-        with patch.object(planner, "route", WAYS[way]):
-            return [
-                planner.plan(ZigZag(), mask, rank, self.world_size, SEQ_LEN, documents)
-                for rank in range(self.world_size)
-            ]
+        return [
+            plan(
+                *(ZigZag(), mask, rank, self.world_size, SEQ_LEN, as_documents(documents)),
+                route=ROUTES[route],
+            )
+            for rank in range(self.world_size)
+        ]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds by way, stage and repeat."""
+    """Seconds by route, stage and repeat."""
 
     case: Case
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -69,11 +68,11 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     shards = random_shards(group.rank(), SEQ_LEN // case.world_size)
     contenders = {
-        way: ring_stages(
+        route: ring_stages(
             StubKernel() if case.stub else KERNELS["cpu_flash"],
-            *(case.plans(way)[group.rank()], shards, group),
+            *(case.plans(route)[group.rank()], shards, group),
         )
-        for way in WAYS
+        for route in ROUTES
     }
     around, straight = ([x for stage in stages for x in stage()] for stages in contenders.values())
     if not case.stub:
@@ -88,11 +87,11 @@ def table(measurements: list[Measurement]) -> Table:
     for heading in ("steps", "tokens", "ms", "straight/around"):
         result.add_column(heading, justify="right", no_wrap=True)
     for m in measurements:
-        plans = [m.case.plans(way) for way in WAYS]
+        plans = [m.case.plans(route) for route in ROUTES]
         steps = [str(ranks[0].num_steps) for ranks in plans]
         tokens = [f"{max(plan.num_received for plan in ranks):,}" for ranks in plans]
         for stage, what in enumerate(STAGES):
-            around, straight = (m.seconds[way][stage] for way in WAYS)
+            around, straight = (m.seconds[route][stage] for route in ROUTES)
             result.add_row(
                 *(str(m.case.world_size), m.case.attention, "none" if m.case.stub else "aten"),
                 *(what, ", ".join(steps), " and ".join(tokens)),

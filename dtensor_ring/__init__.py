@@ -1,26 +1,34 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
-from dtensor_ring import flops as _flops  # noqa: F401 - registers the formulas
-from dtensor_ring.annotation import sequence_layout
-from dtensor_ring.attention import ring_attention
-from dtensor_ring.balanced import Balanced
-from dtensor_ring.kernels import available_kernels
-from dtensor_ring.layout import Contiguous, Striped, ZigZag
-from dtensor_ring.mask import Mask
-from dtensor_ring.schedule import describe_schedule
-from dtensor_ring.sdpa import set_sequence_layout
-from dtensor_ring.sequence import sequence_runs, shard_sequence, unshard_sequence
-from dtensor_ring.style import ContextParallel
+from dtensor_ring.compute.kernels import available_kernels, register_kernel
+from dtensor_ring.dtensor.annotation import sequence_layout
+from dtensor_ring.dtensor.attention import ring_attention
+from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
+from dtensor_ring.dtensor.sequence import sequence_runs, shard_sequence, unshard_sequence
+from dtensor_ring.dtensor.style import ContextParallel
+from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
+from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
+from dtensor_ring.transport.policy import TransferPolicy
+from dtensor_ring.transport.protocol import Transport
 
 __all__ = [
     "Balanced",
+    "BlockCyclic",
     "ContextParallel",
     "Contiguous",
     "Mask",
+    "SequenceAxis",
     "Striped",
+    "TransferPolicy",
+    "Transport",
     "ZigZag",
     "available_kernels",
+    "compare_layouts",
     "describe_schedule",
+    "register_kernel",
     "ring_attention",
     "sequence_layout",
     "sequence_runs",

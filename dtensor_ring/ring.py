@@ -2,63 +2,91 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from dtensor_ring.comm import ShardRotation, SumRotation
-from dtensor_ring.execute import Pair, Saved, Scoring, backward_step, forward_step
-from dtensor_ring.gradient import GradientShare, GradientSum
-from dtensor_ring.partial import Partial
-from dtensor_ring.plan import Plan
-from dtensor_ring.trace import Label
-from dtensor_ring.wire import Wire
+from dtensor_ring.compute.execute import Pair, backward_step, forward_step
+from dtensor_ring.compute.gradient import GradientShare, GradientSum
+from dtensor_ring.compute.kernels import Kernel, Saved, Scores
+from dtensor_ring.compute.partial import Partial
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.tile import length
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.rotation import ShardRotation, SumRotation
+
+Sums = tuple[GradientSum, GradientSum]
+Shares = tuple[GradientShare, GradientShare]
 
 
 def ring_forward(
     query: Tensor,
     shard: Pair,
     plan: Plan,
-    scoring: Scoring,
-    wire: Wire,
-    sinks: Tensor | None = None,
+    kernel: Kernel,
+    scores: Scores,
+    transport: Transport,
+    policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the local queries over all keys and values of the ring."""
-    partial = Partial(query, shard[1].shape[3], sinks)
-    shards = ShardRotation(wire, plan, shard)
-    for hop, step in enumerate(plan.steps, start=1):
-        label = Label("forward", hop - 1, step.source)
-        shards.post(hop, label)
-        forward_step(step, query, shards.held, partial, scoring, label, hop == plan.num_steps)
-        shards.wait(label)
-    shards.close()
+    partial = Partial(query, shard[1].shape[3], scores.sinks)
+    with ShardRotation(transport, plan, shard, policy.kv_dtype) as shards:
+        for step in plan.steps:
+            label = Label("forward", step.number, step.source)
+            # Nothing is merged after the last step, so its rows may be rounded.
+            is_last = step is plan.steps[-1]
+            with shards.moving(step, label) as kv:
+                forward_step(step, query, kv, partial, kernel, scores, label, is_last)
     return partial.result()
 
 
 def ring_backward(
     saved: Saved,
+    query: Tensor,
     shard: Pair,
     plan: Plan,
-    scoring: Scoring,
-    wire: Wire,
-    grad_dtype: torch.dtype | None = None,
+    kernel: Kernel,
+    scores: Scores,
+    transport: Transport,
+    policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the local query, key and value; by default sums travel as float32 or wider."""
-    grad_query = GradientSum(saved.query)
+    """Gradients of the local query, key and value."""
+    grad_query = GradientSum(query)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
-    shards = ShardRotation(wire, plan, shard)
-    grad_dtype = grad_dtype or torch.promote_types(shard[0].dtype, torch.float32)
-    sums = SumRotation(wire, plan, shard, grad_dtype)
-    for hop, step in enumerate(plan.steps, start=1):
-        label = Label("backward", hop - 1, step.source)
-        shards.post(hop, label)
-        shares = GradientShare(shards.held[0]), GradientShare(shards.held[1])
-        grad_held = shares if hop > 1 else grad_shard
-        backward_step(step, saved, shards.held, grad_query, grad_held, scoring, label)
-        if hop > 1:
-            sums.wait(grad_shard, label)
-            sums.post(hop - 1, shares, label)
-        shards.wait(label)
-    sums.wait(grad_shard, Label("backward", plan.num_steps - 1, plan.rank))
-    shards.close()
-    sums.close()
+    sum_dtype = policy.sum_dtype(shard[0].dtype)
+    with (
+        ShardRotation(transport, plan, shard, policy.kv_dtype) as shards,
+        SumRotation(transport, plan, shard, sum_dtype) as sums,
+    ):
+        for step in plan.steps:
+            label = Label("backward", step.number, step.source)
+            with shards.moving(step, label) as kv:
+                shares = GradientShare(kv[0]), GradientShare(kv[1])
+                # Step 0 is this rank's own shard, whose gradients need not travel.
+                grad_kv = shares if step.number else grad_shard
+                backward_step(step, saved, query, kv, grad_query, grad_kv, kernel, scores, label)
+                if step.number:
+                    _collect(sums, grad_shard, label)
+                    _contribute(sums, step, shares, label)
+                    # After the kernels: a sum travels one hop after its shard.
+                    sums.post(step, label)
+        _collect(sums, grad_shard, Label("backward", len(plan.steps) - 1, plan.rank))
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
+
+
+def _collect(sums: SumRotation, grad_shard: Sums, label: Label) -> None:
+    """Add what other ranks summed up for this rank's own keys and values."""
+    for packet, is_last in sums.wait(label):
+        with label("merge"):
+            for grad, total in zip(grad_shard, packet.pair, strict=True):
+                grad.add_arrived(total, packet.cols, is_last)
+
+
+def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> None:
+    """Add this rank's gradients of a source's keys and values to their sum, which travels."""
+    if not length(step.cols):
+        return
+    with label("merge"):
+        packet, is_new = sums.sum_of(step)
+        for total, share in zip(packet.pair, shares, strict=True):
+            share.add_to(total, first=is_new)

@@ -70,16 +70,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TEXT_CONFIGS = ("Gemma3", "Llama4")
 MASKED = ("modernbert",)
-"""Those that learn to fill in what is masked, not the next byte."""
+"""Models that learn to fill in masked bytes, not the next byte."""
 
 
 TOLERANCE = 1e-2
-"""Of the losses, in nats a byte: rounding grows from step to step, mistakes show in the first."""
+"""Largest difference of the losses, in nats a byte: rounding grows, mistakes show at once."""
 
 
 @dataclass
 class Run:
-    """What one training run measured; memory is the peak beyond the start, of one process."""
+    """Measurements of one training run; memory is the peak of one process beyond its start."""
 
     losses: list[float]
     tokens_per_second: float
@@ -212,7 +212,7 @@ def batch_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> torc
 
 
 def inputs_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What the model is called with in a step."""
+    """The arguments of the model in a step."""
     tokens = batch_of(text, step, options)
     batch = {"input_ids": tokens, "labels": tokens}
     generator = torch.Generator().manual_seed(step)
@@ -242,7 +242,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def largest_difference(ring: Run, stock: Run) -> float:
-    """Of the losses at any step, in nats; NaN if any is."""
+    """Largest difference of the losses at any step, in nats; NaN if any is."""
     return (torch.tensor(ring.losses) - torch.tensor(stock.losses)).abs().max().item()
 
 

@@ -17,7 +17,7 @@ gpus=$((gpus / 2 * 2)) # the ring of that config has two ranks
 entry=torchtitan.train
 size=()
 if [ "$gpus" -eq 0 ]; then
-	entry=parallel_plans.torchtitan_cpu
+	entry=examples.torchtitan_cpu
 	size=(--training.local_batch_size=1 --training.seq_len=1024 --training.mixed_precision_param=float32)
 	export OMP_NUM_THREADS=1
 fi

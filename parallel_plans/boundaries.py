@@ -9,7 +9,7 @@ from torch import Tensor
 def boundaries(starts: Tensor) -> Tensor:
     """Where documents start and the last one ends, filled up with empty ones at the end.
 
-    There are as many as there could be, so that graphs do not depend on the batch.
+    There is room for one document for each token, so that graphs do not depend on the batch.
 
     Args:
         starts: whether a token is the first of a document, `(B, S)`, on any device.
@@ -23,6 +23,7 @@ def boundaries(starts: Tensor) -> Tensor:
     """
     seq_len = starts.shape[1]
     index = torch.arange(seq_len, device=starts.device)
+    # Sorted, the starts come first and everything else becomes the end.
     bounds = torch.where(starts, index, seq_len).sort(-1).values
     bounds = torch.nn.functional.pad(bounds, (0, 1), value=seq_len).int().cpu()
     return bounds[0] if len(bounds) == 1 else bounds

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, Contiguous, set_sequence_layout, unshard_sequence
-from dtensor_ring.annotation import group_layout
-from dtensor_ring.layout import Layout
-from dtensor_ring.order import in_order, order_of
+from dtensor_ring.compute.memory import in_order, order_of
+from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.planning.layout import Layout
 
 BATCH, HEADS, SEQUENCE = Shard(0), Shard(1), Shard(2)
 REPLICATE = Replicate()
@@ -58,7 +58,7 @@ def place(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTens
     for axis, where in enumerate(placements):
         rank, size, group = mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis)
         if where == SEQUENCE:
-            layout = group_layout(group) or Contiguous()
+            layout = annotation_of(group).layout or Contiguous()
             local = local[:, :, layout.positions(rank, size, local.shape[2])]
         elif isinstance(where, Shard):
             chunks = local.chunk(size, where.dim)
@@ -74,7 +74,8 @@ def assert_same(actual: Any, expected: Tensor, placements: Sequence[Placement]) 
     assert actual.dtype == torch.float32
     if isinstance(actual, DTensor):
         assert actual.placements == tuple(placements)
-        layout = group_layout(actual.device_mesh.get_group(list(placements).index(SEQUENCE)))
+        axis = actual.device_mesh.get_group(list(placements).index(SEQUENCE))
+        layout = annotation_of(axis).layout
         actual = unshard_sequence(actual, 2, layout if isinstance(layout, Balanced) else None)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 

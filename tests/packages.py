@@ -62,12 +62,12 @@ def flash4_scores(given: Given) -> Scores:
     return scores_of(given, *window)
 
 
-def forward(scores: Callable[[Given], Scores], blind: tuple[float, float], rest: int) -> Run:
-    """Out, lse and so many other results."""
+def forward(scores: Callable[[Given], Scores], no_keys: tuple[float, float], rest: int) -> Run:
+    """Out, lse and `rest` other results."""
 
     def run(given: Given) -> tuple[Tensor, ...]:
         tensors = given["q"], given["k"], given["v"]
-        out, lse = run_forward(scores(given), tensors, lengths_of(given), blind)
+        out, lse = run_forward(scores(given), tensors, lengths_of(given), no_keys)
         return out, lse, *(torch.empty(0) for _ in range(rest))
 
     return run

@@ -12,14 +12,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dtensor_ring.wire import Message, Work
+from dtensor_ring.transport.protocol import P2P, Transport, Work
 
 Result = TypeVar("Result")
 TIMEOUT = 300
 """Seconds for the other side of a message to be posted."""
 
 
-class Transfer:
+class Side:
     """A message: whichever side is posted last makes the copy, on the stream of its thread."""
 
     def __init__(self, posted: Tensor, is_send: bool) -> None:
@@ -56,10 +56,10 @@ class Exchange:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+        self._waiting: dict[tuple[int, int], deque[Side]] = defaultdict(deque)
         self._error: BaseException | None = None
 
-    def post(self, route: tuple[int, int], flat: Tensor, is_send: bool) -> Transfer:
+    def post(self, route: tuple[int, int], flat: Tensor, is_send: bool) -> Side:
         """One side of the next message from the first rank of the route to the second."""
         with self._lock:
             waiting = self._waiting[route]
@@ -67,7 +67,7 @@ class Exchange:
                 transfer = waiting.popleft()
                 transfer.complete(flat)
                 return transfer
-            waiting.append(Transfer(flat, is_send))
+            waiting.append(Side(flat, is_send))
             if self._error is not None:
                 waiting[-1].fail(self._error)
             return waiting[-1]
@@ -80,23 +80,20 @@ class Exchange:
                 transfer.fail(error)
 
 
-class PlayedWire:
+class PlayedTransport(Transport):
     """Messages of one rank to those in the other threads."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
 
-    def prepare(self, device: torch.device) -> None:
-        """Nothing to do."""
-
-    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         post, rank = self._exchange.post, self._rank
         received = [post((x.peer, rank), x.flat, False) for x in receives]
         return received + [post((rank, x.peer), x.flat, True) for x in sends]
 
 
-def play(world_size: int, run: Callable[[int, PlayedWire], Result]) -> list[Result]:
-    """What `run(rank, wire)` returns on each rank.
+def play(world_size: int, run: Callable[[int, PlayedTransport], Result]) -> list[Result]:
+    """What `run(rank, transport)` returns on each rank.
 
     Raises:
         BaseException: what the first rank raised that failed.
@@ -106,7 +103,7 @@ def play(world_size: int, run: Callable[[int, PlayedWire], Result]) -> list[Resu
     def of_rank(rank: int) -> Result:
         try:
             with torch.no_grad():
-                return run(rank, PlayedWire(exchange, rank))
+                return run(rank, PlayedTransport(exchange, rank))
         except BaseException as error:
             exchange.fail(error)
             raise

@@ -13,12 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
-from dtensor_ring.kernels import Problem
-from dtensor_ring.layout import Layout
-from dtensor_ring.op import Options, ring_op
-from dtensor_ring.plan import Documents, Plan, plan
+from dtensor_ring import Contiguous, Mask, sequence_runs
+from dtensor_ring.compute.kernels import Problem, Scores
+from dtensor_ring.ops.autograd import ring_op
+from dtensor_ring.ops.options import Batch, Call, Place, flatten
+from dtensor_ring.planning.documents import as_documents
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible
+
+Rows = tuple[tuple[int, ...], ...]
+"""Boundaries of documents: one row for the whole batch, or one for each row."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +35,10 @@ class Ring:
     world_size: int
     seq_len: int
     mask: Mask
-    documents: Documents | None = None
+    documents: Rows | None = None
     key_seq_len: int | None = None
-    key_documents: Documents | None = None
+    key_documents: Rows | None = None
+    route: str = "ring"
 
     @property
     def batch(self) -> int:
@@ -43,10 +50,13 @@ class Ring:
         return self.seq_len, self.seq_len if self.key_seq_len is None else self.key_seq_len
 
     def plans(self) -> list[Plan]:
+        documents, key_documents = (
+            as_documents(rows, keep_empty=True) for rows in (self.documents, self.key_documents)
+        )
         return [
             plan(
-                *(self.layout, self.mask, rank, self.world_size, self.seq_len, self.documents),
-                *(self.key_seq_len, self.key_documents),
+                *(self.layout, self.mask, rank, self.world_size, self.seq_len, documents),
+                *(self.key_seq_len, key_documents, self.route),
             )
             for rank in range(self.world_size)
         ]
@@ -55,10 +65,10 @@ class Ring:
     def goes_straight(self) -> bool:
         """Whether ranks send to others than the next one."""
         return any(
-            parcel.peer != (plan.rank + 1) % self.world_size
+            transfer.peer != (plan.rank + 1) % self.world_size
             for plan in self.plans()
             for mail in plan.shards
-            for parcel in mail.sends
+            for transfer in mail.sends
         )
 
     def problem(self, device: str, dtype: torch.dtype, *dims_and_scoring: Any) -> Problem:
@@ -99,7 +109,7 @@ class Case:
     softcap: float = 0.0
     scale: float = 0.3
     grad_lse: bool = False
-    grad_dtype: torch.dtype | None = None
+    policy: TransferPolicy = DEFAULT_POLICY
 
     @property
     def wide(self) -> torch.dtype:
@@ -137,25 +147,23 @@ class Case:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
         """`(out, lse)` of a rank's shards."""
-        return ring_op(query, key, value, *self.options(sinks))
+        return ring_op(query, key, value, *flatten(self.call(sinks)))
 
-    def options(self, sinks: Tensor | None = None) -> Options:
-        """What the op takes behind query, key and value."""
+    def call(self, sinks: Tensor | None = None) -> Call:
+        """What the op takes after query, key and value."""
         ring = self.ring
-        return Options(
-            cu_seqlens=ring.cu_seqlens(),
-            key_cu_seqlens=ring.cu_seqlens(of_keys=True),
-            runs=sequence_runs(ring.layout) if isinstance(ring.layout, Balanced) else None,
-            sinks=sinks,
-            seq_len=ring.seq_lens[0],
-            key_seq_len=ring.seq_lens[1],
-            layout=ring.layout.name,
-            scale=self.scale,
-            softcap=self.softcap,
-            kernel=self.kernel,
-            grad_dtype=self.grad_dtype,
-            group_name=dist.group.WORLD.group_name,
-        ).under(ring.mask)
+        runs = sequence_runs(ring.layout) if ring.layout.per_batch else None
+        return Call(
+            Batch(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs),
+            Scores(ring.mask, self.scale, self.softcap, sinks, self.kernel),
+            Place(
+                ring.layout.spec,
+                ring.route,
+                *ring.seq_lens,
+                dist.group.WORLD.group_name,
+                self.policy,
+            ),
+        )
 
     def expected(self) -> tuple[Tensor, ...]:
         """Out, lse and the gradient of each input, whole and in float64, from dense attention."""

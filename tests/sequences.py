@@ -89,9 +89,9 @@ def sequences(query: Tensor, key: Tensor, lengths: Lengths) -> Iterator[tuple[An
 
 
 def run_forward(
-    scores: Scores, tensors: tuple[Tensor, ...], lengths: Lengths, blind: tuple[float, float]
+    scores: Scores, tensors: tuple[Tensor, ...], lengths: Lengths, no_keys: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse; those of rows without keys are `blind`."""
+    """Out and lse; those of rows without keys are `no_keys`."""
     query, key, value = tensors
     assert all(x.stride(-1) == 1 for x in tensors)
     out = torch.full((*query.shape[:-1], value.shape[-1]), torch.nan).double()
@@ -101,7 +101,7 @@ def run_forward(
         if len(key[cols]):
             out[rows], lse[where] = scores.forward(*_double(query[rows], key[cols], value[cols]))
         else:
-            out[rows], lse[where] = blind
+            out[rows], lse[where] = no_keys
     return out.to(query.dtype), lse.float()
 
 

@@ -13,21 +13,14 @@ import pytest
 
 from tests.test_public import ROOT
 
-# Layers 0 to 5: a module imports from its own layer and those below, and never in a circle.
-LAYERS = (
-    {"layout", "mask", "tile", "route", "plan", "balanced", "schedule"},
-    {"order", "region", "filled", "segments", "kernels", "merge", "merge_triton", "partial"}
-    | {"gradient", "trace", "execute"},
-    {"buffer", "wire", "comm", "ring"},
-    {"check", "op", "flops"},
-    {"annotation", "agreement", "dtensor", "sdpa", "sequence", "attention", "style"},
-)
+LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor")
+"""A module imports from its own layer and those before it, and never in a circle."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
 OPTIONAL |= {"matplotlib", "rich", "triton"}
 SUBCLASSES = ("parallel_plans.huggingface.trainer", "parallel_plans.torchtitan")
 """Of classes of an optional package, which they import first: nobody imports them but users."""
-ON_FIRST_USE = {"dtensor_ring.merge_triton"}
+ON_FIRST_USE = {"dtensor_ring.compute.merge_triton"}
 """Need an optional package, and are imported in functions only."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -41,9 +34,7 @@ def _layer(module: str) -> int:
     package, _, name = module.partition(".")
     if package == "parallel_plans" or not name:
         return len(LAYERS)
-    layers = [i for i, names in enumerate(LAYERS) if name.partition(".")[0] in names]
-    assert layers, f"{module} has no layer in this table"
-    return layers[0]
+    return LAYERS.index(name.partition(".")[0])
 
 
 def _imports(node: ast.AST, late: bool = True) -> Iterator[str]:
@@ -67,7 +58,7 @@ def test_imports_go_down() -> None:
         graph[name] = ours
         if _layer(name) == 0:
             others = {imported.partition(".")[0] for imported in _imports(tree)} - {"dtensor_ring"}
-            assert others <= set(sys.stdlib_module_names), f"{name} is pure Python"
+            assert others <= {"numpy", *sys.stdlib_module_names}, f"{name} needs no torch"
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
@@ -108,7 +99,50 @@ def test_no_hidden_state() -> None:
             assert getattr(node, "attr", getattr(node, "id", "")) not in ("environ", "getenv"), name
 
 
-NAMING = ("dtensor_ring", "dtensor_ring.layout", "dtensor_ring.balanced")
+CONSTRUCTORS = {"Place", "TransferPolicy", "TypeVar", "attrgetter", "compile", "nullcontext"}
+CONSTRUCTORS |= {"_builder", "causal", "full", "index", "join", "tuple"}
+"""Functions that modules call at import for a value that nothing changes."""
+TABLES = {"LAYOUTS", "ROUTES", "_NESTED", "_SCHEMA_TYPES", "_TENSORS", "DEALT", "__all__"}
+"""Module-level dicts, sets and lists that are read only."""
+
+
+def _state(tree: ast.Module) -> Iterator[str]:
+    """Module-level names whose value may change, cached functions among them."""
+    displays = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = map(ast.unparse, node.decorator_list)
+            if any(re.match(r"(functools\.)?(lru_)?cache", found) for found in decorators):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            called = getattr(node.value, "func", None)
+            function = getattr(called, "attr", getattr(called, "id", None))
+            is_call = isinstance(node.value, ast.Call) and function not in CONSTRUCTORS
+            borrows = ast.unparse(node).endswith("_custom_op_handlers")
+            if is_call or borrows or isinstance(node.value, displays):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from map(ast.unparse, targets)
+
+
+def test_module_level_state_is_listed_with_its_reason() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("## Module-level state")[2].partition("\n## ")[0]
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
+    listed = {(name, file) for row in rows for name in _quoted(row[1]) for file in _quoted(row[2])}
+    for name, tree in TREES.items():
+        for found in {*_state(tree)} - TABLES:
+            files = [file for of, file in listed if of == found]
+            path = SOURCES[name].as_posix()
+            assert any(path.endswith(f"/{file}") for file in files), f"{found} in {path}"
+    kept = {found for tree in TREES.values() for found in _state(tree)}
+    assert {of for of, _ in listed} <= kept, "listed, but no longer there"
+
+
+def _quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+NAMING = ("dtensor_ring", "dtensor_ring.planning.layout", "dtensor_ring.planning.balanced")
 """Modules that name layouts: `Balanced` starts as zigzag."""
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import KERNELS
-from dtensor_ring.plan import Plan
+from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
+from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.wire import Message, Work
+from dtensor_ring.transport.protocol import P2P, Transport, Work
 from tests.test_played import RINGS
 from tests.tiles import GPU
 
@@ -29,16 +28,13 @@ class Done:
         """Nothing to wait for."""
 
 
-class Nowhere:
-    """A wire without others: what arrives are always the same numbers."""
+class Nowhere(Transport):
+    """A transport without others: what arrives are always the same numbers."""
 
     def __init__(self, numbers: Tensor, dtype: torch.dtype) -> None:
         self._numbers = {torch.float32: numbers.float(), dtype: numbers.to(dtype)}
 
-    def prepare(self, device: torch.device) -> None:
-        """Nothing to do."""
-
-    def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         for message in receives:
             message.flat.copy_(self._numbers[message.flat.dtype][: message.flat.numel()])
         return [Done() for _ in receives + sends]
@@ -54,13 +50,14 @@ def rank_of(name: str, kernel: str, device: str, dtype: torch.dtype) -> Callable
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     query, key, value, grad_out = (x.transpose(1, 2) for x in tensors)
     numbers = torch.randn(2 * key.numel(), generator=generator).to(device)
-    scoring, wire = Scoring(KERNELS[kernel], 0.125), Nowhere(numbers, dtype)
+    block, scores, transport = KERNELS[kernel], Scores(ring.mask, 0.125), Nowhere(numbers, dtype)
 
     @torch.no_grad()
     def run() -> list[Tensor]:
-        out, lse = ring_forward(query, (key, value), mine, scoring, wire)
-        saved = Saved(grad_out, query, out, lse)
-        return [out, lse, *ring_backward(saved, (key, value), mine, scoring, wire)]
+        out, lse = ring_forward(query, (key, value), mine, block, scores, transport)
+        saved = Saved(grad_out, out, lse)
+        grads = ring_backward(saved, query, (key, value), mine, block, scores, transport)
+        return [out, lse, *grads]
 
     return run
 

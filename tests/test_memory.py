@@ -13,13 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, comm, merge
-from dtensor_ring.buffer import BufferPool
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels.kernel import Kernel
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.compute import merge
+from dtensor_ring.compute.kernels import Saved, Scores
+from dtensor_ring.compute.kernels.kernel import Kernel
+from dtensor_ring.planning.tile import length
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.tile import length
-from dtensor_ring.wire import GroupWire
+from dtensor_ring.transport import protocol
+from dtensor_ring.transport.buffers import BufferPool
+from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -81,7 +83,7 @@ class Ready(Kernel):
         assert (key.shape[1], value.shape[1]) == (KV_HEADS, KV_HEADS), "nothing is expanded"
         return self._shaped(self._out, query), self._shaped(self._lse, query[..., 0])
 
-    def backward(self, grad_out: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    def backward(self, saved: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
         num_large = self._counted.num_large
         grads = torch.ones_like(key), torch.ones_like(value)  # which the ring may keep for a while
         self._counted.num_large = num_large
@@ -133,8 +135,8 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
 
 def _messages(ring: Ring) -> int:
     """Numbers in two shards; or in three messages, where those are more and go straight."""
-    parcels = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
-    widest = max(length(parcel.cols) for parcel in parcels)
+    transfers = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
+    widest = max(length(transfer.cols) for transfer in transfers)
     return max(2 * SHARD, (2 + ring.goes_straight) * widest) * SHARDS // SHARD
 
 
@@ -150,21 +152,19 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
     plan = ring.plans()[dist.get_rank()]
     query, grad_out = (torch.ones(BATCH, HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
     key, value = (torch.ones(BATCH, KV_HEADS, SHARD, HEAD_DIM, dtype=dtype) for _ in range(2))
-    counts, wire = [], GroupWire(dist.group.WORLD)
+    counts, transport = [], ProcessGroupTransport(dist.group.WORLD)
     for is_forward in (True, False):
         counted = Counted(SHARDS * dtype.itemsize // 4)
-        scoring = Scoring(Ready(dtype, counted), 1.0)
+        kernel, scores = Ready(dtype, counted), Scores(ring.mask, 1.0)
         with (
-            patch.multiple(comm, BUFFERS=BufferPool()),
+            patch.multiple(protocol, BUFFERS=BufferPool()),
             patch.multiple(merge, PIECE=PIECE),
             counted,
         ):
             if is_forward:
-                out, lse = ring_forward(
-                    query, (key, value), plan, scoring, GroupWire(dist.group.WORLD)
-                )
+                out, lse = ring_forward(query, (key, value), plan, kernel, scores, transport)
             else:
-                saved = Saved(grad_out, query, out, lse)
-                ring_backward(saved, (key, value), plan, scoring, wire)
+                saved = Saved(grad_out, out, lse)
+                ring_backward(saved, query, (key, value), plan, kernel, scores, transport)
         counts.append(Count(counted.peak, counted.num_large))
     return counts

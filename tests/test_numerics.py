@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from docs.numerics import (
+from benchmarks.numerics import (
     DTYPES,
     KERNEL,
     LAYOUTS,

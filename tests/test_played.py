@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, partial
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.kernels import KERNELS
-from dtensor_ring.layout import Layout
-from dtensor_ring.merge import merge_
-from dtensor_ring.plan import Documents
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.compute import partial
+from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
+from dtensor_ring.compute.merge import merge_
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.wire import Message, Work
-from tests.played import PlayedWire, play
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.protocol import P2P, Work
+from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring
 from tests.tiles import GPU
 
@@ -94,7 +95,7 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     if reason := kernel.missing() or kernel.supports(problem):
         pytest.skip(f"{kernel.name}: {reason}")
     monkeypatch.setattr(partial, "merge_", merge_and_spoil_)
-    results = play(ring.world_size, lambda rank, wire: of_rank(case, played, rank, wire))
+    results = play(ring.world_size, lambda rank, transport: of_rank(case, played, rank, transport))
     for rank, of_this in enumerate(results):
         positions = ring.positions(rank)
         for what, actual, whole in zip(
@@ -122,14 +123,14 @@ def test_sums_of_gradients_may_travel_narrow(dtype: torch.dtype) -> None:
     played = Played("reference", "cpu", dtype)
     sent: list[torch.dtype] = []
 
-    class Counting(PlayedWire):
-        def start(self, receives: list[Message], sends: list[Message]) -> Sequence[Work]:
+    class Counting(PlayedTransport):
+        def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
             sent.extend(message.flat.dtype for message in sends)
             return super().start(receives, sends)
 
-    def run(rank: int, wire: PlayedWire) -> tuple[Tensor, ...]:
-        wire.__class__ = Counting
-        return of_rank(case, played, rank, wire, torch.float16)
+    def run(rank: int, transport: PlayedTransport) -> tuple[Tensor, ...]:
+        transport.__class__ = Counting
+        return of_rank(case, played, rank, transport, TransferPolicy(grad_dtype=torch.float16))
 
     results = play(case.ring.world_size, run)
     num_hops = case.ring.world_size - 1
@@ -148,24 +149,26 @@ def of_rank(
     case: Case,
     played: Played,
     rank: int,
-    wire: PlayedWire,
-    grad_dtype: torch.dtype | None = None,
+    transport: PlayedTransport,
+    policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, ...]:
     """Out, lse and gradients of a rank's query, key and value."""
     plan = case.ring.plans()[rank]
     query, key, value, *sinks = (x.to(played.device) for x in case.shards(rank))
+    kernel = KERNELS[played.kernel]
+    scores = Scores(case.ring.mask, case.scale, case.softcap, *sinks)
     grad_out = case.grads()[0][:, :, case.ring.positions(rank)].to(played.device)
-    scoring = Scoring(KERNELS[played.kernel], case.scale, case.softcap)
-    out, lse = ring_forward(query, (key, value), plan, scoring, wire, *sinks)
-    saved = Saved(grad_out, query, out, lse)
-    return out, lse, *ring_backward(saved, (key, value), plan, scoring, wire, grad_dtype)
+    out, lse = ring_forward(query, (key, value), plan, kernel, scores, transport)
+    saved = Saved(grad_out, out, lse)
+    grads = ring_backward(saved, query, (key, value), plan, kernel, scores, transport, policy)
+    return out, lse, *grads
 
 
 def test_a_rank_that_fails() -> None:
     """The others do not wait for it, and its error is the one that is told."""
 
-    def fails(rank: int, wire: PlayedWire) -> None:
-        for work in wire.start([Message(torch.zeros(1), 1 - rank)], []):
+    def fails(rank: int, transport: PlayedTransport) -> None:
+        for work in transport.start([P2P(torch.zeros(1), 1 - rank)], []):
             if rank == 1:
                 raise ValueError("no more")
             work.wait()

@@ -44,16 +44,24 @@ class TestSurface(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped),
             """\
-Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Any' = None, block: 'int
-        | None' = None) -> None
+Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None' =
+        None, block: 'int | None' = None) -> None
     .block
     .block_length
     .cu_seqlens
+    .documents
     .max_runs
     .name
+    .per_batch
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
-ContextParallel(layout: 'Layout | str' = 'zigzag', *, inputs: 'tuple[str, ...]' = ('query',
-        'key', 'value')) -> 'None'
+BlockCyclic(block: 'int') -> None
+    .name
+    .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
+    .parameters
+    .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+ContextParallel(layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' = None, kernel:
+        'str | None' = None, policy: 'TransferPolicy | None' = None, inputs: 'tuple[str, ...]' =
+        ('query', 'key', 'value')) -> 'None'
 Contiguous() -> None
     .name
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
@@ -70,25 +78,56 @@ Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix
     .right
     .sees(self, query: 'int', key: 'int') -> 'bool'
     .sliding(window: 'int') -> 'Mask'
+SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' =
+        None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None, transport:
+        'Transport | None' = None) -> 'None'
+    .attention(self, query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask' =
+        Mask(left=None, right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None,
+        sinks: 'Tensor | None' = None, scale: 'float | None' = None, softcap: 'float' = 0.0,
+        key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor | None' = None, seq_len: 'int |
+        None' = None) -> 'Tensor'
+    .kernel
+    .layout
+    .policy
+    .positions(self, seq_len: 'int') -> 'Tensor'
+    .shard(self, tensor: 'Tensor', dim: 'int', layout: 'Balanced | None' = None) -> 'DTensor'
+    .strategy
+    .unshard(self, dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'
 Striped() -> None
+    .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+TransferPolicy(kv_dtype: 'torch.dtype | None' = None, grad_dtype: 'torch.dtype' = torch.float32)
+        -> None
+    .grad_dtype
+    .kv_dtype
+    .sum_dtype(self, dtype: 'torch.dtype') -> 'torch.dtype'
+Transport()
+    .allocate(self, num_bytes: 'int', device: 'torch.device') -> 'Tensor'
+    .free(self, buffer: 'Tensor') -> 'None'
+    .prepare(self, device: 'torch.device') -> 'None'
+    .start(self, receives: 'list[P2P]', sends: 'list[P2P]') -> 'Sequence[Work]'
 ZigZag() -> None
     .name
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
 available_kernels() -> 'dict[str, str | None]'
+compare_layouts(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None'
+        = None) -> 'LayoutComparison'
 describe_schedule(layout: 'Layout | str', mask: 'Mask', seq_len: 'int', world_size: 'int',
-        cu_seqlens: 'Any' = None) -> 'Schedule'
-ring_attention(query: 'Any', key: 'Any', value: 'Any', *, mask: 'Mask' = Mask(left=None,
-        right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None, sinks: 'Any' =
-        None, scale: 'float | None' = None, softcap: 'float' = 0.0, kernel: 'str | None' = None,
-        mesh: 'DeviceMesh | None' = None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor |
-        None' = None, runs: 'Tensor | None' = None, grad_dtype: 'torch.dtype | None' = None,
-        validate: 'bool' = False) -> 'Any'
+        cu_seqlens: 'Boundaries | None' = None) -> 'Schedule'
+register_kernel(kernel: 'Kernel', *, before: 'str | None' = None) -> 'None'
+ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask' =
+        Mask(left=None, right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None,
+        sinks: 'Tensor | None' = None, scale: 'float | None' = None, softcap: 'float' = 0.0,
+        kernel: 'str | None' = None, mesh: 'DeviceMesh | None' = None, return_lse: 'bool' =
+        False, key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor | None' = None, validate:
+        'bool' = False) -> 'Tensor | tuple[Tensor, Tensor]'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
-set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str') -> 'None'
+set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'str | None' =
+        None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None) ->
+        'SequenceAxis'
 shard_sequence(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', layout: 'Layout | str | None' =
         None) -> 'DTensor'
 unshard_sequence(dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'""",
@@ -118,12 +157,11 @@ def test_docstrings() -> None:
 
 def _modules() -> list[ModuleType]:
     """All but what needs torchtitan or triton, which their own tests import."""
-    names = [
-        info.name
-        for package in (dtensor_ring, parallel_plans, huggingface)
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-        if info.name not in ("parallel_plans.torchtitan", "dtensor_ring.merge_triton")
-    ]
+    found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
+    for package in (parallel_plans, huggingface):
+        found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.merge_triton")
+    names = [info.name for info in found if info.name not in others]
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
 
 

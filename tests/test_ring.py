@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.execute import Saved, Scoring
-from dtensor_ring.gradient import GradientSum
-from dtensor_ring.kernels import KERNELS
+from dtensor_ring.compute.gradient import GradientSum
+from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
+from dtensor_ring.planning.tile import Span
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.tile import Span
-from dtensor_ring.wire import GroupWire
+from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
 from tests.rings import Ring
-from tests.test_comm import RINGS, Message, messages_of, recorded
+from tests.transport.test_rotation import RINGS, Message, messages_of, recorded
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 PER_COLUMN = 2 * 2 * (8 + 4)  # numbers of key and value: batch, heads, head dims
@@ -65,7 +64,7 @@ def test_sums_are_rounded_with_the_last_that_comes_home(pool: Pool, name: str) -
     for plan, are_last in zip(
         ring.plans(), pool.run(ring.world_size, _come_home, ring), strict=True
     ):
-        sources = [parcel.source for mail in plan.sums for parcel in mail.receives]
+        sources = [transfer.source for mail in plan.sums for transfer in mail.receives]
         num_homes = sources.count(plan.rank)
         expected = [index == num_homes for index in range(1, num_homes + 1) for _ in "kv"]
         assert are_last == expected, f"rank {plan.rank}"
@@ -74,13 +73,13 @@ def test_sums_are_rounded_with_the_last_that_comes_home(pool: Pool, name: str) -
 def _come_home(ring: Ring) -> list[bool]:
     """Of each sum for a key or a value, whether it was added as the last."""
     are_last: list[bool] = []
-    add_home = GradientSum.add_home
+    add_arrived = GradientSum.add_arrived
 
     def add(self: GradientSum, home: Tensor, cols: Span, is_last: bool) -> None:
         are_last.append(is_last)
-        add_home(self, home, cols, is_last)
+        add_arrived(self, home, cols, is_last)
 
-    with patch.object(GradientSum, "add_home", add):
+    with patch.object(GradientSum, "add_arrived", add):
         _run(ring)
     return are_last
 
@@ -92,12 +91,22 @@ def _run(ring: Ring) -> tuple[Hops, Hops, dict[str, float]]:
     shapes = (4, 8), (2, 8), (2, 4), (4, 4)
     whole = [torch.randn(batch, n, ring.seq_len, h).bfloat16() for n, h in shapes]
     query, key, value, grad_out = (x[:, :, positions] for x in whole)
-    scoring = Scoring(KERNELS["reference"], 0.4)
+    kernel, scores = KERNELS["reference"], Scores(ring.mask, 0.4)
     with recorded() as forward:
-        out, lse = ring_forward(query, (key, value), plan, scoring, GroupWire(dist.group.WORLD))
+        out, lse = ring_forward(
+            query, (key, value), plan, kernel, scores, ProcessGroupTransport(dist.group.WORLD)
+        )
     with recorded() as backward:
-        saved = Saved(grad_out, query, out, lse)
-        grads = ring_backward(saved, (key, value), plan, scoring, GroupWire(dist.group.WORLD))
+        saved = Saved(grad_out, out, lse)
+        grads = ring_backward(
+            saved,
+            query,
+            (key, value),
+            plan,
+            kernel,
+            scores,
+            ProcessGroupTransport(dist.group.WORLD),
+        )
     dense = dense_attention(*whole[:3], ring.mask, cu_seqlens=ring.cu_seqlens(), scale=0.4)
     expected = [dense.out, dense.lse, *dense.backward(whole[3])]
     errors = {}

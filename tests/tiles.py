@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
-from dtensor_ring.kernels import Kernel, Problem
-from dtensor_ring.segments import Segments
+from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
+from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.segments import Segments
 from tests.dense import dense_attention
 
 FULL, CAUSAL = Mask.full(), Mask.causal()
@@ -42,6 +43,14 @@ class Case:
             windowed=self.mask not in (FULL, CAUSAL),
             grouped=self.heads[0] != self.heads[1],
         )
+
+    @property
+    def launch(self) -> Launch:
+        return Launch(WHOLE, WHOLE, self.mask)
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.mask, self.scale, self.softcap)
 
     def tensor(self, heads: int, length: int, head_dim: int, device: str) -> Tensor:
         x = torch.randn(self.batch, heads, length, head_dim).to(device, self.dtype)
@@ -110,8 +119,12 @@ class SegmentsCase:
     scale: float = 0.4
 
     @property
-    def segments(self) -> Segments:
-        return Segments(self.rows, self.cols, self.mask)
+    def launch(self) -> Launch:
+        return Launch(WHOLE, WHOLE, self.mask, Segments(self.rows, self.cols))
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.mask, self.scale, self.softcap)
 
     def problem(self, device: str) -> Problem:
         options = (self.mask, self.heads, self.head_dims, 1, self.softcap, self.dtype, self.scale)
@@ -184,7 +197,7 @@ def check_tile(kernel: Kernel, case: Case, device: str) -> None:
     value = case.tensor(kv_heads, case.cols, value_dim, device)
     grad_out = case.tensor(heads, case.rows, value_dim, device)
     grad_lse = torch.randn(case.batch, heads, case.rows, dtype=wide) if case.grad_lse else None
-    options = (case.mask, case.scale, case.softcap)
+    options = case.launch, case.scores
     inputs = [x.clone() for x in (query, key, value)]
 
     out, lse = kernel.forward(query, key, value, *options)
@@ -199,7 +212,8 @@ def check_tile(kernel: Kernel, case: Case, device: str) -> None:
     assert_near(lse, expected.lse, lse_eps, "lse")
 
     slope = None if grad_lse is None else grad_lse.to(device)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, slope, *options)
+    saved = Saved(grad_out, out, lse, slope)
+    grads = kernel.backward(saved, query, key, value, *options)
     expected_grads = expected.backward(grad_out.cpu(), grad_lse)
     for name, grad, expected_grad in zip("qkv", grads, expected_grads, strict=True):
         assert_near(grad, expected_grad, eps, f"gradient of {name}")
@@ -228,8 +242,8 @@ def dense_segments(case: SegmentsCase, inputs: list[Tensor], grad_out: Tensor) -
         result.out[rows] = dense.out[0].detach().transpose(0, 1)
         result.lse[:, rows] = dense.lse[0].detach()
         found = dense.backward(grad_out[rows].transpose(0, 1).unsqueeze(0))
-        for grad, span, share in zip(grads, spans, found, strict=True):
-            grad[span] = share[0].transpose(0, 1)
+        for grad, span, part in zip(grads, spans, found, strict=True):
+            grad[span] = part[0].transpose(0, 1)
     return result
 
 
@@ -239,9 +253,9 @@ def check_segments(kernel: Kernel, case: SegmentsCase, device: str) -> None:
     *inputs, grad_out = case.tensors()
     expected = dense_segments(case, inputs, grad_out)
     tensors, slope = [x.to(device) for x in inputs], grad_out.to(device)
-    options = case.segments, case.scale, case.softcap
+    options = case.launch, case.scores
 
-    out, lse = kernel.forward_segments(*tensors, *options)
+    out, lse = kernel.forward(*tensors, *options)
     assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
     eps = torch.finfo(case.dtype).eps
     assert_near(out, expected.out, eps, "out")
@@ -250,31 +264,31 @@ def check_segments(kernel: Kernel, case: SegmentsCase, device: str) -> None:
     lse_eps = eps if case.dtype == torch.float32 else eps / 64
     assert_near(lse.cpu()[seen], expected.lse[seen], lse_eps, "lse")
 
-    grads = kernel.backward_segments(slope, *tensors, out, lse, *options)
+    grads = kernel.backward(Saved(slope, out, lse), *tensors, *options)
     for name, grad, expected_grad in zip("qkv", grads, expected.grads, strict=True):
         assert_near(grad, expected_grad, eps, f"gradient of {name}")
     for name, x, before in zip("qkv", tensors, inputs, strict=True):
         assert torch.equal(x.cpu(), before), f"{name} was written to"
 
 
-def check_shares(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    """With `out` and `lse` of the whole row, gradients are the share of a part of the keys."""
+def check_part_of_the_keys(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    """With `out` and `lse` of the whole row, gradients are those of a part of the keys."""
     torch.manual_seed(0)
     eps = torch.finfo(dtype).eps
     whole = SegmentsCase((0, 5, 12), (0, 7, 14), dtype=dtype)
     *inputs, grad_out = whole.tensors()
     expected = dense_segments(whole, inputs, grad_out)
     query, key, value = inputs
-    saved = expected.out.to(dtype), expected.lse.float()
-    rest = [x.to(device) for x in saved]
+    rest = grad_out, expected.out.to(dtype), expected.lse.float()
+    saved = Saved(*(x.to(device) for x in rest))
     grad_query = torch.zeros_like(expected.grads[0])
     for bounds, kept in {
         (0, 3, 6): [0, 1, 2, 7, 8, 9],
         (0, 4, 8): [3, 4, 5, 6, 10, 11, 12, 13],
     }.items():
-        tensors = [x.to(device) for x in (grad_out, query, key[kept], value[kept])]
-        segments = Segments(whole.rows, bounds, FULL)
-        grads = kernel.backward_segments(*tensors, *rest, segments, whole.scale, 0.0)
+        tensors = [x.to(device) for x in (query, key[kept], value[kept])]
+        launch = replace(whole, cols=bounds).launch
+        grads = kernel.backward(saved, *tensors, launch, whole.scores)
         grad_query += grads[0].cpu()
         for index, name in ((1, "key"), (2, "value")):
             assert_near(grads[index], expected.grads[index][kept], eps, f"gradient of {name}")

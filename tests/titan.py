@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch._inductor.utils import clear_caches
 
-from dtensor_ring import op
+from dtensor_ring.ops import schema
 from examples.torchtitan_assets import write_assets
-from parallel_plans.torchtitan_cpu import sum_over_gloo, use_cpu
+from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
 NUM_LAYERS = 2
@@ -183,11 +183,11 @@ def _counted(calls: Counter[str]) -> Iterator[None]:
     """Count the rings that run, in compiled graphs too."""
     with ExitStack() as stack:
         for name in ("ring_forward", "ring_backward"):
-            function = getattr(op, name)
+            function = getattr(schema, name)
 
             def counted(*args: Any, name: str = name, function: Any = function) -> Any:
                 calls[name] += 1
                 return function(*args)
 
-            stack.enter_context(patch.object(op, name, counted))
+            stack.enter_context(patch.object(schema, name, counted))
         yield

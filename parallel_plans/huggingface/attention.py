@@ -7,23 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.op import Options, default_scale, ring_op
+from dtensor_ring import SequenceAxis
 from parallel_plans.huggingface.documents import Documents
-from parallel_plans.huggingface.patterns import Pattern, Reading, Readings, is_pattern
+from parallel_plans.huggingface.patterns import LayerMask, LayerMasks, Pattern, is_pattern
 
 IMPLEMENTATION = "ring"
 BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
 
 
-class Dealt(NamedTuple):
-    """What attention has to know of the batch; travels down as the keyword `ring`."""
+class RingInputs(NamedTuple):
+    """What attention needs of the batch; travels down as the keyword `ring`."""
 
-    options: Options
-    """Of all layers alike: lengths, layout, ring, kernel."""
+    axis: SequenceAxis
+    seq_len: int
+    """Global length of the padded batch, in tokens."""
     indices: Tensor
     """Positions in the batch of the tokens of this rank, `(L,)`."""
     documents: Documents
-    readings: Readings
+    layer_masks: LayerMasks
 
 
 def attention(
@@ -37,7 +38,7 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    ring: Dealt | None = None,
+    ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """From local shards `(B, N, L, H)` to `(B, L, N, H)`."""
@@ -47,19 +48,24 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     _refuse(module, query, key, dropout, others)
-    cu_seqlens, mask = ring.documents.of(_reading(module, attention_mask, ring))
-    options = ring.options._replace(
+    cu_seqlens, mask = ring.documents.of(_layer_mask(module, attention_mask, ring))
+    out = ring.axis.attention(
+        at_positions(module, query, ring.indices),
+        key,
+        value,
+        mask=mask,
         cu_seqlens=cu_seqlens,
         sinks=s_aux,
-        scale=default_scale(query.shape[-1]) if scaling is None else scaling,
+        scale=scaling,
         softcap=softcap or 0.0,
+        runs=ring.documents.runs,
+        seq_len=ring.seq_len,
     )
-    out, _lse = ring_op(at_positions(module, query, ring.indices), key, value, *options.under(mask))
     return out.transpose(1, 2), None
 
 
-def _reading(module: nn.Module, attention_mask: Any, ring: Dealt) -> Reading:
-    """What the layer's pattern means."""
+def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:
+    """The mask of the layer's pattern."""
     name = type(module).__name__
     if not is_pattern(attention_mask):
         what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
@@ -67,7 +73,7 @@ def _reading(module: nn.Module, attention_mask: Any, ring: Dealt) -> Reading:
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
             "mask of its own, only those that transformers.masking_utils composes"
         )
-    found = ring.readings.get(attention_mask, "it was not seen when the plan was applied")
+    found = ring.layer_masks.get(attention_mask, "it was not seen when the plan was applied")
     if isinstance(found, str):
         raise ValueError(
             f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "
@@ -107,6 +113,7 @@ def at_positions(module: Any, query: Tensor, indices: Tensor) -> Tensor:
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
+    # The layer has scaled by the position in the shard: undo that, then scale by the true one.
     here = torch.arange(query.shape[2], device=query.device)
     wanted, applied = (
         torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -1,4 +1,4 @@
-"""A batch of a Hugging Face model: what each rank gets of it, and what becomes of the outputs."""
+"""A batch of a Hugging Face model: checks, padding, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.layout import Layout, shard_length
-from dtensor_ring.sequence import local_tokens
+from dtensor_ring.dtensor.sequence import local_tokens
+from dtensor_ring.planning.layout import Layout
 from parallel_plans.huggingface.loss import IGNORE_INDEX
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -24,7 +24,7 @@ NO_STATISTICS = "output_router_logits"
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
-    """What a rank got, in words that are alike where batches are."""
+    """A description of the batch that is equal on two ranks if and only if their batches are."""
     return {name: _described(x) for name, x in batch.items()}
 
 
@@ -93,18 +93,8 @@ def _check_lengths(given: dict[str, Any]) -> int:
     return seq_len
 
 
-def padded_length(layout: Layout, world_size: int, seq_len: int) -> int:
-    """The length that the layout can deal so that no rank goes without, at least the given one."""
-    even = -(-seq_len // world_size) * world_size
-    try:
-        layout.runs(0, world_size, seq_len)
-    except ValueError:
-        return even
-    return seq_len if shard_length(world_size - 1, world_size, seq_len) else even
-
-
 def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
-    """The batch with so many more tokens at its end, which have no labels."""
+    """The batch with `by` more tokens at its end, which have no labels."""
     padded = dict(batch)
     for name, x in batch.items() if by else ():
         if isinstance(x, Tensor) and name not in WHOLE:
@@ -130,7 +120,7 @@ def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_items(batch: dict[str, Any]) -> Any:
-    """What the sum of the losses is divided by: the given number, or that of the labels."""
+    """Divisor of the sum of the losses: the given number, or that of the labels."""
     if "labels" not in batch or "num_items_in_batch" in batch:
         return batch.get("num_items_in_batch")
     return (batch["labels"] != IGNORE_INDEX).sum()

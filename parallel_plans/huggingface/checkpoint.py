@@ -1,19 +1,22 @@
-"""Selective checkpointing that keeps what the rings of a model returned."""
+"""Selective checkpointing that keeps the results of a model's ring attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from dtensor_ring.op import ring_op
+import dtensor_ring  # noqa: F401 - registers the op
+
+RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
 
 
 def ring_checkpoint_contexts() -> tuple[Any, Any]:
     """Contexts for `torch.utils.checkpoint`: all is computed again in backward but attention.
 
-    So a layer makes one ring forward and one backward, as without checkpointing, and keeps the
-    output of its attention, `(B, N, L, H)`, beside its input.
+    So a layer runs ring attention once forward and once backward, as without checkpointing. It
+    keeps the output of its attention, `(B, N, L, H)`, beside its input.
 
     Example:
         >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
@@ -23,4 +26,4 @@ def ring_checkpoint_contexts() -> tuple[Any, Any]:
         ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
         ... )
     """
-    return create_selective_checkpoint_contexts([ring_op])
+    return create_selective_checkpoint_contexts([RING_ATTENTION])

@@ -1,4 +1,4 @@
-"""Where the documents of a batch begin and end, by what transformers' own masks go by."""
+"""Where the documents of a batch begin and end, by the rules of transformers' own masks."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.mask import Mask
+from dtensor_ring.planning.mask import Mask
 from parallel_plans.boundaries import boundaries
-from parallel_plans.huggingface.patterns import Reading
+from parallel_plans.huggingface.patterns import LayerMask
 
 
 @dataclass(frozen=True)
 class Documents:
     """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
 
-    Not all layers start anew where positions do, see `Reading`: the others may have boundaries of
-    their own. Chunks count from where a document begins.
+    Layers whose masks start anew where positions do take `packed`, the others take `others`, see
+    `LayerMask`. Chunks count from the beginning of a document.
 
-    No tuple: fully_shard moves the tensors of those that a layer is called with to the device.
+    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
     """
 
     packed: Tensor | None = None
     others: Tensor | None = None
     chunks: dict[int, Tensor] = field(default_factory=dict)
+    runs: Tensor | None = None
+    """The runs of each rank, see `sequence_runs`, if the layout belongs to the batch."""
 
-    def of(self, reading: Reading) -> tuple[Tensor | None, Mask]:
+    def of(self, layer_mask: LayerMask) -> tuple[Tensor | None, Mask]:
         """Boundaries and mask for a layer."""
-        mask = reading.mask
+        mask = layer_mask.mask
+        # The chunks are cut out of the documents already, so the mask must not count them again.
         if mask.chunk in self.chunks:
             return self.chunks[mask.chunk], Mask(mask.left, mask.right)
-        return (self.packed if reading.by_positions else self.others), mask
+        return (self.packed if layer_mask.by_positions else self.others), mask
 
     def bounded(self, seq_len: int) -> Documents:
-        """The same for a batch that was padded behind so many tokens: padding sees nothing."""
+        """The same for a batch that was padded after `seq_len` tokens: padding sees nothing."""
+        # Tokens after the last boundary see nothing, as padding should.
         whole = torch.tensor([0, seq_len], dtype=torch.int32)
         packed, others = (whole if x is None else x for x in (self.packed, self.others))
         return Documents(packed, others, self.chunks)
@@ -44,9 +48,9 @@ class Documents:
 def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Documents:
     """The documents of a batch.
 
-    By `cu_seq_lens_q` where it is given, as flash attention does; else padding is a document of its
-    own where there is an `attention_mask`; else attention that does so in the model itself starts
-    anew where `position_ids` do not go on.
+    With `cu_seq_lens_q`, they are those of all layers, as in flash attention. Else, with an
+    `attention_mask`, padding is a document of its own. Else documents begin where `position_ids`
+    do not go on, in layers whose own masks do so.
 
     Raises:
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
@@ -62,7 +66,7 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
                 "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
                 "leave one of them out",
             )
-        starts = _starts_by_boundaries(given, batch.get("cu_seq_lens_k"), seq_len)
+        return _by_boundaries(given, batch.get("cu_seq_lens_k"), seq_len, chunks)
     elif padding is not None:
         starts = _starts_by_padding(padding)
     elif positions is not None:
@@ -70,15 +74,16 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
     else:
         return Documents()
     bounds = boundaries(starts)
-    by_positions = given is None and padding is None
-    within = {
-        chunk: boundaries(_starts_of_chunks(starts, chunk, positions if by_positions else None))
-        for chunk in chunks
-    }
+    # Masks by padding hold in all layers, masks by positions in some.
+    by_positions = padding is None
+    within = _within(starts, chunks, positions if by_positions else None)
     return Documents(bounds, None if by_positions else bounds, within)
 
 
-def _starts_by_boundaries(given: Tensor, of_keys: Tensor | None, seq_len: int) -> Tensor:
+def _by_boundaries(
+    given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: set[int]
+) -> Documents:
+    """The given boundaries as they are; tokens after the last one are a document, too."""
     if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
@@ -90,19 +95,31 @@ def _starts_by_boundaries(given: Tensor, of_keys: Tensor | None, seq_len: int) -
     )
     if of_keys is not None:
         _require((of_keys == given).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
-    starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
-    return starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
+    # One more boundary, so that tokens after the last one are a document.
+    bounds = torch.nn.functional.pad(given, (0, 1), value=seq_len).int().cpu()
+    within = {}
+    if chunks:
+        # One longer than the batch: the last boundary may be its end.
+        starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
+        starts = starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
+        within = _within(starts, chunks, None)
+    return Documents(bounds, bounds, within)
+
+
+def _within(starts: Tensor, chunks: set[int], positions: Tensor | None) -> dict[int, Tensor]:
+    """Boundaries of documents and of chunks within them, by the size of the chunks."""
+    return {chunk: boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks}
 
 
 def _starts_by_padding(attention_mask: Tensor) -> Tensor:
-    held = attention_mask.bool()
-    before = torch.nn.functional.pad(held, (1, 0))[:, :-1]
+    is_token = attention_mask.bool()
+    before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     _require(
-        ((held & ~before).sum(-1) <= 1).all(),
-        "attention_mask must be one stretch of tokens in each row, with padding before or behind "
+        ((is_token & ~before).sum(-1) <= 1).all(),
+        "attention_mask must be one stretch of tokens in each row, with padding before or after "
         "it; for packed documents leave it out, and give position_ids that start anew",
     )
-    return _with_first(held[:, 1:] != held[:, :-1])
+    return _with_first(is_token[:, 1:] != is_token[:, :-1])
 
 
 def _starts_by_positions(position_ids: Tensor) -> Tensor:
@@ -117,8 +134,10 @@ def _with_first(changes: Tensor) -> Tensor:
 def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -> Tensor:
     """Chunks are counted from the start of a document, or by the positions of packed batches."""
     index = torch.arange(starts.shape[1], device=starts.device)
+    # The start of a token's document is the last start up to it.
     position = index - torch.where(starts, index, 0).cummax(-1).values
     if position_ids is not None:
+        # A single document may begin at any position; its chunks count from its first token.
         is_packed = (starts.sum(-1) > 1).any()
         position = torch.where(is_packed, position_ids, position)
     return starts | (position % chunk == 0)

@@ -34,7 +34,7 @@ def check_model(model: Any) -> None:
 
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
-    """What stands in the way."""
+    """Reasons that stand in the way of a plan."""
     if layers := _stateful_layers(model, config):
         yield (
             f"{', '.join(layers)} carry a state along the sequence, or choose among its tokens, "
@@ -107,7 +107,7 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers: some models have one for each type of layer."""
+    """Types of rotary embeddings: some models have one for each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     nested = [x for x in given.values() if isinstance(x, dict)]
     return {x["rope_type"] for x in (given, *nested) if x.get("rope_type")}

@@ -1,6 +1,6 @@
 """Whether the tokens of a model meet in attention only.
 
-Nobody can read that from a model's code, so the model is asked: with attention in which each token
+A model's code does not show it, so the model is probed: with attention in which each token
 sees itself only, what it makes of a few tokens must not depend on which others are there. Shards of
 four tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
 over a batch, positions that a model counts by itself, and factors that depend on the length or the
@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.probe import NUM_TOKENS, ask, undisturbed
+from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
 TOLERANCE = 0.02
 """Relative: beyond what bfloat16 rounds, far below what another token changes."""
 
 SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
 Outputs = dict[tuple[str, int], Tensor]
-"""By name of the module and number of the call, in the order of execution."""
+"""Outputs by name of the module and number of the call, in the order of execution."""
 
 
 def check_locality(model: Any) -> None:
@@ -32,8 +32,9 @@ def check_locality(model: Any) -> None:
         ValueError: naming the first module whose output depends on the other tokens, or if the
             model does not hand what attention needs down to it.
     """
-    with undisturbed(model):
+    with frozen(model):
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
+        # Two shards as of zigzag: one with a gap, one without the first and last tokens.
         for shard in SHARDS:
             parts = _outputs(model, shard)
             for (name, call), found in parts.items():
@@ -46,12 +47,12 @@ def check_locality(model: Any) -> None:
 
 
 def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
-    """What the modules make of the tokens of those indices, where no token sees another."""
+    """The output of each module for the tokens of those indices, where no token sees another."""
     outputs: Outputs = {}
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
     try:
-        ask(model, indices)
+        probe(model, indices)
     finally:
         for hook in hooks:
             hook.remove()
@@ -61,6 +62,7 @@ def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
 def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
+            # A module may run several times, as when layers share it.
             calls = sum(name == names[module] for name, _ in outputs)
             outputs[names[module], calls] = output.detach()
 
@@ -68,11 +70,13 @@ def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., No
 
 
 def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
-    """Up to rounding, where both have tokens in their second dimension; no number says nothing."""
+    """Whether both are equal up to rounding, where they have tokens in their second dimension."""
+    # Sizes and indices say nothing about a token.
     if whole is None or found.ndim < 2 or not (found.is_floating_point() or found.is_complex()):
         return True
     if whole.shape != (1, NUM_TOKENS, *found.shape[2:]):
         return True
+    # In 16 bits the rows are copies, so one is enough.
     expected, found = whole[:, list(shard)], found[:1]
     if found.shape != expected.shape or not expected.isfinite().all():
         return True

@@ -1,4 +1,4 @@
-"""The loss of a model whose sequence is sharded: cross-entropy, of which each rank has a share."""
+"""The cross-entropy of a model whose sequence is sharded: each rank computes a part of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.probe import NUM_TOKENS, ask, undisturbed
+from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
 IGNORE_INDEX = -100
 NUM_ITEMS = 5
-"""That a probe's loss is divided by: not the number of its labels."""
+"""Divisor of a probe's loss; not the number of its labels, to tell the two apart."""
 
 
 class Loss(NamedTuple):
@@ -39,7 +39,7 @@ def predicts_next(model: Any) -> bool:
 
 
 def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """This rank's share of the mean cross-entropy of the tokens that have a label."""
+    """This rank's part of the mean cross-entropy of the tokens that have a label."""
     total = nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -54,14 +54,14 @@ def other_loss(model: Any) -> str | None:
     if "labels" not in signature(model.forward).parameters:
         return None
     everything = tuple(range(NUM_TOKENS))
-    with undisturbed(model):
-        logits = ask(model, everything).logits
+    with frozen(model):
+        logits = probe(model, everything).logits
         labels = torch.arange(NUM_TOKENS, device=logits.device).unsqueeze(0) * 3 % logits.shape[-1]
         given: dict[str, Any] = {"labels": labels}
         if predicts_next(model):
             given |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
         try:
-            found = float(ask(model, everything, **given).loss)
+            found = float(probe(model, everything, **given).loss)
         except Exception as error:  # a loss of the user's may raise what it likes
             return f"its loss takes no labels that are shifted already ({error})"
     count = given.get("num_items_in_batch", NUM_TOKENS)

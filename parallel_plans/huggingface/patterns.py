@@ -1,10 +1,10 @@
-"""Which attention patterns a model uses, read from the masks that it asks for itself.
+"""Which attention patterns a model uses, read from the masks that it asks for.
 
 Transformers composes the mask of each layer type as a function of (batch, head, query, key) and
 hands it to the mask interface of the attention implementation. Ours returns the name of the
-pattern, which then travels down to attention in the place of a mask. What a name means is found
-out once, when the plan is applied: the model runs on two tokens as far as its first attention, and
-its mask functions are compared with the masks that a ring has, on both sides of every boundary.
+pattern, which then travels down to attention in the place of a mask. The meaning of each name is
+found once, when the plan is applied: the model runs on two tokens as far as its first attention,
+and its mask functions are compared with our masks on both sides of every boundary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.mask import Mask
+from dtensor_ring.planning.mask import Mask
 
 PROBE = "ring_probe"
 
@@ -24,15 +24,15 @@ Pattern = tuple[str, bool, int | None, bool]
 """A marker, whether it is causal, its window or chunk in tokens, whether the model added to it."""
 
 
-class Reading(NamedTuple):
-    """What a pattern means: a mask, and whether it starts anew where positions do not go on."""
+class LayerMask(NamedTuple):
+    """The mask of a pattern, and whether it starts anew where positions do not go on."""
 
     mask: Mask
     by_positions: bool
 
 
-Readings = dict[Pattern, Reading | str]
-"""Of all patterns of a model; a string says why a ring cannot compute one."""
+LayerMasks = dict[Pattern, LayerMask | str]
+"""By pattern of a model; a string says why a ring cannot compute it."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 MARKER = "ring pattern"
@@ -48,6 +48,7 @@ def pattern_of(
 ) -> Pattern:
     """The mask interface named `ring`: no mask, but the name of the pattern."""
     causal = allow_is_bidirectional_skip is None
+    # Transformers forbids skipping a mask where the model has added to it.
     plain = allow_is_causal_skip if causal else bool(allow_is_bidirectional_skip)
     return MARKER, causal, local_size, use_vmap or not plain
 
@@ -57,7 +58,7 @@ def is_pattern(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
 
 
-def read_patterns(model: Any) -> Readings:
+def read_patterns(model: Any) -> LayerMasks:
     """The mask of each pattern of the model, or why a ring has none for it.
 
     Raises:
@@ -72,26 +73,28 @@ def read_patterns(model: Any) -> Readings:
         )
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
+    # The same two tokens as two documents of one: only masks by positions tell.
     restarted = _mask_functions(model, tokens, position_ids=tokens)
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
             "so that nobody can tell which tokens its layers see; it has no context-parallel plan"
         )
-    readings: Readings = {}
+    layer_masks: LayerMasks = {}
     for (pattern, function), (_, packed) in zip(whole, restarted, strict=True):
         mask = _mask_of(pattern, function)
-        found = mask if isinstance(mask, str) else Reading(mask, _starts_anew(mask, packed))
-        if readings.setdefault(pattern, found) != found:
-            readings[pattern] = (
-                f"its layers use two patterns of {pattern[2]} tokens, {readings[pattern]} and "
+        found = mask if isinstance(mask, str) else LayerMask(mask, _starts_anew(mask, packed))
+        # One name, two masks: attention could not tell which is meant.
+        if layer_masks.setdefault(pattern, found) != found:
+            layer_masks[pattern] = (
+                f"its layers use two patterns of {pattern[2]} tokens, {layer_masks[pattern]} and "
                 f"{found}, which transformers does not tell apart"
             )
-    return readings
+    return layer_masks
 
 
 def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:
-    """Whether a second document does not see the first, by positions, which it would else."""
+    """Whether restarted positions hide the first document, which the mask alone would show."""
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
@@ -102,7 +105,7 @@ class _Reached(Exception):
 def _mask_functions(
     model: Any, tokens: Tensor, **inputs: Tensor
 ) -> list[tuple[Pattern, MaskFunction]]:
-    """What the model hands to its mask interface until it arrives at its first attention."""
+    """The mask functions that the model makes on its way to its first attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     functions: list[tuple[Pattern, MaskFunction]] = []
@@ -112,6 +115,7 @@ def _mask_functions(
         return functions[-1][0]
 
     def stop(*_: Any, **__: Any) -> None:
+        # The masks are made by now; the rest of the model need not run.
         raise _Reached
 
     AttentionInterface.register(PROBE, stop)
@@ -144,13 +148,14 @@ def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:
     for mask in _candidates(size):
         if all(mask.sees(*pair) == sees for pair, sees in zip(pairs, seen, strict=True)):
             return mask
-    return f"its mask is none of {', '.join(map(str, _candidates(size)))}"
+    return f"its mask is not one of {', '.join(map(str, _candidates(size)))}"
 
 
 def _candidates(size: int | None) -> list[Mask]:
-    """What transformers builds from a window or chunk of that many tokens."""
+    """The masks that transformers builds from a window or chunk of that many tokens."""
     if size is None:
         return [Mask.causal(), Mask.full()]
+    # Libraries count a window with or without the query, or on both sides together.
     both = [Mask.local(n, n) for n in {size, max(0, size - 1), size // 2}]
     one = [Mask.sliding(size - 1), Mask.chunked(size)] if size else []
     return [*one, *both, Mask.causal(), Mask.full()]
@@ -158,6 +163,7 @@ def _candidates(size: int | None) -> list[Mask]:
 
 def _positions(size: int | None) -> list[int]:
     """Tokens on both sides of everything that could be a boundary."""
+    # Boundaries that no size of the config explains would lie near powers of two.
     powers = [2**power + near for power in range(20) for near in (-1, 0, 1)]
     if size is None:
         return sorted({*powers, 3, 10, 1000})
@@ -166,8 +172,9 @@ def _positions(size: int | None) -> list[int]:
 
 
 def _evaluate(function: MaskFunction, pairs: list[tuple[int, int]]) -> list[bool]:
-    """What the function says of each pair."""
+    """The function's result for each pair."""
     index = torch.tensor(pairs)
+    # No batch and head: a mask that reads them is not ours to compute.
     zero = torch.zeros((), dtype=torch.long)
     result = function(zero, zero, index[:, 0], index[:, 1])
     result = torch.as_tensor(result, dtype=torch.bool).cpu()

@@ -9,21 +9,20 @@ from inspect import signature
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring.kernels import check_kernel
-from dtensor_ring.layout import Layout, as_layout
-from dtensor_ring.op import Options
-from dtensor_ring.sdpa import set_sequence_layout
+from dtensor_ring import SequenceAxis, TransferPolicy
+from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
-from parallel_plans.huggingface.patterns import Readings, pattern_of, read_patterns
+from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
 from parallel_plans.huggingface.sharding import Sharding
 
 
@@ -31,20 +30,22 @@ def context_parallel_plan(
     model: nn.Module,
     layout: Layout | str = "zigzag",
     *,
+    strategy: str | None = None,
     kernel: str | None = None,
-    grad_dtype: torch.dtype | None = None,
+    policy: TransferPolicy | None = None,
     unshard_outputs: bool = False,
 ) -> dict[str, Any]:
     """A plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
     The model is called as before, with the **whole** batch on every rank of the axis. Inside,
     tokens, positions and next-token labels are dealt to the ranks in layout order, and attention
-    is a ring. Of the outputs, `loss` is the mean over all valid tokens, the same number on every
-    rank, and `logits` and hidden states are DTensors with `Shard(1)`, which `unshard_sequence`
-    makes whole; under `torch.compile` they carry no gradient where `labels` ask for a loss.
+    runs as ring attention. Of the outputs, `loss` is the mean over all valid tokens, the same
+    number on every rank, and `logits` and hidden states are DTensors with `Shard(1)`, which
+    `unshard_sequence` makes whole; under `torch.compile` they carry no gradient where `labels` ask
+    for a loss.
 
-    Gradients: each rank gets the share of its own tokens, so that their **sum** over the axis is
-    the gradient of one process. Data parallelism *averages* over its ranks. Under FSDP2 over the
+    Gradients: each rank gets those of its own tokens, so that their **sum** over the axis is the
+    gradient of one process. Data parallelism *averages* over its ranks. Under FSDP2 over the
     flattened (dp, cp) mesh, call `set_gradient_divide_factor(dp_size)` on each FSDP module, so that
     it divides by the data-parallel ranks only; under DDP over all ranks, call
     `(cp_size * loss).backward()`. Without either, sum `param.grad` over the axis.
@@ -53,11 +54,13 @@ def context_parallel_plan(
         model: a decoder or encoder of transformers 5.x that goes through its attention interface:
             a base model, or one with a head `ForCausalLM`, `ForMaskedLM` or
             `ForTokenClassification`.
-        layout: order in which tokens are dealt; "zigzag" balances causal attention.
+        layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
+            deals each batch anew by its documents (not under `torch.compile`).
+        strategy: how keys and values travel, see `SequenceAxis`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
-        grad_dtype: dtype in which sums of key and value gradients travel, see `ring_attention`.
+        policy: the dtypes in which messages travel, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
-            Parameters behind them have the whole gradient on each, not a share.
+            Parameters that use them have the whole gradient on each rank, not that of its tokens.
 
     Returns:
         A plan of one entry for the model itself.
@@ -79,17 +82,17 @@ def context_parallel_plan(
     """
     check_model(model)
     check_kernel(kernel)
-    options = Options(kernel=kernel, grad_dtype=grad_dtype)
-    return {"": ShardedModel(layout, options, unshard_outputs)}
+    how = {"strategy": strategy, "kernel": kernel, "policy": policy}
+    return {"": ShardedModel(layout, how, unshard_outputs)}
 
 
 class ShardedModel(ParallelStyle):
-    """Shards what goes into a model along the sequence, and puts together what comes out."""
+    """Shards the inputs of a model along the sequence, and joins its outputs."""
 
-    def __init__(self, layout: Layout | str, options: Options, unshard_outputs: bool) -> None:
+    def __init__(self, layout: Layout | str, how: dict[str, Any], unshard_outputs: bool) -> None:
         super().__init__()
         self.layout = as_layout(layout)
-        self.options = options
+        self.how = how
         self.unshard_outputs = unshard_outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -107,33 +110,31 @@ class ShardedModel(ParallelStyle):
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
-        readings, why_no_loss = _examine(model)
-        set_sequence_layout(device_mesh, self.layout)
+        layer_masks, why_no_loss = _examine(model)
+        axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
         loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
-        sharding = Sharding(
-            model, device_mesh, self.layout, self.options, readings, loss, self.unshard_outputs
-        )
+        sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         return model
 
 
-def _examine(model: Any) -> tuple[Readings, str | None]:
-    """What the model's layers see, if a ring can serve it, and why it cannot serve its loss.
+def _examine(model: Any) -> tuple[LayerMasks, str | None]:
+    """The masks of the model's layers, and why a ring cannot serve its loss, if it cannot.
 
     Leaves the model as it was.
     """
     before = model.config._attn_implementation
     try:
-        readings = read_patterns(model)
+        layer_masks = read_patterns(model)
         check_locality(model)
-        return readings, other_loss(model)
+        return layer_masks, other_loss(model)
     finally:
         model.set_attn_implementation(before)
 
 
 def _own_config(model: Any) -> None:
-    """A config of its own, so that other models of the same config keep their attention."""
+    """Copy the config, so that other models that share it keep their attention."""
     shared = model.config
     own = deepcopy(shared)
     for module in model.modules():
@@ -157,5 +158,5 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     wrapper: Any = forward
     wrapper.__signature__ = signature(plain)
     del wrapper.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
-    wrapper.mesh = sharding.mesh
+    wrapper.mesh = sharding.axis.mesh
     return wrapper

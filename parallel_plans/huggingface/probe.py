@@ -1,4 +1,4 @@
-"""A model asked what it makes of a few tokens, where attention lets each see itself only."""
+"""Runs a model on a few tokens, with attention in which each token sees itself only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NUM_TOKENS = 8
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout, noise and gradients, and as it was afterwards."""
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Turn dropout, noise and gradients off; afterwards the model is as it was."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -28,11 +28,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def ask(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
-    """What the model returns for the tokens of those indices.
+def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
+    """The model's output for the tokens of those indices.
 
-    In 16 bits there are always as many in all, in rows that are alike: else matrix products would
-    be rounded in another way, by which a router of experts may choose others.
+    In 16 bits there are always `NUM_TOKENS` in all, in equal rows: products of other shapes round
+    differently, and a router of experts may then choose others.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

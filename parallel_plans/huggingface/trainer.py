@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from dtensor_ring.sequence import unshard_sequence
+from dtensor_ring.dtensor.sequence import unshard_sequence
 
 AXES = ("dp_replicate", "cp")
 
@@ -35,8 +35,8 @@ class ContextParallelTrainer(Trainer):
 
     Raises:
         ValueError: if the mesh has other axes, the model is not under the plan, tokens are not
-            averaged across devices, the loss is to be another than the model's own, or an option
-            deals batches or the model to ranks in a way of its own.
+            averaged across devices, the loss is another than the model's own, or an option deals
+            batches or the model to ranks differently.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -111,7 +111,7 @@ class ContextParallelTrainer(Trainer):
                 raise ValueError(why)
 
     def _check_plan(self, model: Any) -> None:
-        """Gradients of a model without the plan would be as many times too large as ranks share."""
+        """Without the plan, gradients would be `cp` times too large: its ranks share a batch."""
         forwards = (vars(module).get("forward") for module in model.modules())
         meshes = [getattr(forward, "mesh", None) for forward in forwards]
         if self._mesh["cp"].mesh.tolist() not in [x.mesh.tolist() for x in meshes if x]:
@@ -193,7 +193,7 @@ class ContextParallelTrainer(Trainer):
         self.state.num_input_tokens_seen = before + counted // self.get_cp_size()
 
     def _gather_batches(self, data: Any) -> Any:
-        """As the accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
+        """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
         group, state = self._mesh["dp_replicate"].get_group(), self.accelerator.gradient_state
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
 

@@ -48,5 +48,5 @@ def ring_attention(
 
 @override(target=SelectiveAC.Config, description="keep what rings return")
 def ring_checkpointing(config: SelectiveAC.Config) -> RingSelectiveAC.Config:
-    """Override: selective checkpointing computes no ring again, see `RingSelectiveAC`."""
+    """Override: selective checkpointing runs ring attention only once, see `RingSelectiveAC`."""
     return derive(config, RingSelectiveAC.Config)

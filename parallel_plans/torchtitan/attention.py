@@ -8,7 +8,6 @@ from inspect import ismethod
 from typing import Any
 
 import spmd_types as spmd
-import torch
 from spmd_types.runtime import get_local_type, get_partition_spec
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,8 +18,7 @@ from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from dtensor_ring.mask import Mask
-from dtensor_ring.op import Options, default_scale, ring_op
+from dtensor_ring import Mask, SequenceAxis, TransferPolicy
 from parallel_plans.torchtitan.documents import Documents
 
 UNBOUNDED = -1
@@ -47,14 +45,15 @@ class RingAttention(Module):
         """How many tokens before and after itself a query sees, -1 for all, within its document."""
 
         layout: str = "zigzag"
-        """How tokens are dealt to the ranks: "contiguous", "striped", "zigzag" or "balanced"."""
+        """How tokens are dealt to the ranks: "contiguous", "striped", "zigzag", "balanced", or
+        "block_cyclic:128" with blocks of that many tokens."""
 
         kernel: str | None = None
         """Name of the block kernel; by default the first of `available_kernels()` that can."""
 
         grad_dtype: str | None = None
         """Name of the dtype in which sums of key and value gradients travel: "float32" by default;
-        "bfloat16" halves their bytes, see `dtensor_ring.ring_attention`."""
+        "bfloat16" halves their bytes, see `dtensor_ring.TransferPolicy`."""
 
         def build(self, **kwargs: Any) -> RingAttention:
             """The module; by now the sharding of the attention that it stands for is set."""
@@ -68,9 +67,8 @@ class RingAttention(Module):
         left, right = (None if x == UNBOUNDED else x for x in self.window_size)
         self.mask = Mask(left, right)
         self.layout, self.kernel = config.layout, config.kernel
-        self.grad_dtype = _dtype(config.grad_dtype)
-        self.group_name: Any = None
-        self.ring_size = 0
+        self.policy = _policy(config.grad_dtype)
+        self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         self.join(parallel_dims)
@@ -78,9 +76,10 @@ class RingAttention(Module):
 
     def join(self, parallel_dims: ParallelDims) -> None:
         """Learn which ranks the ring is made of."""
+        # A ring of one rank works too, so nothing else has to ask.
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
-        self.group_name, self.ring_size = mesh.get_group().group_name, mesh.size()
+        self.axis = SequenceAxis(mesh, self.layout, kernel=self.kernel, policy=self.policy)
 
     def forward(
         self,
@@ -99,42 +98,39 @@ class RingAttention(Module):
         Raises:
             ValueError: without documents, or with what a ring cannot do.
         """
-        documents = self._documents(attention_masks)
+        axis, documents = self._axis(), _documents(attention_masks)
         _refuse(others)
-        seq_len = q_BLNH.shape[1] * self.ring_size
-        options = Options(
-            cu_seqlens=documents.cu_seqlens,
-            runs=documents.runs,
-            sinks=None if out_transform is None else _sinks(out_transform),
-            seq_len=seq_len,
-            key_seq_len=seq_len,
-            layout=self.layout,
-            scale=default_scale(q_BLNH.shape[-1]) if scale is None else scale,
-            kernel=self.kernel,
-            grad_dtype=self.grad_dtype,
-            group_name=self.group_name,
-        ).under(self.mask)
+        sinks = None if out_transform is None else _sinks(out_transform)
         with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
-            query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-            out = ring_op(query, key, value, *options)[0].transpose(1, 2)
+            out = axis.attention(
+                *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
+                mask=self.mask,
+                cu_seqlens=documents.cu_seqlens,
+                sinks=sinks,
+                scale=scale,
+                runs=documents.runs,
+            ).transpose(1, 2)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(out, get_local_type(q_BLNH), get_partition_spec(q_BLNH))
         return out
 
-    def _documents(self, attention_masks: Any) -> Documents:
-        if not self.ring_size:
+    def _axis(self) -> SequenceAxis:
+        if self.axis is None:
             raise ValueError(
                 "ring attention has no ranks: it was not parallelized. The partial_dtensor backend "
                 "leaves it out unless training starts from a config of parallel_plans.torchtitan"
             )
-        if not isinstance(attention_masks, Documents):
-            raise ValueError(
-                "ring attention takes the documents of the batch as attention_masks, got "
-                f"{type(attention_masks).__name__}: start from a config of "
-                "parallel_plans.torchtitan, or give "
-                "--override.imports parallel_plans.torchtitan.ring_attention"
-            )
-        return attention_masks
+        return self.axis
+
+
+def _documents(attention_masks: Any) -> Documents:
+    if not isinstance(attention_masks, Documents):
+        raise ValueError(
+            "ring attention takes the documents of the batch as attention_masks, got "
+            f"{type(attention_masks).__name__}: start from a config of parallel_plans.torchtitan, "
+            "or give --override.imports parallel_plans.torchtitan.ring_attention"
+        )
+    return attention_masks
 
 
 def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
@@ -149,11 +145,13 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
     return replace(config, in_dst_shardings=sources, local_map=config.local_map and grads)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in TORCH_DTYPE_MAP:
+def _policy(grad_dtype: str | None) -> TransferPolicy | None:
+    if grad_dtype is None:
+        return None
+    if grad_dtype not in TORCH_DTYPE_MAP:
         known = ", ".join(TORCH_DTYPE_MAP)
-        raise ValueError(f"unknown grad_dtype {name!r}; known dtypes: {known}")
-    return None if name is None else TORCH_DTYPE_MAP[name]
+        raise ValueError(f"unknown grad_dtype {grad_dtype!r}; known dtypes: {known}")
+    return TransferPolicy(grad_dtype=TORCH_DTYPE_MAP[grad_dtype])
 
 
 def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -165,6 +163,7 @@ def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             "attention sinks of gpt-oss are known"
         )
     attention: Any = out_transform.__self__
+    # The local part of a DTensor: heads are sharded as the query's are.
     sinks = attention.sinks
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 

@@ -1,21 +1,24 @@
-"""Selective activation checkpointing that keeps what the rings returned."""
+"""Selective activation checkpointing that keeps the results of ring attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from dtensor_ring.op import ring_op
+import dtensor_ring  # noqa: F401 - registers the op
+
+RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
 
 
 class RingSelectiveAC(SelectiveAC):
-    """torchtitan's selective policy, by which a ring runs once forward and once backward."""
+    """torchtitan's selective policy, with ring attention once forward and once backward."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         """Config of `RingSelectiveAC`."""
 
     def get_save_ops(self) -> set[Any]:
-        return super().get_save_ops() | {ring_op}
+        return super().get_save_ops() | {RING_ATTENTION}

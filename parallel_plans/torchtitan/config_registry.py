@@ -30,7 +30,7 @@ def with_ring(
     kernel: str | None = None,
     grad_dtype: str | None = None,
 ) -> RingTrainer.Config:
-    """Any text config of torchtitan with rings in its layers, and the trainer that deals for them.
+    """Any text config of torchtitan with ring attention, and the trainer that deals its tokens.
 
     Args:
         config: changed in place, and not to be used any more.
@@ -126,7 +126,7 @@ def _debug(config: Trainer.Config) -> RingTrainer.Config:
 def _long(
     config: Trainer.Config, seq_len: int, context: int, tensor: int = 1
 ) -> RingTrainer.Config:
-    """One sequence of so many tokens a step, over so many ranks."""
+    """One sequence of `seq_len` tokens a step, over `context * tensor` ranks."""
     config.training.seq_len, config.training.local_batch_size = seq_len, 1
     config.parallelism.context_parallel_degree = context
     config.parallelism.tensor_parallel_degree = tensor
@@ -135,7 +135,7 @@ def _long(
 
 
 def _extend(config: Trainer.Config, factor: int) -> None:
-    """Positions up to so many times those of the model.
+    """Positions up to `factor` times those of the model.
 
     The base grows as "NTK-aware" interpolation has it (Peng et al., 2023, arXiv 2309.00071,
     section 3.1): by `factor ** (H / (H - 2))`.

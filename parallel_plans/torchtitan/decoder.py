@@ -9,16 +9,14 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from dtensor_ring.balanced import Balanced
-from dtensor_ring.kernels import check_kernel
-from dtensor_ring.layout import LAYOUTS
+from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention
 from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
 
@@ -45,9 +43,7 @@ def use_ring(
     Raises:
         ValueError: if there is no such layout or kernel, or a ring cannot replace an attention.
     """
-    known = (*LAYOUTS, Balanced.name)
-    if layout not in known:
-        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(known)}")
+    as_layout(layout)
     check_kernel(kernel)
     if getattr(config, "vision_encoder", None) is not None:
         raise ValueError(
@@ -91,6 +87,7 @@ def _window(attention: Any) -> tuple[int, int]:
     if size is not None:
         if size < 1:
             raise ValueError(f"a sliding window holds one token at least, got {size}")
+        # As in Hugging Face models: our window counts the tokens before the query.
         return size - 1, 0
     return getattr(attention.inner_attention, "window_size", (UNBOUNDED, 0))
 
@@ -114,6 +111,7 @@ class FindsDocuments(Module):
         attention_masks: Any = None,
         **others: Any,
     ) -> Any:
+        # A trainer of ours has found them already.
         if attention_masks is None and positions is not None:
             attention_masks = self._find(positions)
         return super().forward(
@@ -121,15 +119,15 @@ class FindsDocuments(Module):
         )
 
     def _find(self, positions: Tensor) -> Any:
-        rings = [module for module in self.modules() if isinstance(module, RingAttention)]
-        if not rings or not rings[0].ring_size:
+        rings = (module.axis for module in self.modules() if isinstance(module, RingAttention))
+        axis = next(rings, None)
+        if axis is None:
             return None  # a stage without attention, or attention that says what is wrong
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(CUDA_GRAPHS)
         local = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
-            group = _resolve_process_group(rings[0].group_name)
-            return gather_documents(local, rings[0].layout, group)
+            return gather_documents(local, axis.layout, axis.mesh.get_group())
 
 
 @cache
@@ -141,6 +139,7 @@ def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
     new = dataclass(kw_only=True, slots=True)(
         type("Config", (config_type,), {"__qualname__": config_type.__qualname__})
     )
+    # The class that the config builds, with the documents found first.
     new._owner = type(owner.__name__, (FindsDocuments, owner), {"Config": new})
     return new
 

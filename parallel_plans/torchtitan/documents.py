@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring.balanced import Balanced
-from dtensor_ring.layout import as_layout
-from dtensor_ring.mask import Mask
-from dtensor_ring.sequence import layout_order, sequence_runs
+from dtensor_ring.dtensor.sequence import layout_order, sequence_runs
+from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.boundaries import boundaries
 
 DEALT = {"input", "positions"}
-"""What a batch may hold beside its labels; all are `(B, S)`."""
+"""Names that a batch has beside its labels; all are `(B, S)`."""
 
 CUDA_GRAPHS = (
     "a CUDA graph would replay the documents of one batch for all others: give "
@@ -26,10 +27,10 @@ CUDA_GRAPHS = (
 
 @dataclass(frozen=True)
 class Documents:
-    """What attention has to know of a batch; travels down as `attention_masks`.
+    """What attention needs of a batch; travels down as `attention_masks`.
 
-    No tuple: fully_shard moves the tensors of those that a model is called with to the device, and
-    rings are planned on the CPU.
+    Not a tuple: fully_shard moves the tensors in a model's tuples to the device, and boundaries are
+    read on the CPU.
     """
 
     cu_seqlens: Tensor
@@ -47,7 +48,7 @@ def deal(
     Args:
         batch: `input` and `positions`, both `(B, S)`; positions are 0 where a document starts.
         labels: `(B, S)`.
-        layout: name of the layout; the balanced one is made for the documents of this batch.
+        layout: spelling of the layout; the balanced one is made for the documents of this batch.
         world_size: ranks of the ring.
 
     Raises:
@@ -58,14 +59,13 @@ def deal(
             f"a ring deals {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
             "data loader of text"
         )
+    # Before the tokens are dealt: boundaries are in global positions.
     cu_seqlens = boundaries(batch["positions"] == 0)
-    runs = None
-    if layout == Balanced.name:
-        balanced = _balanced(cu_seqlens, labels.shape[1], world_size)
-        order, runs = layout_order(balanced, world_size, balanced.seq_len), sequence_runs(balanced)
-    else:
-        order = layout_order(as_layout(layout), world_size, labels.shape[1])
-    order = order.to(labels.device)
+    chosen, runs = as_layout(layout), None
+    if chosen.per_batch:
+        chosen = _balanced(cu_seqlens, labels.shape[1], world_size)
+        runs = sequence_runs(chosen)
+    order = layout_order(chosen, world_size, labels.shape[1]).to(labels.device)
     batch = {name: x.index_select(1, order) for name, x in batch.items()}
     return batch, labels.index_select(1, order), Documents(cu_seqlens, runs)
 
@@ -75,7 +75,7 @@ def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
     return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens)
 
 
-def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -> Documents:
+def gather_documents(positions: Tensor, layout: Layout, group: dist.ProcessGroup) -> Documents:
     """The documents of a batch of which each rank has its slice of the positions, `(B, L)`.
 
     Raises:
@@ -84,17 +84,18 @@ def gather_documents(positions: Tensor, layout: str, group: dist.ProcessGroup) -
     """
     local = positions.contiguous()
     slices = [torch.empty_like(local) for _ in range(group.size())]
+    # A rank cannot tell from its own positions where documents end on others.
     dist.all_gather(slices, local, group)
     dealt = torch.cat(slices, 1).cpu()
-    name, seq_len = layout, dealt.shape[1]
-    if name != Balanced.name:
-        order = layout_order(as_layout(name), group.size(), seq_len)
+    # Torchtitan's own trainers cannot deal by batch.
+    if not layout.per_batch:
+        order = layout_order(layout, group.size(), dealt.shape[1])
         whole = dealt.index_select(1, order.argsort())
         follows = (whole[:, 1:] == 0) | (whole[:, 1:] == whole[:, :-1] + 1)
         if follows.all():
             return Documents(boundaries(whole == 0))
     raise ValueError(
-        f"the tokens of this batch were not dealt {name}: torchtitan's own trainers deal as "
+        f"the tokens of this batch were not dealt {layout.spec}: torchtitan's own trainers deal as "
         "--parallelism.context_parallel_load_balancer says, in two of our layouts, and that must "
         "fit ring_attention's, see docs/torchtitan.md; for any layout, start from a config of "
         "parallel_plans.torchtitan, or use its RingTrainer"

@@ -1,4 +1,4 @@
-"""A trainer and a validator that deal tokens in any layout, and find documents on the way."""
+"""A trainer and a validator that deal tokens in any layout, and find documents as they do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTIAL = "partial_dtensor"
 
 
 def ring_layout(config: Any) -> str:
-    """The layout of the rings of a model's config.
+    """The layout of the ring attention in a model's config.
 
     Raises:
         ValueError: if there is no ring, or they differ.
@@ -39,7 +39,7 @@ def ring_layout(config: Any) -> str:
 
 
 class RingValidator(Validator):
-    """A validator for models with rings."""
+    """A validator for models with ring attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -55,10 +55,10 @@ class RingValidator(Validator):
 
 
 class RingTrainer(Trainer):
-    """torchtitan's trainer for models with rings.
+    """torchtitan's trainer for models with ring attention.
 
-    It deals tokens itself, in the layout of the rings, before torchtitan cuts them into slices; the
-    load balancer of the config does not count.
+    It deals tokens itself, in the layout of the model's config, before torchtitan cuts them into
+    slices; the load balancer of the config does not count.
 
     Raises:
         ValueError: with CUDA graphs, which would replay the documents of one batch for all others.
@@ -77,6 +77,7 @@ class RingTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
             raise ValueError(CUDA_GRAPHS)
+        # torchtitan would deal a second time.
         dealt = replace(config.parallelism, context_parallel_load_balancer=None)
         spec = config.model_spec
         if spec is not None and dealt.spmd_backend == PARTIAL:
@@ -121,6 +122,7 @@ def _parallelize_partially(
     **others: Any,
 ) -> nn.Module:
     """With the partial_dtensor backend, torchtitan wraps attentions that it knows, and no other."""
+    # torchtitan does not call `parallelize` on attention that it does not know.
     for module in model.modules():
         if isinstance(module, RingAttention):
             module.join(parallel_dims)

@@ -1,0 +1,72 @@
+"""Compare every family of models with the stock one, for the table in `huggingface.md`.
+
+Run ``python -m benchmarks.huggingface`` in the root of the repository: it runs the comparison of
+``tests/huggingface/test_families.py`` and prints a table in Markdown. With ``--write`` it replaces
+the one in the page. It takes a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from dtensor_ring import Mask
+from parallel_plans.huggingface.patterns import LayerMask, read_patterns
+from tests.dense import largest
+from tests.families import FAMILIES, small_model
+from tests.huggingface.test_families import LAYOUTS, compare
+from tests.pool import Pool
+
+PAGE = Path(__file__).parent.parent / "docs" / "huggingface.md"
+MARKERS = "<!-- table: written by huggingface.py -->\n", "<!-- end of table -->\n"
+COLUMNS = ("loss", "logits", "gradients")
+
+
+def rows(pool: Pool) -> Iterator[str]:
+    """A line for each family: what its layers see, and the largest relative errors."""
+    yield f"| family | layers see | {' | '.join(COLUMNS)} |"
+    yield f"| --- | --- | {' | '.join(['---:'] * len(COLUMNS))} |"
+    for family in FAMILIES:
+        worst = dict.fromkeys(COLUMNS, 0.0)
+        for world_size, layouts in LAYOUTS.items():
+            for layout in layouts:
+                for errors in pool.run(world_size, compare, family, layout):
+                    for error in errors.values():
+                        worst = {name: largest((worst[name], error[name])) for name in COLUMNS}
+        cells = [f"{error:.1e}" for error in worst.values()]
+        yield f"| {family} | {', '.join(_patterns(family))} | {' | '.join(cells)} |"
+
+
+def _patterns(family: str) -> list[str]:
+    """What the plan reads from the masks of a model."""
+    layer_masks = read_patterns(small_model(family)).values()
+    return sorted({_named(x.mask) for x in layer_masks if isinstance(x, LayerMask)})
+
+
+def _named(mask: Mask) -> str:
+    if mask.chunk:
+        return f"chunks of {mask.chunk}"
+    if mask.left is None:
+        return "everything" if mask.right is None else "causal"
+    return f"window of {mask.left + 1}" if mask.right == 0 else f"{mask.left} on both sides"
+
+
+def main() -> None:
+    """Print the table, or replace that of the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace the table in the page")
+    write = parser.parse_args().write
+    pool = Pool(4)
+    text = "\n".join(rows(pool)) + "\n"
+    pool.close()
+    if not write:
+        print(text, end="")
+        return
+    before, rest = PAGE.read_text().split(MARKERS[0])
+    _, after = rest.split(MARKERS[1])
+    PAGE.write_text(f"{before}{MARKERS[0]}{text}{MARKERS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Runs the launches of a step through a block kernel."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
+from dtensor_ring.compute.kernels.launch import Launch
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.launches import launches
+from dtensor_ring.compute.memory import Region, part_of
+from dtensor_ring.compute.partial import Partial
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.plan import Step
+
+Pair = tuple[Tensor, Tensor]
+"""Key and value, or their gradients."""
+
+
+class Accumulator(Protocol):
+    """The target of gradients: a sum, or a list of parts for a sum in transit."""
+
+    def add(self, at: Region, grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, L)`."""
+
+
+def forward_step(
+    step: Step,
+    query: Tensor,
+    kv: Pair,
+    partial: Partial,
+    kernel: Kernel,
+    scores: Scores,
+    label: Label,
+    is_last: bool = False,
+) -> None:
+    """Add the attention over the keys and values of a step to `partial`.
+
+    Args:
+        step: whose tiles to compute.
+        query: local queries `(B, N, L, H)`.
+        kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
+        partial: the running result of the local queries.
+        kernel: the block kernel.
+        scores: how a query scores a key.
+        label: names this step in a profile.
+        is_last: whether no step comes after this one, so that results may become final.
+    """
+    todo = _launches(step, query, kv[0], kernel.has_segments)
+    # Known before the first merge, so that final rows are merged straight into the output.
+    are_last = last_of_their_rows([launch.rows for launch in todo]) if is_last else None
+    for number, launch in enumerate(todo):
+        with label("tile"):
+            out, lse = _forward(launch, query, kv, kernel, scores)
+        with label("merge"):
+            partial.add(launch.rows, out, lse, are_last is not None and are_last[number])
+
+
+def backward_step(
+    step: Step,
+    saved: Saved,
+    query: Tensor,
+    kv: Pair,
+    grad_query: Accumulator,
+    grad_kv: tuple[Accumulator, Accumulator],
+    kernel: Kernel,
+    scores: Scores,
+    label: Label,
+) -> None:
+    """Add the gradients of a step to those of the queries and of the resident keys and values.
+
+    Args:
+        step: whose tiles to compute.
+        saved: what forward returned for the local queries, and its gradients.
+        query: local queries `(B, N, L, H)`.
+        kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
+        grad_query: gets regions of `(B, N, L)`.
+        grad_kv: get regions of `(B, Nkv, C)`.
+        kernel: the block kernel.
+        scores: how a query scored a key.
+        label: names this step in a profile.
+    """
+    # The gradient of lse is defined for tiles only.
+    has_segments = kernel.has_segments and saved.grad_lse is None
+    for launch in _launches(step, query, kv[0], has_segments):
+        with label("tile"):
+            grads = _backward(launch, saved, query, kv, kernel, scores)
+        with label("merge"):
+            grad_query.add(launch.rows, grads[0])
+            grad_kv[0].add(launch.cols, grads[1])
+            grad_kv[1].add(launch.cols, grads[2])
+
+
+def _launches(step: Step, query: Tensor, key: Tensor, has_segments: bool) -> tuple[Launch, ...]:
+    batch_size, _, num_rows, _ = query.shape
+    if not batch_size:
+        return ()  # some kernels refuse an empty batch, others return nothing for it
+    return launches(step, (batch_size, num_rows, key.shape[2]), has_segments)
+
+
+def last_of_their_rows(regions: list[Region]) -> list[bool]:
+    """Whether no later region has rows up to the end of the region."""
+    if len(regions) == 1:
+        return [True]
+    first_row: dict[int | None, int] = {}  # of the later regions, by batch row
+    result = []
+    for batches, _, rows in reversed(regions):
+        # Any later region that begins before this one ends may have its rows, wherever it ends.
+        batch: int | None = batches.start
+        # A region of all batch rows competes with all entries, one of a single row with two.
+        competing = first_row if batch is None else (None, batch)
+        result.append(all(first_row.get(x, rows.stop) >= rows.stop for x in competing))
+        first_row[batch] = min(first_row.get(batch, rows.start), rows.start)
+    return result[::-1]
+
+
+def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
+    """`out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
+    if launch.segments is None:
+        q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
+        return kernel.forward(q, k, v, launch, scores)
+    # Segments count through all batch rows, so these become one dimension.
+    out, lse = kernel.forward(_flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
+    batch_size = query.shape[0]
+    return _by_batch(out, batch_size), lse.unflatten(1, (batch_size, -1)).transpose(0, 1)
+
+
+def _backward(
+    launch: Launch, saved: Saved, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
+) -> Gradients:
+    """Gradients of the query, key and value `(B, N, R, H)` of a launch."""
+    if launch.segments is None:
+        q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
+        return kernel.backward(saved.at(launch.rows), q, k, v, launch, scores)
+    lse = saved.lse.transpose(0, 1).flatten(1)  # heads first, a copy if the batch is not 1
+    saved = Saved(_flat(saved.grad_out), _flat(saved.out), lse)
+    grads = kernel.backward(saved, _flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
+    dq, dk, dv = (_by_batch(grad, query.shape[0]) for grad in grads)
+    return dq, dk, dv
+
+
+def _columns(kv: Pair, launch: Launch) -> Pair:
+    return part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`(B, N, L, H)` to `(B * L, N, H)`: a view, if it is token-major or the batch is 1."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_batch(x: Tensor, batch_size: int) -> Tensor:
+    """`(B * L, N, H)` back to `(B, N, L, H)`."""
+    return x.unflatten(0, (batch_size, -1)).transpose(1, 2)

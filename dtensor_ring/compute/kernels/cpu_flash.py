@@ -1,0 +1,236 @@
+"""PyTorch's flash attention for CPUs."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.band import Bias, col_blocks, row_blocks
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
+from dtensor_ring.compute.kernels.launch import Launch
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.compute.merge import merge_
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.tile import CAUSAL, FULL
+
+aten = torch.ops.aten
+
+
+class Sizes(NamedTuple):
+    """How bands and causal squares are cut: finer cuts score fewer hidden pairs."""
+
+    rows: int
+    """Queries of a launch forward."""
+    cols: int
+    """Keys of a launch backward."""
+    whole: int
+    """Rows up to which a square is one launch, and the keys of any tile stay as they are."""
+    large: int
+    """Rows from which a causal square goes by halves forward."""
+    huge: int
+    """Rows from which a causal square is one launch forward: few of its scored pairs are hidden."""
+
+
+COARSE, FINE = Sizes(192, 192, 256, 768, 768), Sizes(64, 128, 192, 2048, 16384)
+
+FINE_FROM = 5
+"""Heads for each thread from which small launches keep all threads busy."""
+
+LARGE_BACKWARD = 4096
+"""Rows from which a causal square is one launch backward."""
+
+ALIGNED = 64
+"""Rows that the kernel takes at a time."""
+
+Tensors = tuple[Tensor, ...]
+
+
+class CpuFlash(Kernel):
+    """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims.
+
+    It has no window, and in a causal square it scores some 400 keys more for each query than are
+    visible. Forward computes windows and small squares by blocks of rows, so that nothing is
+    merged. Backward computes windows by blocks of columns, so that only gradients of queries are
+    summed up. Forward cuts larger squares into halves; backward does so with all squares, which
+    needs no bias.
+    """
+
+    name = "cpu_flash"
+
+    def missing(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.device_type != "cpu":
+            return f"it runs on a CPU, the tensors are on {problem.device_type}"
+        if problem.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"it takes float64, float32, bfloat16 and float16, not {problem.dtype}"
+        if problem.head_dim != problem.value_head_dim:
+            return (
+                "it needs one head dim for query, key and value, "
+                f"got {problem.head_dim} and {problem.value_head_dim}"
+            )
+        if problem.scale <= 0:
+            return f"it needs a positive scale, got {problem.scale}"
+        if problem.differentiable_lse:
+            return "it has no gradient of lse"
+        return "it has no softcap" if problem.softcap else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
+        k, v = (_by_head(q, x, sizes.whole) for x in (k, v))
+        # Cutting saves hidden pairs, but each launch has a fixed cost.
+        if _in_one(mask, q, sizes.whole, sizes.huge):
+            return _attend((q, k, v), scale, is_causal=mask == CAUSAL)
+        out = empty(q, q.shape, order_of(q))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = empty(q, q.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
+        if mask == CAUSAL:
+            _attend_square((q, k, v), scale, (out, lse), sizes)
+        else:
+            _attend_band((q, k, v), scale, (out, lse), sizes.rows, mask)
+        return out, lse
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
+        k, v = (_by_head(q, x, sizes.whole) for x in (k, v))
+        by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
+        if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
+            return _backward(by_row, by_col, scale, is_causal=mask == CAUSAL)
+        # Blocks add to the query's gradient many times: it is wide until the last.
+        grad_query = empty(q, q.shape, TOKEN_MAJOR, saved.lse.dtype)
+        grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (k, v))
+        if mask == CAUSAL:
+            _backward_square(by_row, by_col, scale, grads, sizes.cols)
+        else:
+            _backward_band(by_row, by_col, scale, grads, sizes.cols, mask)
+        return grad_query.to(q.dtype), grads[1], grads[2]
+
+
+def _attend(
+    inputs: Tensors, scale: float, is_causal: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of query, key and value."""
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(*inputs, is_causal=is_causal, attn_mask=bias, scale=scale)
+
+
+def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
+    """Write the results of a causal square: of its halves, and merge what lies between them."""
+    num_rows = inputs[0].shape[2]
+    if num_rows < sizes.large:
+        _attend_band(inputs, scale, results, sizes.rows, CAUSAL)
+        return
+    # Two squares on the diagonal; what lies above them is hidden and never scored.
+    first, second = _halves(num_rows)
+    for half in (first, second):
+        _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
+    # The second half sees all of the first: a full tile, to merge with the second's own square.
+    between = _attend((*_tokens(inputs[:1], second), *_tokens(inputs[1:], first)), scale)
+    out, lse = _tokens(results, second)
+    merge_(out, lse, *between)
+
+
+def _attend_band(
+    inputs: Tensors, scale: float, results: Tensors, block_rows: int, mask: Mask
+) -> None:
+    """Write the results of a window, or of a small causal square, by blocks of rows."""
+    query, key, value = inputs
+    blocks = row_blocks(query.shape[2], key.shape[2], mask, block_rows)
+    bias = Bias(blocks, mask, query)
+    for rows, cols in blocks:
+        tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
+        found = _attend(tensors, scale, bias=bias.of((rows, cols)))
+        for result, x in zip(results, found, strict=True):
+            result[:, :, rows] = x
+
+
+def _backward(
+    by_row: Tensors,
+    by_col: Tensors,
+    scale: float,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from (grad_out, query, out, lse) and (key, value)."""
+    grad_out, query, out, lse = by_row
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(
+        *(grad_out, query, *by_col, out, lse, 0.0, is_causal), attn_mask=bias, scale=scale
+    )
+
+
+def _backward_square(
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int
+) -> None:
+    """Write the gradients of a causal square: of its halves, then of what lies between them."""
+    num_rows = by_row[0].shape[2]
+    if num_rows <= block_cols:
+        for grad, x in zip(grads, _backward(by_row, by_col, scale, is_causal=True), strict=True):
+            grad.copy_(x)
+        return
+    first, second = _halves(num_rows)
+    for half in (first, second):
+        here = _tokens(by_row, half), _tokens(by_col, half)
+        _backward_square(*here, scale, _tokens(grads, half), block_cols)
+    # Added after the squares, which have written all three gradients of their halves.
+    between = _backward(_tokens(by_row, second), _tokens(by_col, first), scale)
+    for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):
+        grad[:, :, tokens] += x
+
+
+def _backward_band(
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int, mask: Mask
+) -> None:
+    """Write the gradients of a window, by blocks of columns."""
+    (_, query, *_), (key, _) = by_row, by_col
+    grads[0].zero_()  # summed over the blocks; each column's gradients are written once
+    blocks = col_blocks(query.shape[2], key.shape[2], mask, block_cols)
+    bias = Bias(blocks, mask, query)
+    for rows, cols in blocks:
+        part = bias.of((rows, cols))
+        found = _backward(_tokens(by_row, rows), _tokens(by_col, cols), scale, bias=part)
+        grads[0][:, :, rows] += found[0]
+        for grad, x in zip(grads[1:], found[1:], strict=True):
+            grad[:, :, cols] = x
+
+
+def _sizes(query: Tensor) -> Sizes:
+    """The sizes that are fastest for these queries."""
+    # Matrix products of 16 bits need large blocks, and so do threads with few heads.
+    num_heads = query.shape[0] * query.shape[1]
+    is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()
+    return FINE if is_fine else COARSE
+
+
+def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
+    """Whether one launch serves the tile best."""
+    if mask != CAUSAL:
+        return mask == FULL  # a window would need its bias for all pairs
+    # Only squares between the two sizes gain more by skipping pairs than launches cost.
+    return query.dtype.itemsize == 2 or not whole < query.shape[2] < large
+
+
+def _halves(num_rows: int) -> tuple[slice, slice]:
+    # The first half ends where a block of the kernel does.
+    middle = ceil(num_rows / 2 / ALIGNED) * ALIGNED
+    return slice(middle), slice(middle, None)
+
+
+def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
+    return tuple(x[:, :, tokens] for x in tensors)
+
+
+def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
+    """Keys or values, copied so that the tokens of a head are adjacent if that is worth it."""
+    # Each block of rows reads them again: past a few blocks the copy costs less than the strides.
+    by_head = x.stride(2) == x.shape[3]
+    return x if by_head or query.shape[2] <= whole else x.contiguous()

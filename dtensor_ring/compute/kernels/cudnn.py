@@ -1,0 +1,101 @@
+"""cuDNN's attention, through PyTorch's own operators.
+
+Note [cuDNN's attention], as read in PyTorch's `cudnn/MHA.cpp`, `attention_backward.cu` and
+`sdp_utils.cpp`, and in what PyTorch 2.11 to 2.15 say of shapes:
+
+- lse is natural, float32 and `(B, N, R, 1)`, forward and backward.
+- Keys may have fewer heads than queries, so grouped-query needs no copies.
+- `is_causal` is aligned top-left, which is the same for squares. There are no windows.
+- Head dims are multiples of 8 up to 128. Whether larger ones work depends on the GPU and the
+  version, so other kernels take those. Dtypes are of 16 bits.
+- Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
+  random state is not read, but on Blackwell it is converted, so it has to be there.
+- Not all versions take a single query or a single key: the reference computes such tiles.
+- PyTorch caches the backward graph by the strides of query, key and value alone, so `out` and
+  `grad_out` must always come in the query's order, as they do in PyTorch's own calls.
+- It is not deterministic. PyTorch warns of that or, if it is told to be strict, refuses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
+from dtensor_ring.compute.kernels.launch import Launch
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.memory import in_order, order_of
+from dtensor_ring.planning.mask import Mask
+
+aten = torch.ops.aten
+
+
+class Cudnn(Kernel):
+    """`aten._scaled_dot_product_cudnn_attention`: full and causal tiles on Hopper and Blackwell.
+
+    On older GPUs, where it runs as well, PyTorch prefers flash attention, and so do we.
+    """
+
+    name = "cudnn"
+
+    def missing(self) -> str | None:
+        reason = no_gpu(9, 10)
+        if reason is None and not torch.backends.cudnn.is_available():
+            return "this PyTorch was built without cuDNN"
+        # Asked only where a GPU is: the call loads cuDNN.
+        found = torch.backends.cudnn.version() if reason is None else None
+        if found is not None and found < 90000:
+            return f"it needs cuDNN 9, found version {found}"
+        return reason
+
+    def supports(self, problem: Problem) -> str | None:
+        dims = problem.head_dim, problem.value_head_dim
+        if reason := gpu_limits(problem):
+            return reason
+        if any(dim % 8 or dim > 128 for dim in dims):
+            return f"it needs head dims that are multiples of 8 up to 128, got {dims[0]}, {dims[1]}"
+        if problem.windowed:
+            return "it has no windows"
+        if problem.packed:
+            return "it has no segments, and each document would be a launch of its own"
+        if problem.softcap:
+            return "it has no softcap"
+        is_strict = problem.determinism == "strict"
+        return "its gradients are not deterministic" if is_strict else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        if _is_thin(q, k):
+            return Reference().forward(q, k, v, launch, scores)
+        is_causal = _is_causal(launch.mask)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *(q, k, v, None, True, 0.0, is_causal, False), scale=scores.scale
+        )
+        return out, lse.squeeze(3)
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        tensors = q, k, v
+        if _is_thin(q, k):
+            return Reference().backward(saved, *tensors, launch, scores)
+        # In the query's order: see Note [cuDNN's attention] on what PyTorch caches.
+        grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad_out, *tensors, out, saved.lse.contiguous().unsqueeze(3), unused, unused),
+            *(None, None, None, q.shape[2], k.shape[2], 0.0, _is_causal(launch.mask)),
+            scale=scores.scale,
+        )
+
+
+def _is_thin(query: Tensor, key: Tensor) -> bool:
+    return query.shape[2] == 1 or key.shape[2] == 1
+
+
+def _is_causal(mask: Mask) -> bool:
+    assert mask in (Mask.full(), Mask.causal()), f"a tile of {mask}, though none is windowed"
+    return mask == Mask.causal()

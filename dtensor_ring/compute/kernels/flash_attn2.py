@@ -1,0 +1,88 @@
+"""The flash-attn package, version 2.7 or later."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.kernel import Gradients, Result
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
+
+
+class FlashAttn2(VarlenKernel):
+    """Flash attention 2 (Dao, 2023, arXiv 2307.08691) from the flash-attn package, with softcap."""
+
+    name = "flash_attn2"
+
+    def missing(self) -> str | None:
+        return no_gpu() or _missing_package()
+
+    def supports(self, problem: Problem) -> str | None:
+        return gpu_limits(problem) or one_head_dim(problem, 256)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+
+        more = {**_options(band), "return_softmax": False}
+        if band.segments is None:
+            out, lse, *_ = _flash_attn_forward(q, k, v, **more)
+        else:
+            out, lse, *_ = _flash_attn_varlen_forward(
+                q, k, v, *sizes(band.segments, q.device), **more
+            )
+        return out, lse
+
+    def attend_backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
+    ) -> Gradients:
+        from flash_attn.flash_attn_interface import (
+            _flash_attn_backward,
+            _flash_attn_varlen_backward,
+        )
+
+        # The call writes gradients to memory that it is given.
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        tensors = saved.grad_out, q, k, v, saved.out, saved.lse, *grads
+        more = {
+            **_options(band),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if band.segments is None:
+            _flash_attn_backward(*tensors, **more)
+        else:
+            _flash_attn_varlen_backward(*tensors, *sizes(band.segments, q.device), **more)
+        return grads
+
+
+def _missing_package() -> str | None:
+    try:
+        found = version("flash-attn")
+        major, minor = map(int, found.split(".")[:2])
+        if (major, minor) < (2, 7) or major > 2:
+            return f"it needs flash-attn 2.7 or a later 2.x, found {found}"
+        import_module("flash_attn.flash_attn_interface")
+    except PackageNotFoundError:
+        return "the flash-attn package is not installed"
+    except Exception as error:  # one that is broken may raise what it likes
+        return f"the flash-attn package does not load: {error}"
+    return None
+
+
+def _options(band: Band) -> dict[str, object]:
+    left, right = band.window
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": band.scale,
+        "causal": band.is_causal,
+        # -1 is unbounded here, None is not accepted.
+        "window_size_left": -1 if left is None else left,
+        "window_size_right": -1 if right is None else right,
+        "softcap": band.softcap,
+        "alibi_slopes": None,
+    }

@@ -1,0 +1,88 @@
+"""Flash attention 4, the flash-attn-4 package, whose module is `flash_attn.cute`."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.kernel import Gradients, Result
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
+
+OLDEST_BETA = 28
+"""Oldest beta of version 4.0.0: earlier ones have no gradient of a softcap."""
+
+LATENT = (192, 128)
+"""Head dims of query and value in multi-head latent attention, which has kernels of its own."""
+
+
+class FlashAttn4(VarlenKernel):
+    """Flash attention 4, written in Python for Hopper and Blackwell and compiled at first use.
+
+    Its tensors are `(B, L, N, H)`, its diagonal is aligned bottom-right, and `None` is an unbounded
+    side. Head dims are those that both kinds of GPU have forward and backward, with softcap: on
+    Hopper, the gradients of grouped-query are for one head dim only.
+    """
+
+    name = "flash_attn4"
+
+    def missing(self) -> str | None:
+        return no_gpu(9, 10) or _missing_package()
+
+    def supports(self, problem: Problem) -> str | None:
+        if (problem.head_dim, problem.value_head_dim) == LATENT:
+            grouped = "it takes head dims of 192 and 128 without grouped-query only"
+            return gpu_limits(problem) or (grouped if problem.grouped else None)
+        return gpu_limits(problem) or one_head_dim(problem, 128)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        # lse is returned on request only, outside of autograd.
+        more = {**lengths(band.segments, q.device), **_options(band)}
+        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
+        return out, lse
+
+    def attend_backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
+    ) -> Gradients:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            *(q, k, v, saved.out, saved.grad_out, saved.lse),
+            **lengths(band.segments, q.device),
+            **_options(band),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _missing_package() -> str | None:
+    try:
+        found = version("flash-attn-4")
+        beta = re.match(r"4\.0\.0b(\d+)", found)
+        is_old = beta is not None and int(beta[1]) < OLDEST_BETA
+        if is_old or not found.startswith("4."):
+            return f"it needs flash-attn-4 4.0.0b{OLDEST_BETA} or a later 4.x, found {found}"
+        import_module("flash_attn.cute.interface")
+    except PackageNotFoundError:
+        return "the flash-attn-4 package is not installed"
+    except Exception as error:  # one that is broken may raise what it likes
+        return f"the flash-attn-4 package does not load: {error}"
+    return None
+
+
+def _options(band: Band) -> dict[str, object]:
+    return {
+        "softmax_scale": band.scale,
+        "causal": band.is_causal,
+        "window_size_left": band.window[0],
+        "window_size_right": band.window[1],
+        "softcap": band.softcap,
+    }

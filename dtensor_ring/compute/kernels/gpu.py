@@ -1,0 +1,48 @@
+"""Limits that the GPU kernels share: which GPUs they run on, and what none of them can do."""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_ring.compute.kernels.problem import Problem
+
+
+def no_gpu(*majors: int) -> str | None:
+    """Why the current GPU does not run a kernel, `None` if it does.
+
+    Args:
+        majors: major compute capabilities that the kernel is made for; by default 8 and later.
+    """
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major in majors or (not majors and major >= 8):
+        return None
+    wanted = " or ".join(f"{wanted}.x" for wanted in majors) or "8.0"
+    return f"it needs compute capability {wanted}, this GPU has {major}.{minor}"
+
+
+def gpu_limits(problem: Problem) -> str | None:
+    """Why no GPU kernel serves the problem, `None` if some may."""
+    if problem.device_type != "cuda":
+        return f"it runs on CUDA, the tensors are on {problem.device_type}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    # Their running maximum is taken before the scale, which holds for positive ones only.
+    if problem.scale <= 0:
+        return f"it needs a positive scale, got {problem.scale}"
+    return "it has no gradient of lse" if problem.differentiable_lse else None
+
+
+def one_head_dim(problem: Problem, largest: int) -> str | None:
+    """Why a kernel of one head dim, a multiple of 8 up to `largest`, cannot; `None` if it can."""
+    if problem.head_dim != problem.value_head_dim:
+        return (
+            "it needs one head dim for query, key and value, "
+            f"got {problem.head_dim} and {problem.value_head_dim}"
+        )
+    if problem.head_dim % 8 or problem.head_dim > largest:
+        return (
+            f"it needs a head dim that is a multiple of 8 up to {largest}, got {problem.head_dim}"
+        )
+    return None

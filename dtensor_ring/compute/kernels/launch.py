@@ -1,0 +1,26 @@
+"""One call of a block kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtensor_ring.compute.memory import Region
+from dtensor_ring.compute.segments import Segments
+from dtensor_ring.planning.mask import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One call of a block kernel: a tile, or segments, which are many tiles of one mask.
+
+    Attributes:
+        rows: region of the local queries `(B, N, L)`; all of them if there are segments.
+        cols: region of the resident keys `(B, Nkv, C)`; all of them if there are segments.
+        mask: the band, in indices of the tile or of each segment.
+        segments: boundaries of the tiles; `None` for a single tile.
+    """
+
+    rows: Region
+    cols: Region
+    mask: Mask
+    segments: Segments | None = None

@@ -1,0 +1,142 @@
+"""The kernel that defines the semantics: any device, any floating dtype, every option."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.band import hidden, row_blocks
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
+from dtensor_ring.compute.kernels.launch import Launch
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.planning.mask import Mask
+
+BLOCK_ROWS = 128
+"""Queries per block: bounds the scores in memory to `B * N * BLOCK_ROWS * C`."""
+
+
+class Reference(Kernel):
+    """Softmax attention, written out; float32 inside, float64 for float64 inputs."""
+
+    name = "reference"
+    has_segments = True
+
+    def missing(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
+            return f"it needs a floating dtype of 16 bits or more, got {problem.dtype}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        if launch.segments is None:
+            return _forward(q, k, v, launch.mask, scores)
+        num_rows, heads = q.shape[:2]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # Rows without keys keep (0, -inf).
+        lse = q.new_full((heads, num_rows), -torch.inf, dtype=wide)
+        out = q.new_zeros(num_rows, heads, v.shape[2])
+        for rows, cols in launch.segments.tiles():
+            tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
+            tile_out, tile_lse = _forward(*tile, launch.mask, scores)
+            out[rows], lse[:, rows] = tile_out[0].transpose(0, 1), tile_lse[0]
+        return out, lse
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        if launch.segments is None:
+            return _backward(saved, q, k, v, launch.mask, scores)
+        grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, cols in launch.segments.tiles():
+            tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
+            lse = saved.lse[:, rows].unsqueeze(0)
+            of_tile = Saved(_by_head(saved.grad_out[rows]), _by_head(saved.out[rows]), lse)
+            parts = _backward(of_tile, *tile, launch.mask, scores)
+            for grad, part, at in zip(grads, parts, (rows, cols, cols), strict=True):
+                grad[at] = part[0].transpose(0, 1)
+        return grads
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Result:
+    """`(out, lse)` of a tile."""
+    batch, heads, rows, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(batch, heads, rows, dtype=wide)
+    out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
+        keys, values = (x[:, :, seen].to(wide) for x in (key, value))
+        scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores)
+        scored = _hide(scored, block, seen, mask)
+        block_lse = scored.logsumexp(-1)
+        lse[:, :, block] = block_lse.flatten(1, 2)
+        weights = (scored - block_lse.unsqueeze(-1)).exp_()
+        # The heads of a group share keys: with their rows joined, one product serves all.
+        out[:, :, block] = _ungrouped(weights.flatten(2, 3) @ values, heads)
+    return out, lse
+
+
+def _backward(
+    saved: Saved, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+) -> Gradients:
+    """Gradients of query, key and value of a tile, by the formula of `Kernel`."""
+    heads, rows = query.shape[1:3]
+    wide = saved.lse.dtype
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+    # Each row's sum of p * dp, from the final out: it needs no second pass over the keys.
+    delta = (saved.grad_out.to(wide) * saved.out).sum(-1)
+    if saved.grad_lse is not None:
+        delta -= saved.grad_lse
+    for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
+        keys, values = (x[:, :, seen].to(wide) for x in (key, value))
+        queries, grads = (_grouped(x[:, :, block], keys) for x in (query, saved.grad_out))
+        scored, slope = _scored(queries, keys, scores)
+        scored = _hide(scored, block, seen, mask)
+        per_row = (*scored.shape[:-1], 1)
+        # lse is that of the whole row, so these are weights among all keys of the ring.
+        weights = (scored - saved.lse[:, :, block].reshape(per_row)).exp_()
+        grad_weights = (grads.flatten(2, 3) @ values.mT).view_as(scored)
+        grad_scored = weights * (grad_weights - delta[:, :, block].reshape(per_row)) * slope
+        # Products over the joined rows of a group sum the gradients of shared keys.
+        flat_weights, flat_scored = weights.flatten(2, 3), grad_scored.flatten(2, 3)
+        grad_value[:, :, seen] += flat_weights.mT @ grads.flatten(2, 3)
+        grad_key[:, :, seen] += flat_scored.mT @ queries.flatten(2, 3)
+        grad_query[:, :, block] = _ungrouped(flat_scored @ keys, heads)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """`(T, N, H)` to `(1, N, T, H)`."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _grouped(x: Tensor, keys: Tensor) -> Tensor:
+    """`(B, N, R, H)` to `(B, Nkv, N / Nkv, R, H)`: the query heads by key head."""
+    return x.to(keys.dtype).unflatten(1, (keys.shape[1], -1))
+
+
+def _ungrouped(x: Tensor, heads: int) -> Tensor:
+    """`(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
+    batch, kv_heads, rows, head_dim = x.shape
+    return x.reshape(batch, heads, kv_heads * rows // heads, head_dim)
+
+
+def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
+    """Scores `(B, Nkv, N / Nkv, R, C)` and their derivative by the product of query and key."""
+    scale, softcap = scores.scale, scores.softcap
+    scored = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4]) * scale
+    if not softcap:
+        return scored, scale
+    # The derivative of softcap * tanh(x / softcap) is 1 - tanh**2.
+    saturation = (scored / softcap).tanh_()
+    return saturation * softcap, (1 - saturation.square()) * scale
+
+
+def _hide(scored: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
+    """Scores outside the band become -inf."""
+    outside = hidden((block, seen), mask, scored.device)
+    return scored if outside is None else scored.masked_fill(outside, -torch.inf)

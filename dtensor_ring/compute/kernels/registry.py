@@ -1,0 +1,170 @@
+"""The table of block kernels, and the choice of one for a problem."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from dtensor_ring.compute.kernels.checked import CheckedKernel
+from dtensor_ring.compute.kernels.cpu_flash import CpuFlash
+from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
+from dtensor_ring.compute.kernels.cudnn import Cudnn
+from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
+from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
+from dtensor_ring.compute.kernels.flash_attn4 import FlashAttn4
+from dtensor_ring.compute.kernels.kernel import Kernel
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.reference import Reference
+
+_ORDER = (
+    FlashAttn3(),
+    FlashAttn4(),
+    Cudnn(),
+    FlashAttn2(),
+    CudaFlash(),
+    CpuFlash(),
+    Reference(),
+)
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
+"""The kernels by name, in order of preference: by published speed, where a kernel runs at all.
+
+Flash attention 3 is written for Hopper and runs nowhere else; so 4 leads on Blackwell, which it is
+written for, and on Hopper where 3 is not installed. cuDNN comes next on both, and flash attention 2
+is for the GPUs before. A kernel that cannot run on a machine says so by `missing()` and drops out.
+"""
+
+
+def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
+    """Add a block kernel of your own.
+
+    By default it comes after all kernels but `"reference"`, which is slow and can do everything. So
+    it is chosen where no other kernel serves, or by its name. Register the same kernels in the same
+    order on all ranks, before the first attention.
+
+    The first launch of each kind is checked: a result whose shape, dtype or device breaks the
+    contract of `dtensor_ring.compute.kernels.Kernel` raises `ValueError`.
+
+    >>> from dtensor_ring.compute.kernels.reference import Reference
+    >>> from dtensor_ring.compute.kernels.registry import unregister_kernel
+    >>> class Mine(Reference):
+    ...     name = "mine"
+    >>> register_kernel(Mine(), before="cpu_flash")
+    >>> list(available_kernels())[-3:]
+    ['mine', 'cpu_flash', 'reference']
+    >>> unregister_kernel("mine")
+
+    Args:
+        kernel: an instance of a subclass of `dtensor_ring.compute.kernels.Kernel`.
+        before: name of the kernel that it precedes in the order of preference.
+
+    Raises:
+        TypeError: if `kernel` is not an instance of `Kernel`, or its name is not a string.
+        ValueError: if a kernel of that name is there already, or no kernel is called `before`.
+    """
+    _check_registrable(kernel)
+    check_kernel(before)
+    # A dict keeps the order of insertion: all that come after move to the end.
+    names = list(KERNELS)
+    after = names[names.index(before or "reference") :]
+    KERNELS[kernel.name] = CheckedKernel(kernel)
+    # The new kernel is last now; taken out and put back, these follow it.
+    for name in after:
+        KERNELS[name] = KERNELS.pop(name)
+    clear_kernel_cache()
+
+
+def unregister_kernel(name: str) -> None:
+    """Take a registered kernel out again, for tests.
+
+    Raises:
+        ValueError: if `register_kernel` did not add a kernel of that name.
+    """
+    if not isinstance(KERNELS.get(name), CheckedKernel):
+        registered = [x for x, kernel in KERNELS.items() if isinstance(kernel, CheckedKernel)]
+        raise ValueError(f"{name!r} is not a registered kernel; registered: {registered}")
+    del KERNELS[name]
+    clear_kernel_cache()
+
+
+def available_kernels() -> dict[str, str | None]:
+    """Every kernel by name, best first: `None` if it runs on this machine, else why it cannot.
+
+    >>> available_kernels()["reference"] is None
+    True
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return {name: _missing(kernel, device) for name, kernel in KERNELS.items()}
+
+
+def check_kernel(name: str | None) -> None:
+    """Refuse a name that no kernel has; `None` leaves the choice."""
+    if name is not None and name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
+
+
+def select_kernel(name: str | None, problem: Problem) -> Kernel:
+    """The named kernel, or the first that runs here and serves the problem.
+
+    Kernels are asked once for each problem and device: see `clear_kernel_cache`.
+
+    Raises:
+        ValueError: if there is no kernel of that name, or it cannot serve the problem.
+    """
+    # What is missing may differ from GPU to GPU of a machine.
+    of_gpu = problem.device_type == "cuda" and torch.cuda.is_available()
+    return _select(name, problem, torch.cuda.current_device() if of_gpu else None)
+
+
+def clear_kernel_cache() -> None:
+    """Ask kernels anew what they support and miss, after packages or devices have changed."""
+    _select.cache_clear()
+    _missing.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
+    check_kernel(name)
+    reasons = {}
+    # `supports` first: it is cheap, and importing a package for nothing is not.
+    for kernel in KERNELS.values() if name is None else (KERNELS[name],):
+        reason = kernel.supports(problem) or _missing(kernel, device)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    what = f"kernel {name!r} cannot" if name else "no kernel can"
+    why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+    raise ValueError(f"{what} serve this attention ({why})")
+
+
+@lru_cache(maxsize=1024)
+def _missing(kernel: Kernel, device: int | None) -> str | None:
+    """What the kernel misses on that GPU, which is the current one."""
+    return kernel.missing()
+
+
+def _check_registrable(kernel: object) -> None:
+    """Refuse what is not a kernel of a new name."""
+    if not isinstance(kernel, Kernel):
+        got = f"the class {kernel.__name__}" if isinstance(kernel, type) else type(kernel).__name__
+        raise TypeError(
+            "register_kernel takes an instance of a subclass of "
+            f"dtensor_ring.compute.kernels.Kernel, got {got}"
+        )
+    name = getattr(kernel, "name", None)
+    if not isinstance(name, str) or not name:
+        raise TypeError(
+            f"the name of a kernel is a string, got {name!r}; set `name` in {_class(kernel)}"
+        )
+    if name in KERNELS:
+        raise ValueError(
+            f"the kernel name {name!r} of {_class(kernel)} is taken by {_class(KERNELS[name])}; "
+            "give the new kernel another name"
+        )
+
+
+def _class(kernel: Kernel) -> str:
+    """Where a kernel's class is."""
+    found = type(kernel.wrapped if isinstance(kernel, CheckedKernel) else kernel)
+    return f"{found.__module__}.{found.__qualname__}"

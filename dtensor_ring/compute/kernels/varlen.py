@@ -1,0 +1,124 @@
+"""The base of flash attention kernels: tensors are token-major, segments have any lengths.
+
+Note [Segments without keys or without rows]: `Kernel` says what a launch must return for them. The
+code of all four flash attention kernels provides for both, each differently. Read there:
+
+- Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes out 0 and lse
+  +inf; flash attention 3 writes out 0 and lse -inf. Flash attention 4 masks a whole block: its lse
+  is -inf, and its out is 0 times the values of the segment before, which is NaN if those are not
+  finite. `clear_empty_rows` writes (0, -inf) after all of them; it does nothing if every row has
+  keys.
+- Rows without keys, backward: no block of keys reads them. All kernels clear the sum of the
+  gradient of queries in the launch before, which goes over queries only. That one looks at lse in
+  flash attention 3 and 4, which take -inf for 0; flash attention 2 reads lse beside keys only. So
+  the -inf of such rows meets no other number.
+- Keys without rows, backward: a block that no row sees writes zeros to its gradients, or adds
+  nothing to zeros.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
+from dtensor_ring.compute.kernels.launch import Launch
+from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.kernels.window import Window, window_of
+from dtensor_ring.compute.segments import Segments
+from dtensor_ring.planning.mask import Mask
+
+
+class Band(NamedTuple):
+    """The options of a launch that a flash attention function takes beside tensors.
+
+    Attributes:
+        is_causal: whether the mask is causal; the window says nothing then.
+        window: bounds, aligned bottom-right.
+        scale: factor of the scores.
+        softcap: bound of the scores; 0.0 means none.
+        segments: boundaries of the tiles; `None` for a single tile.
+    """
+
+    is_causal: bool
+    window: Window
+    scale: float
+    softcap: float
+    segments: Segments | None
+
+
+class VarlenKernel(Kernel):
+    """A kernel of token-major tensors whose diagonal is aligned bottom-right.
+
+    Subclasses call their function in `attend` and `attend_backward`. There, tensors of a tile are
+    `(B, L, N, H)`, those of segments `(T, N, H)`, and lse is `(B, N, L)` or `(N, T)`.
+    """
+
+    has_segments = True
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
+        """`out` as the query, and `lse`."""
+
+    @abstractmethod
+    def attend_backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
+    ) -> Gradients:
+        """Gradients as query, key and value; `saved.lse` is contiguous."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        q, k, v = (_token_major(x, launch) for x in (q, k, v))
+        out, lse = self.attend(q, k, v, _band(q, k, launch, scores))
+        if launch.segments is not None:
+            return clear_empty_rows(out, lse, launch.segments)
+        return _token_major(out, launch), lse
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        dout, out, q, k, v = (_token_major(x, launch) for x in (saved.grad_out, saved.out, q, k, v))
+        # A region of lse is a view; these functions read it as dense memory.
+        saved = Saved(dout, out, saved.lse.contiguous())
+        dq, dk, dv = self.attend_backward(saved, q, k, v, _band(q, k, launch, scores))
+        return _token_major(dq, launch), _token_major(dk, launch), _token_major(dv, launch)
+
+
+def _token_major(x: Tensor, launch: Launch) -> Tensor:
+    """Swap heads and tokens of a tile; segments are token-major already."""
+    return x if launch.segments is not None else x.transpose(1, 2)
+
+
+def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
+    window = window_of(launch, q.shape[1], k.shape[1])
+    is_causal = launch.mask == Mask.causal()
+    return Band(is_causal, window, scores.scale, scores.softcap, launch.segments)
+
+
+def clear_empty_rows(out: Tensor, lse: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Make rows without keys (0, -inf) in `out` `(T, N, Hv)` and `lse` `(N, T)`, in place."""
+    if segments.has_empty_rows:
+        rows, cols = segments.boundaries(out.device)
+        # The output size is known here: asking the device would wait for it.
+        has_no_keys = (cols.diff() == 0).repeat_interleave(rows.diff(), output_size=out.shape[0])
+        out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
+        lse.masked_fill_(has_no_keys, -torch.inf)
+    return out, lse
+
+
+def sizes(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Boundaries of both sides, then rows and columns of the longest segment, at least 2 rows."""
+    # If the longest has one row, flash attention 2 folds the heads of grouped-query into rows,
+    # which goes wrong for a segment without rows.
+    return *segments.boundaries(device), max(2, segments.max_rows), segments.max_cols
+
+
+def lengths(segments: Segments | None, device: torch.device) -> dict[str, object]:
+    """The boundaries under the names of flash attention 3 and 4; no argument without segments."""
+    if segments is None:
+        return {}
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, sizes(segments, device), strict=True))

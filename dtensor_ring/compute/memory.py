@@ -1,0 +1,128 @@
+"""Memory of `(B, N, L, H)` tensors: in which order it lies, regions of it, and what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.planning.tile import Span, Tile
+
+Order = tuple[int, ...]
+"""The dimensions, the one with the largest stride first."""
+
+TOKEN_MAJOR: Order = (0, 2, 1, 3)
+"""A transposed `(B, L, N, H)`, as the projections around an attention yield and want it."""
+
+HEAD_MAJOR: Order = (0, 1, 2, 3)
+"""The tokens of a head next to each other."""
+
+
+def order_of(x: Tensor) -> Order:
+    """The order of `x`, whose last stride is 1."""
+    # Of equal strides, as in dimensions of size 1, the order of the dimensions stays.
+    return (*sorted(range(x.ndim - 1), key=x.stride, reverse=True), x.ndim - 1)
+
+
+def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+    """`x` in that dtype, dense and in that order; `x` itself where it is so already."""
+    ordered = x.permute(order)
+    if x.dtype == dtype and ordered.is_contiguous():
+        return x
+    return ordered.to(dtype).contiguous().permute(_inverse(order))
+
+
+def empty(
+    like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Memory of that shape, dense and in that order; device, and dtype if not given, as `like`."""
+    return like.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
+
+
+def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
+    """Strides of a dense tensor in that order."""
+    result, stride = [1] * len(order), 1
+    for dim in reversed(order):
+        result[dim], stride = stride, stride * shape[dim]
+    return tuple(result)
+
+
+def _inverse(order: Order) -> Order:
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+Region = tuple[slice, slice, slice]
+"""An index of batch, heads and tokens."""
+WHOLE: Region = (slice(None), slice(None), slice(None))
+
+
+def rows_of(tile: Tile) -> Region:
+    """Index of a tile's queries in `(B, N, L)`."""
+    return region(tile.batch, tile.rows)
+
+
+def cols_of(tile: Tile) -> Region:
+    """Index of a tile's keys in `(B, N, C)`."""
+    return region(tile.batch, tile.cols)
+
+
+def part_of(x: Tensor, at: Region) -> Tensor:
+    """A region of a tensor `(B, N, L, ...)`, as a view; the tensor itself if that is all of it."""
+    batches, _, tokens = at
+    if batches.start is not None:
+        return x[at]
+    # A view costs the host as much as a small kernel, so none is made in vain.
+    if tokens.start is None or tokens.stop - tokens.start == x.shape[2]:
+        return x
+    return x.narrow(2, tokens.start, tokens.stop - tokens.start)
+
+
+def region(batch: int | None, tokens: Span) -> Region:
+    """Index of these tokens in one batch row, or in all of them."""
+    # A slice, not a number: the result keeps all its dimensions.
+    rows = slice(None) if batch is None else slice(batch, batch + 1)
+    return rows, slice(None), slice(*tokens)
+
+
+class WriteTracker:
+    """How far the tokens of fresh memory `(B, N, L, H)` are written, by batch row.
+
+    The first write to a region copies instead of adding, so memory is never zeroed up front. One
+    mark for each batch row is enough, because regions mostly come in the order of their tokens:
+    tokens that a region skips, or covers in part, get zeros.
+
+    Args:
+        shape: of the memory.
+        is_full: whether all of it is written already.
+    """
+
+    def __init__(self, shape: Sequence[int], is_full: bool = False) -> None:
+        self._num_tokens = shape[2]
+        self._ends = [self._num_tokens if is_full else 0] * shape[0]
+
+    def reach(self, memory: Tensor, at: Region) -> bool:
+        """Whether the region is new, so that the caller must copy; else the caller may add."""
+        start, end, _ = at[2].indices(self._num_tokens)
+        ends = self._ends[at[0]]
+        is_new = max(ends, default=0) <= start
+        # A new region leaves a gap before it; another one may be unwritten at its end.
+        zeros_to = start if is_new else end
+        for row, filled in enumerate(ends):
+            if filled < zeros_to:
+                memory[at[0]][row, :, filled:zeros_to].zero_()
+        # A region that was written before may end earlier.
+        self._ends[at[0]] = [max(filled, end) for filled in ends]
+        return is_new
+
+    def add(self, memory: Tensor, at: Region, x: Tensor) -> None:
+        """Add `x` to a region, or copy it there if the region is new."""
+        if self.reach(memory, at):
+            part_of(memory, at).copy_(x)
+        else:
+            part_of(memory, at).add_(x)
+
+    def finish(self, memory: Tensor) -> None:
+        """Write zeros to the tokens that nothing was written to."""
+        self.reach(memory, region(None, (self._num_tokens, self._num_tokens)))

@@ -1,0 +1,1 @@
+"""DTensors and meshes: what users call, and what dispatches to the ops."""

@@ -1,0 +1,132 @@
+"""Whether all ranks of a ring do the same: otherwise it would hang, or be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.compute.kernels import available_kernels
+from dtensor_ring.dtensor.annotation import AxisConfig, annotation_of, axis_group
+from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.planning.layout import Contiguous
+from dtensor_ring.planning.run import shard_length
+
+LONGEST = 200
+"""Characters of a description that an error quotes."""
+
+
+def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
+    """Compare a call of `ring_attention`, its arguments by name, with those of the other ranks.
+
+    Raises:
+        ValueError: on every rank, if they differ; or here, if the call is being compiled.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError("validate=True compares ranks in eager calls only; compile without it")
+    query = call["query"]
+    if isinstance(query, DTensor):
+        axes = [axis for axis, where in enumerate(query.placements) if where == Shard(SEQUENCE)]
+        groups = [query.device_mesh.get_group(axis) for axis in axes]
+    else:
+        groups = [axis_group(mesh)] if mesh is not None else []
+    kernels = [name for name, missing in available_kernels().items() if missing is None]
+    # A sequence over several axes is an error, which the ranks of all of them must raise alike.
+    for group in groups:
+        axis = annotation_of(group)
+        how = axis.config or AxisConfig(Contiguous())
+        here = {"layout": axis.layout and axis.layout.spec, "strategy": how.strategy}
+        here |= {"policy": how.policy, "kernel of the axis": how.kernel, "kernels": kernels}
+        here |= {"shards of another length": _odd_shards(call, group)}
+        check_call(group, call | here)
+
+
+def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
+    """Which DTensors hold more or fewer tokens here than their length says."""
+    given = {name: call[name] for name in ("query", "key", "value")}
+    rank, size = group.rank(), group.size()
+    return [
+        f"{name} {x._local_tensor.shape[SEQUENCE]}"
+        for name, x in given.items()
+        if isinstance(x, DTensor)
+        and x.ndim == 4
+        and x._local_tensor.shape[SEQUENCE] != shard_length(rank, size, x.shape[SEQUENCE])
+    ]
+
+
+def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
+    """Compare the arguments of a call of `ring_attention`, by name, over the ranks of a group.
+
+    Of query, key, value and sinks only what they are is compared, of other tensors the content.
+
+    Raises:
+        ValueError: on every rank, if some ranks pass something else; says who passes what.
+    """
+    here = {name: _describe(name, x) for name, x in call.items()}
+    here |= {"gradients": _wants_gradients(call), "autocast": _autocast(call["query"])}
+    check_agreement(group, here, "make the same call")
+
+
+def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:
+    """Compare descriptions, by name, over the ranks of a group, which must do what that says.
+
+    Raises:
+        ValueError: on every rank, if they differ; says which ranks of the world have which.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, here, group)
+    differing = []
+    # Names in the order of the call; a rank may lack some that others have.
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            ranks_by_text.setdefault(theirs.get(name, "none"), []).append(rank)
+        if len(ranks_by_text) > 1:
+            begin = _begin(list(ranks_by_text))
+            sides = (f"{_part(text, begin)} on {ranks}" for text, ranks in ranks_by_text.items())
+            differing.append(f"{name}: " + ", ".join(sides))
+    if differing:
+        listed = "; ".join(differing)
+        raise ValueError(f"the ranks of a ring must {what}, they differ in {listed}")
+
+
+def _describe(name: str, x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    kind = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {x.device.type}"
+    if isinstance(x, DTensor):
+        return f"{kind} {tuple(x.placements)}"
+    # Boundaries decide the plan, so their content must agree; comparing all tensors would cost.
+    has_content = name in ("cu_seqlens", "key_cu_seqlens", "runs") and x.device.type == "cpu"
+    return f"{kind} {x.tolist()}" if has_content else kind
+
+
+def _wants_gradients(call: dict[str, Any]) -> str:
+    tensors = [x for x in call.values() if isinstance(x, Tensor)]
+    return str(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def _autocast(query: Any) -> str:
+    """The dtype that the op casts to, if it does."""
+    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
+    is_on = torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
+
+
+def _begin(texts: list[str]) -> int:
+    """Where to begin to quote them: at the beginning, unless they differ only far after it."""
+    columns = enumerate(zip(*texts, strict=False))
+    num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
+    # Descriptions may be long: quote some of the common part, then the difference.
+    return max(0, num_alike - LONGEST // 4) if num_alike > LONGEST // 2 else 0
+
+
+def _part(text: str, begin: int) -> str:
+    end = begin + LONGEST
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

@@ -1,0 +1,218 @@
+"""The record of a mesh axis: its layout, and how attention over it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.ops.options import Place
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+
+
+@dataclass(frozen=True)
+class AxisConfig:
+    """How attention over an axis runs; the same on all of its ranks."""
+
+    layout: Layout
+    strategy: str = "ring"
+    kernel: str | None = None
+    policy: TransferPolicy = DEFAULT_POLICY
+    spec: str = field(init=False, repr=False, compare=False)
+    """The layout's spelling, which the ops take; not computed in each call."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ROUTES:
+            known = ", ".join(ROUTES)
+            raise ValueError(f"unknown strategy {self.strategy!r}; known strategies: {known}")
+        check_kernel(self.kernel)
+        if not isinstance(self.policy, TransferPolicy):
+            raise TypeError(
+                f"policy must be a TransferPolicy, such as TransferPolicy(), got {self.policy!r}"
+            )
+        object.__setattr__(self, "spec", self.layout.spec)
+
+    def place(self, group_name: str, seq_len: int, key_seq_len: int) -> Place:
+        """Where the tokens of a call over this axis are; lengths are global, in tokens."""
+        return Place(self.spec, self.strategy, seq_len, key_seq_len, group_name, self.policy)
+
+    def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
+        """Refuse a call whose batch brings runs that the layout does not ask for, or the opposite.
+
+        Raises:
+            ValueError: saying how the axis got its layout.
+        """
+        if are_given and not self.layout.per_batch:
+            raise ValueError(
+                f"the axis {how} {self.layout.name}, so its tokens are in that order: leave runs "
+                "out, or annotate the axis, before its first use, with the Balanced layout of a "
+                "batch"
+            )
+        if self.layout.per_batch and not are_given:
+            raise ValueError(
+                f"the axis {how} {self.layout.name}, so the order of its tokens belongs to a "
+                "batch: call ring_attention(..., runs=sequence_runs(layout)), no other attention "
+                "can take it"
+            )
+
+
+@dataclass
+class Annotation:
+    """The record of one axis; `config` is `None` until it is configured or used."""
+
+    ranks: tuple[int, ...]
+    config: AxisConfig | None = None
+    is_assumed: bool = False
+
+    @property
+    def how(self) -> str:
+        """How the axis got its layout, as the words before the layout's name."""
+        return "was used unannotated, which makes it" if self.is_assumed else "is annotated"
+
+    def __str__(self) -> str:
+        return f"{self.how} {None if self.config is None else self.config.layout.spec}"
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that the axis was annotated with, `None` if its first use assumed one."""
+        return None if self.config is None or self.is_assumed else self.config.layout
+
+    def assumed(self, layout: Layout | None = None) -> AxisConfig:
+        """The configuration; an axis that has none gets the layout of its first use for good."""
+        if self.config is None:
+            self.config, self.is_assumed = AxisConfig(layout or Contiguous()), True
+        return self.config
+
+
+_AXES: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Annotation]] = WeakKeyDictionary()
+"""Keyed by the axis's global ranks, in order. Entries die with the default process group that
+numbers them. Not keyed by mesh or group: DTensor takes meshes of the same ranks for one, and puts
+either in place of the other."""
+
+_BY_GROUP: WeakKeyDictionary[ProcessGroup, Annotation] = WeakKeyDictionary()
+"""The same records by group: a call looks one up without listing its ranks."""
+
+
+def annotation_of(group: ProcessGroup) -> Annotation:
+    """The record of the axis that this group spans."""
+    found = _BY_GROUP.get(group)
+    if found is None:
+        world = dist.group.WORLD
+        assert world is not None, "a mesh has a world"
+        ranks = tuple(dist.get_process_group_ranks(group))
+        found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
+        # Slices of a mesh have groups of their own, but the same ranks.
+        _BY_GROUP[group] = found
+    return found
+
+
+def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
+    """Record layout, strategy, kernel and policy of a 1-D mesh; `None` is as recorded, or default.
+
+    A layout that belongs to a batch is recorded anew for each batch.
+
+    Raises:
+        ValueError: if the mesh is not 1-D, a value is unknown, or another one was recorded.
+    """
+    here = annotation_of(axis_group(mesh))
+    given = {name: value for name, value in how.items() if value is not None}
+    before = here.config
+    # Checks the values before anything is recorded.
+    config = AxisConfig(layout, **_recorded(before) | given)
+    if before is not None:
+        _check_same(mesh, here, before, config)
+    here.config, here.is_assumed = config, False
+    return config
+
+
+def _recorded(config: AxisConfig | None) -> dict[str, Any]:
+    """The recorded options without the layout."""
+    names = ("strategy", "kernel", "policy")
+    return {} if config is None else {name: getattr(config, name) for name in names}
+
+
+def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisConfig) -> None:
+    if _contradict(old.layout, new.layout, len(here.ranks)):
+        same = "use the same layout, or a mesh of other ranks"
+        again = "annotate it first" if here.is_assumed else same
+        raise ValueError(
+            f"{mesh} {here}, it cannot become {new.layout.spec}: tensors may already be sharded in "
+            f"that order; {again}"
+        )
+    # An assumed configuration was nobody's choice, so any other may replace it.
+    for name, value in {} if here.is_assumed else _recorded(old).items():
+        if getattr(new, name) != value:
+            raise ValueError(
+                f"{mesh} was configured with {name}={value!r}, it cannot get "
+                f"{name}={getattr(new, name)!r}: an axis is configured once; use the same {name}, "
+                "or a mesh of other ranks"
+            )
+
+
+def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:
+    """Whether tokens cannot be in both orders; a single rank has them in order in any layout."""
+    # Two batches have two layouts of this kind, which is no contradiction.
+    if one.per_batch or other.per_batch:
+        return one.per_batch != other.per_batch
+    return one != other and num_ranks > 1
+
+
+def sequence_layout(mesh: DeviceMesh) -> Layout | None:
+    """The layout a 1-D mesh was annotated with, `None` if it was not.
+
+    Raises:
+        ValueError: if the mesh is not 1-D or does not contain this rank.
+        TypeError: if `mesh` is not a DeviceMesh.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> sequence_layout(mesh)
+        >>> axis = set_sequence_layout(mesh, "striped")
+        >>> sequence_layout(mesh)
+        Striped()
+    """
+    return annotation_of(axis_group(mesh)).layout
+
+
+def config_of_call(group: ProcessGroup, with_runs: bool) -> AxisConfig:
+    """The configuration for a call over the axis, whose batch brings runs or not.
+
+    Raises:
+        ValueError: if the layout belongs to a batch and there are no runs, or the opposite.
+    """
+    here = annotation_of(group)
+    if here.config is None:
+        return here.assumed(PerBatch() if with_runs else None)
+    here.config.check_runs(with_runs, here.how)
+    return here.config
+
+
+def axis_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of a 1-D mesh.
+
+    Raises:
+        ValueError: if the mesh has more axes, of which `mesh["cp"]` picks one, or does not contain
+            this rank.
+        TypeError: if `mesh` is not a DeviceMesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        pick = (
+            f'mesh["{names[-1]}"]' if names else 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
+        )
+        raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not part of {mesh}: it has no ring there"
+        )
+    return mesh.get_group()

@@ -1,0 +1,211 @@
+"""The public function: ring attention on DTensors, or on local shards and a mesh."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Literal, overload
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.dtensor.agreement import validate_call
+from dtensor_ring.dtensor.annotation import axis_group, config_of_call
+from dtensor_ring.ops.autograd import ring_op
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, default_scale, flatten
+from dtensor_ring.planning.mask import Mask
+
+CAUSAL = Mask.causal()
+
+
+@overload
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask = ...,
+    cu_seqlens: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[False] = ...,
+    key_cu_seqlens: Tensor | None = ...,
+    runs: Tensor | None = ...,
+    validate: bool = ...,
+) -> Tensor: ...
+@overload
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask = ...,
+    cu_seqlens: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[True],
+    key_cu_seqlens: Tensor | None = ...,
+    runs: Tensor | None = ...,
+    validate: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask = CAUSAL,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    mesh: DeviceMesh | None = None,
+    return_lse: bool = False,
+    key_cu_seqlens: Tensor | None = None,
+    runs: Tensor | None = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that is sharded over the ranks of a mesh axis.
+
+    Exact softmax attention (Liu et al., 2023, arXiv 2310.01889): keys and values travel between
+    the ranks while each rank works on those it has, and partial results are merged in float32.
+    Layout, strategy and transfer policy are those of the axis, see `SequenceAxis`.
+
+    Args:
+        query: `(B, N, S, H)`, either DTensors or local shards `(B, N, L, H)` with `mesh`. As a
+            DTensor it is `Shard(2)` over exactly one mesh axis, the ring; over other axes it may
+            be `Shard(0)` (batch), `Shard(1)` (heads) or `Replicate`.
+        key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention),
+            and nothing is repeated. Another length than the query's makes it cross attention.
+        value: `(B, Nkv, S, Hv)`, placed as the query.
+        mask: which keys a query sees; causal by default.
+        cu_seqlens: boundaries of packed documents in global positions, int32 on the CPU, shape
+            `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens after the last
+            boundary see nothing, and their output is 0.
+        sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
+            A plain tensor gets the gradient of this rank's queries, a DTensor a `Partial` one.
+        scale: factor of the scores, `H ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+        kernel: name of the block kernel; by default the axis's, else the first of
+            `available_kernels()` that can.
+        mesh: the 1-D mesh of the ring, for local shards of equal length. Its layout is that of
+            `set_sequence_layout`, contiguous without.
+        return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
+            (float64 for float64), -inf for a row that sees nothing. Differentiable with the
+            `reference` kernel only. If lse leaves a compiled function or a reentrant checkpoint
+            and you do not need its gradient, return `lse.detach()`.
+        key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the
+            queries of document number d see the keys of number d. The number of keys is
+            arbitrary, and the mask must be full.
+        runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
+            int32 on the CPU, `(W, R, 2)`, ascending in each row. By default the layout of the mesh
+            says.
+        validate: first compare this call with those of the other ranks, and raise on every rank
+            if they differ, where a ring would hang or be wrong. Costs a few small messages; for
+            eager calls. A call that is not a ring (no sharded sequence, a mesh of several axes)
+            raises on its own rank only; the others still wait.
+
+    Returns:
+        `out` `(B, N, S, Hv)`, placed as the query, or `(out, lse)`.
+
+    Raises:
+        TypeError: if DTensors and tensors are mixed, or the mask is not a `Mask`.
+        ValueError: if the shapes, placements, boundaries or kernel do not allow it.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> q, k, v = (shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3))
+        >>> ring_attention(q, k, v, mask=Mask.sliding(3)).shape
+        torch.Size([1, 2, 8, 4])
+    """
+    if validate:
+        arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
+        arguments |= {"cu_seqlens": cu_seqlens, "key_cu_seqlens": key_cu_seqlens, "runs": runs}
+        arguments |= {"scale": scale, "softcap": softcap, "kernel": kernel}
+        validate_call(arguments | {"return_lse": return_lse}, mesh)
+    check_tensors(query, key, value)
+    place, of_axis = _placed(query, key, mesh, runs is not None)
+    scores = scores_of(query, mask, scale, softcap, sinks, kernel or of_axis)
+    call = Call(Batch(cu_seqlens, key_cu_seqlens, runs), scores, place)
+    out, lse = attend(query, key, value, call)
+    return (out, lse) if return_lse else out
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse what is not a tensor of four dims.
+
+    Raises:
+        TypeError: if one is not a tensor.
+        ValueError: if one has other dims.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
+    _check_host_tensors(call.batch)
+    if isinstance(call.scores.sinks, DTensor) and not isinstance(query, DTensor):
+        raise TypeError(
+            "sinks beside plain query, key and value must be plain, too, got a DTensor; pass "
+            "sinks.to_local()"
+        )
+    return ring_op(query, key, value, *flatten(call))
+
+
+def scores_of(
+    query: Tensor,
+    mask: Mask,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    kernel: str | None,
+) -> Scores:
+    """How queries are scored against keys, once the values are seen to be possible."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a dtensor_ring.Mask, such as Mask.causal(), got {mask!r}")
+    if softcap is None or not 0 <= softcap < inf:
+        raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
+    if scale is not None and not -inf < scale < inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+    scale = default_scale(query.shape[-1]) if scale is None else scale
+    return Scores(mask, scale, softcap, sinks, kernel)
+
+
+def _placed(
+    query: Tensor, key: Tensor, mesh: DeviceMesh | None, with_runs: bool
+) -> tuple[Place, str | None]:
+    """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
+    if isinstance(query, DTensor):
+        if mesh is not None:
+            raise ValueError("mesh is for local tensors: DTensors carry theirs; leave it out")
+        return ON_DTENSORS, None
+    if mesh is None:
+        raise ValueError(
+            "ring_attention on plain tensors needs mesh=, the 1-D mesh that they are shards over; "
+            "or pass DTensors, see shard_sequence"
+        )
+    group = axis_group(mesh)
+    config, size = config_of_call(group, with_runs), group.size()
+    place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)
+    return place, config.kernel
+
+
+def _check_host_tensors(batch: Batch) -> None:
+    given = ("cu_seqlens", batch.cu_seqlens), ("key_cu_seqlens", batch.key_cu_seqlens)
+    for name, x in (*given, ("runs", batch.runs)):
+        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+            make = (
+                "sequence_runs(layout)" if name == "runs" else "torch.tensor(x, dtype=torch.int32)"
+            )
+            raise TypeError(f"{name} must be a plain tensor, as {make}, got {type(x).__name__}")

@@ -1,0 +1,207 @@
+"""One axis of a mesh, configured once and called often."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.annotation import annotate, axis_group
+from dtensor_ring.dtensor.attention import CAUSAL, attend, check_tensors, scores_of
+from dtensor_ring.dtensor.sdpa import install_handlers
+from dtensor_ring.dtensor.sequence import local_positions, shard_sequence, unshard_sequence
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
+from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.transport.policy import TransferPolicy
+from dtensor_ring.transport.process_group import set_transport
+from dtensor_ring.transport.protocol import Transport
+
+
+class SequenceAxis:
+    """A mesh axis that sequences are sharded over: layout, strategy, kernel and transfer policy.
+
+    To make one configures the axis: from then on `ring_attention`, attention on DTensors whose
+    dimension 2 is sharded over it, `ContextParallel` and the plans for models all run as it says.
+    Make it before the first tensor is sharded over the axis.
+
+    Args:
+        mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
+        layout: how tokens are dealt: a layout or its spelling ("contiguous", "striped", "zigzag",
+            "block_cyclic:128"); "balanced", or a `Balanced` one, if it belongs to a batch.
+        strategy: how keys and values travel: "ring" takes whichever of "around" (from neighbour
+            to neighbour) and "direct" (straight to the ranks that see them) moves less.
+        kernel: name of the block kernel; by default the first of `available_kernels()` that can.
+        policy: the dtypes in which messages travel.
+        transport: what moves the messages; by default the mesh's process group.
+
+    Options that are left out are as another object of the same axis has them, else the default,
+    which binds later objects like one that was given.
+
+    Raises:
+        ValueError: if the mesh is not 1-D, a value is unknown, or another object configured the
+            axis differently.
+        TypeError: if the mesh, the layout or the policy is of another type.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> axis = SequenceAxis(mesh, "zigzag")
+        >>> q, k, v = (axis.shard(torch.randn(1, 2, 8, 4), 2) for _ in range(3))
+        >>> axis.unshard(axis.attention(q, k, v), 2).shape
+        torch.Size([1, 2, 8, 4])
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        layout: Layout | str = "zigzag",
+        *,
+        strategy: str | None = None,
+        kernel: str | None = None,
+        policy: TransferPolicy | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        group = axis_group(mesh)
+        self._config = annotate(
+            mesh, as_layout(layout), strategy=strategy, kernel=kernel, policy=policy
+        )
+        if transport is not None:
+            set_transport(group, transport)
+        install_handlers()
+        self.mesh = mesh
+        self._group_name, self._size = group.group_name, group.size()
+
+    @property
+    def layout(self) -> Layout:
+        """How tokens are dealt to the ranks."""
+        return self._config.layout
+
+    @property
+    def strategy(self) -> str:
+        """How keys and values travel."""
+        return self._config.strategy
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the block kernel, `None` for the first that can."""
+        return self._config.kernel
+
+    @property
+    def policy(self) -> TransferPolicy:
+        """The dtypes in which messages travel."""
+        return self._config.policy
+
+    def __repr__(self) -> str:
+        what = f"{self.mesh}, {self.layout.spec!r}, strategy={self.strategy!r}"
+        return f"SequenceAxis({what}, kernel={self.kernel!r}, policy={self.policy})"
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask = CAUSAL,
+        cu_seqlens: Tensor | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        key_cu_seqlens: Tensor | None = None,
+        runs: Tensor | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
+        """`ring_attention` over this axis; see there for arguments and errors.
+
+        Args:
+            query: `(B, N, S, H)` as a DTensor, or this rank's shard `(B, N, L, H)`; likewise key
+                and value.
+            key: `(B, Nkv, S, H)`.
+            value: `(B, Nkv, S, Hv)`.
+            mask: which keys a query sees.
+            cu_seqlens: boundaries of documents.
+            sinks: one logit per query head.
+            scale: factor of the scores.
+            softcap: bound of the scores.
+            key_cu_seqlens: boundaries of the keys' documents.
+            runs: the runs of this batch, for a layout that belongs to it.
+            seq_len: S of local shards, if not all ranks have as many tokens, as it does not divide.
+
+        Returns:
+            `(B, N, S, Hv)`, or `(B, N, L, Hv)`, as the query is.
+        """
+        check_tensors(query, key, value)
+        batch = Batch(cu_seqlens, key_cu_seqlens, runs)
+        if isinstance(query, DTensor):
+            if seq_len is not None:
+                raise ValueError("seq_len is for local shards: DTensors say theirs; leave it out")
+            # The kernel is that of the axis that the tensors are sharded over.
+            scores = scores_of(query, mask, scale, softcap, sinks, None)
+            return attend(query, key, value, Call(batch, scores, ON_DTENSORS))[0]
+        scores = scores_of(query, mask, scale, softcap, sinks, self.kernel)
+        self._config.check_runs(runs is not None)
+        lengths = query.shape[2] * self._size, key.shape[2] * self._size
+        if seq_len is not None:
+            lengths = seq_len, seq_len
+        place = self._config.place(self._group_name, *lengths)
+        return attend(query, key, value, Call(batch, scores, place))[0]
+
+    def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
+        """Shard a tensor that every rank holds whole, see `shard_sequence`."""
+        return shard_sequence(tensor, self.mesh, dim, layout)
+
+    def unshard(self, dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
+        """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
+        return unshard_sequence(dtensor, dim, layout)
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Global positions of this rank's tokens of a sequence of `seq_len`, int64, `(L,)`.
+
+        Raises:
+            ValueError: if the layout cannot deal that length, or belongs to a batch.
+        """
+        # One batch's layout would answer for another batch.
+        layout = PerBatch() if self.layout.per_batch else self.layout
+        return local_positions(self.mesh, layout, seq_len)
+
+
+def set_sequence_layout(
+    mesh: DeviceMesh,
+    layout: Layout | str,
+    *,
+    strategy: str | None = None,
+    kernel: str | None = None,
+    policy: TransferPolicy | None = None,
+) -> SequenceAxis:
+    """Annotate a 1-D mesh: sequences sharded over it are in this layout.
+
+    Annotate before the first tensor is sharded over the axis. From then on
+    `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2 is sharded over
+    this axis, of this mesh or of the one it was sliced from, runs as ring attention. `attn_mask`
+    and dropout are refused. Tokens have to be dealt in this order, as `shard_sequence` does:
+    `distribute_tensor` and `redistribute` know contiguous shards only.
+
+    Args:
+        mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
+        layout: a layout or its spelling, see `SequenceAxis`; with "balanced", or the `Balanced`
+            one of a batch, attention is `ring_attention(..., runs=...)` only.
+        strategy: how keys and values travel, see `SequenceAxis`.
+        kernel: name of the block kernel.
+        policy: the dtypes in which messages travel.
+
+    Returns:
+        The axis, configured.
+
+    Raises:
+        TypeError: if the mesh or the layout is of another type.
+        ValueError: if the mesh is not 1-D, a value is unknown, or another was set before for an
+            axis of these ranks.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> set_sequence_layout(mesh, "zigzag").layout
+        ZigZag()
+    """
+    return SequenceAxis(mesh, layout, strategy=strategy, kernel=kernel, policy=policy)

@@ -1,0 +1,149 @@
+"""The ring of DTensors: the mesh axis that their sequence is sharded over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dtensor_ring.compute.memory import Order, order_of, strides
+from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call
+
+BATCH, HEADS, SEQUENCE = 0, 1, 2
+
+MAX_SPECS = 256
+"""Specs that a mesh keeps; a model has a few."""
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The mesh axis that the sequence is sharded over, and how attention over it runs."""
+
+    mesh: DeviceMesh
+    placements: Placements
+    group: ProcessGroup
+    config: AxisConfig
+
+
+def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
+    """Read the ring off the placements of query, key and value.
+
+    Args:
+        query: a DTensor `(B, N, S, H)`; key and value have its placements.
+        key: `(B, Nkv, S, H)`.
+        value: `(B, Nkv, S, Hv)`.
+        with_runs: whether the call brings the runs of its batch.
+
+    Raises:
+        TypeError: if some are DTensors and others are not.
+        ValueError: if they are not sharded alike, as a ring needs it.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    if not all(isinstance(x, DTensor) for x in tensors.values()):
+        kinds = ", ".join(f"{name} {type(x).__name__}" for name, x in tensors.items())
+        raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
+    mesh, placements = query._spec.mesh, query._spec.placements
+    for x in (key._spec, value._spec):
+        # Most often they are the same objects: comparing meshes costs more than all the rest.
+        is_same = x.mesh is mesh and x.placements is placements
+        if not is_same and (x.mesh != mesh or x.placements != placements):
+            found = ", ".join(f"{name} {describe(x)}" for name, x in tensors.items())
+            raise ValueError(
+                f"query, key and value must be sharded alike on one mesh, got {found}; "
+                "redistribute them to the same placements"
+            )
+    axis, by_head = _axes(placements)
+    if by_head:
+        _check_heads(tensors, prod(map(mesh.size, by_head)))
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {mesh}: it has no ring there")
+    group = mesh.get_group(axis)
+    return Ring(mesh, placements, group, config_of_call(group, with_runs))
+
+
+@lru_cache(maxsize=256)
+def _axes(placements: Placements) -> tuple[int, tuple[int, ...]]:
+    """The mesh axis that the sequence is on, and those that the heads are on."""
+    axes = [axis for axis, where in enumerate(placements) if where == Shard(SEQUENCE)]
+    if len(axes) != 1:
+        over = "no axis" if not axes else f"{len(axes)} axes"
+        raise ValueError(
+            f"a ring needs the sequence, Shard({SEQUENCE}), on exactly one mesh axis, it is on "
+            f"{over}: query, key and value {placements}; see shard_sequence"
+        )
+    for axis, where in enumerate(placements):
+        if where not in (Shard(BATCH), Shard(HEADS), Shard(SEQUENCE), Replicate()):
+            raise ValueError(
+                "beside the sequence, a ring takes Shard(0) (batch), Shard(1) (heads) and "
+                f"Replicate, got {where} on mesh axis {axis}: query, key and value {placements}"
+            )
+    return axes[0], tuple(axis for axis, where in enumerate(placements) if where == Shard(HEADS))
+
+
+def _check_heads(tensors: dict[str, DTensor], ways: int) -> None:
+    heads = {name: x.shape[HEADS] for name, x in tensors.items()}
+    if any(count % ways for count in heads.values()):
+        raise ValueError(
+            f"heads can be sharded {ways} ways only if that divides the query and the key/value "
+            f"heads, got {heads}; shard fewer ways or replicate"
+        )
+
+
+def describe(x: DTensor) -> str:
+    """Where a DTensor is, for an error."""
+    return f"{tuple(x.placements)} on {x.device_mesh}"
+
+
+def wrap(
+    local: Tensor, shape: tuple[int, ...], ring: Ring, placements: Placements | None = None
+) -> DTensor:
+    """A DTensor of that global shape around a dense local tensor."""
+    what = placements or ring.placements, shape, order_of(local), local.dtype
+    # A compiler, whose tensors are of other types, wants a spec for each tensor.
+    spec = _known_spec(ring.mesh, *what) if type(local) is Tensor else _spec(ring.mesh, *what)
+    return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
+
+
+def _spec(
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: tuple[int, ...],
+    order: Order,
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """DTensor's description of a tensor."""
+    meta = TensorMeta(torch.Size(shape), strides(shape, order), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def _known_spec(mesh: DeviceMesh, *what: Any) -> DTensorSpec:
+    """The same, made once for a mesh: DTensor shares the specs of its own results, too.
+
+    They are kept on the mesh itself. Meshes compare equal across process groups that were destroyed
+    and made anew, so a table by mesh would hand out a mesh of the past.
+    """
+    known = mesh.__dict__.setdefault("_dtensor_ring_specs", {})
+    if what not in known:
+        if len(known) >= MAX_SPECS:
+            known.clear()
+        known[what] = _spec(mesh, *what)
+    return known[what]
+
+
+def local_of(x: Any, ring: Ring) -> Any:
+    """The local tensor of a DTensor, sharded as the ring is; other values as they are."""
+    if not isinstance(x, DTensor):
+        return x
+    if x._spec.placements is not ring.placements and tuple(x.placements) != ring.placements:
+        x = x.redistribute(ring.mesh, ring.placements)
+    return x._local_tensor

@@ -1,0 +1,169 @@
+"""Runs `F.scaled_dot_product_attention` on DTensors of an annotated mesh as ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
+from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
+from dtensor_ring.planning.mask import Mask
+
+aten = torch.ops.aten
+
+FORWARD_OPS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten.scaled_dot_product_attention.default,  # seen as such in inference mode
+)
+BACKWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+UNFUSED_OP = aten._safe_softmax.default  # only the unfused attention calls it
+UNFUSED = (
+    "scaled_dot_product_attention over a sharded sequence needs one of the fused kernels, and "
+    "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, or a "
+    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
+    "its kernels take"
+)
+
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def install_handlers() -> None:
+    """Let DTensor's dispatcher ask us first about attention; what is not ours goes on as before."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for ops, make in (
+        (FORWARD_OPS, _forward_handler),
+        (BACKWARD_OPS, _backward_handler),
+        ((UNFUSED_OP,), _unfused_handler),
+    ):
+        for op in ops:
+            # Once: a second handler would chain to the first.
+            if getattr(handlers.get(op), "is_ours", False):
+                continue
+            handlers[op] = handler = make(handlers.get(op))
+            handler.is_ours = True  # pyrefly: ignore[missing-attribute]
+
+
+def _forward_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = arguments_of(op, args, kwargs)
+        query, key, value = bound["query"], bound["key"], bound["value"]
+        # Any of the three: if only keys are sharded, the error is ours.
+        if not any(_on_annotated_axis(x, x.ndim - 2) for x in (query, key, value)):
+            return _as_before(previous, op, args, kwargs)
+        _refuse(bound)
+        if query.ndim != 4:  # only the composite op takes these: its parts come back here
+            return op.decompose(*args, **kwargs)
+        out, lse = ring_forward_dtensor(query, key, value, _call(bound))
+        return _like_returns(op, out, lse)
+
+    return handle
+
+
+def _backward_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = arguments_of(op, args, kwargs)
+        query, key, value = bound["query"], bound["key"], bound["value"]
+        if not _on_annotated_axis(query, SEQUENCE):
+            return _as_before(previous, op, args, kwargs)
+        grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
+        # The lse that our forward returned: natural and of the whole row.
+        tensors = (query, key, value, bound["out"], bound["logsumexp"])
+        *grads, _ = ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
+        return (*grads, None)[: len(op._schema.returns)]
+
+    return handle
+
+
+def _unfused_handler(previous: Handler | None) -> Handler:
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scores = args[0]
+        if any(_on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
+            raise ValueError(UNFUSED)
+        return _as_before(previous, op, args, kwargs)
+
+    return handle
+
+
+def _on_annotated_axis(x: Any, dim: int) -> bool:
+    """Whether `x` is sharded in that dimension over an axis that has a layout."""
+    is_here = isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
+    return is_here and any(
+        where == Shard(dim) and annotation_of(x.device_mesh.get_group(axis)).layout is not None
+        for axis, where in enumerate(x.placements)
+    )
+
+
+def _as_before(
+    previous: Handler | None, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Dispatch as DTensor does without this module."""
+    if previous is not None:
+        return previous(op, args, kwargs)
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    try:
+        dispatcher.sharding_propagator.propagate(info)
+    except NotImplementedError:
+        # Inference mode shows composite ops, which DTensor takes apart where it has no rule.
+        parts = op.decompose(*args, **kwargs)
+        if parts is NotImplemented:
+            raise
+        return parts
+    assert info.output_sharding is not None
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    return dispatcher.wrap(results, info.output_sharding.output_spec)
+
+
+def _refuse(bound: dict[str, Any]) -> None:
+    for name in ("attn_mask", "attn_bias"):
+        if bound.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be served over a sharded sequence, got one of shape "
+                f"{tuple(bound[name].shape)}; use is_causal, or dtensor_ring.ring_attention with "
+                "a mask (causal, sliding, local) and cu_seqlens"
+            )
+    if bound["dropout_p"]:
+        raise ValueError(
+            f"dropout cannot be served over a sharded sequence, got dropout_p="
+            f"{bound['dropout_p']}; set it to 0"
+        )
+    heads = [bound[name].shape[-3:-2] for name in ("query", "key")]
+    if bound.get("enable_gqa") is False and heads[0] != heads[1]:  # only the composite op says it
+        raise ValueError(
+            f"query and key must have as many heads without enable_gqa=True, got shapes "
+            f"{tuple(bound['query'].shape)} and {tuple(bound['key'].shape)}"
+        )
+
+
+def _call(bound: dict[str, Any]) -> Call:
+    """The ring's call for the arguments of an aten attention."""
+    mask = Mask.causal() if bound["is_causal"] else Mask.full()
+    scale = bound["scale"]
+    if scale is None:
+        scale = default_scale(bound["query"].shape[3])
+    return Call(Batch(), Scores(mask, scale), ON_DTENSORS)
+
+
+def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:
+    """The results in the op's form: out, lse, and the state of a dropout that did not happen."""
+    returns = op._schema.returns
+    if len(returns) == 1:
+        return out
+    length = out.shape[SEQUENCE]
+    rest = [length if str(value.type) != "Tensor" else None for value in returns[2:]]
+    return (out, lse, *rest)

@@ -1,0 +1,212 @@
+"""Tokens into the order of a layout, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
+from dtensor_ring.dtensor.sdpa import install_handlers
+from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.spelling import as_layout
+
+
+def shard_sequence(
+    tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout | str | None = None
+) -> DTensor:
+    """Shard a tensor that every rank holds whole, its tokens in layout order.
+
+    `distribute_tensor` would deal them contiguously, whatever the layout of the mesh.
+
+    Args:
+        tensor: the global tensor, the same on every rank of the mesh, with S tokens in `dim`.
+        mesh: the 1-D mesh of the ring.
+        dim: the dimension of the sequence.
+        layout: annotates the mesh, see `set_sequence_layout`. By default the mesh's own layout,
+            contiguous if it has none. A `Balanced` one is for this tensor, the next may differ, so
+            it has to be given each time.
+
+    Returns:
+        A DTensor with `Shard(dim)` over the mesh. Backward gives each rank the gradient of its own
+        tokens, and zero for the others.
+
+    Raises:
+        TypeError: if `tensor` is not a plain tensor.
+        ValueError: if the mesh is not 1-D or has another layout, the layout cannot deal the
+            length, or it belongs to a batch and is not given.
+        IndexError: if the tensor has no such dimension.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> shard_sequence(torch.arange(4), mesh, 0, "zigzag").to_local()
+        tensor([0, 1, 2, 3])
+    """
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise TypeError(
+            "shard_sequence takes a plain tensor that every rank holds whole, got "
+            f"{type(tensor).__name__}"
+        )
+    dim, group = _canonical(dim, tensor.ndim), axis_group(mesh)
+    chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
+    local = local_tokens(tensor, mesh, dim, chosen)
+    if layout is not None:  # it can deal the length; if it could not, the axis takes another
+        annotate(mesh, chosen)
+        install_handlers()
+    return from_local_tokens(local, mesh, dim, tensor.shape[dim])
+
+
+def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
+    """This rank's tokens of a tensor that it holds whole, contiguous."""
+    runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), tensor.shape[dim])
+    parts = [
+        # Runs as strided views: one copy in all, that of `cat`.
+        tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
+            (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
+        ]
+        for run in runs
+    ]
+    return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    """The DTensor of `seq_len` tokens whose part on this rank is `local`."""
+    dim %= local.ndim
+    # Given, as `from_local` would take the shards to be of equal length.
+    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=make_contiguous_strides_for(shape),
+    )
+
+
+def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
+    """Gather a DTensor whole, its tokens in their original order.
+
+    Args:
+        dtensor: sharded in `dim` over one axis of its mesh, and in any way over the others.
+        dim: the dimension of the sequence.
+        layout: the one that it was sharded with, if that was a `Balanced` one.
+
+    Returns:
+        The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
+
+    Raises:
+        TypeError: if the tensor is not a DTensor, or the given layout not `Balanced`.
+        ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
+            and is not given, or is given and does not.
+        IndexError: if the tensor has no such dimension.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> tokens = shard_sequence(torch.arange(6), mesh, 0, layout="zigzag")
+        >>> unshard_sequence(tokens, 0)
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(
+            f"unshard_sequence takes a DTensor, as shard_sequence returns, got "
+            f"{type(dtensor).__name__}: a plain tensor does not say how it is sharded"
+        )
+    if layout is not None:
+        _check_balanced(layout)
+    dim = _canonical(dim, dtensor.ndim)
+    axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
+    if len(axes) != 1:
+        raise ValueError(
+            f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}; a "
+            "tensor that was gathered by other means keeps the order of its layout"
+        )
+    group = dtensor.device_mesh.get_group(axes[0])
+    chosen, world_size = _chosen_layout(group, layout), group.size()
+    full = dtensor.full_tensor()
+    # Rank after rank is the layout's order; its inverse is that of the sequence.
+    order = layout_order(chosen, world_size, full.shape[dim]).to(full.device)
+    return full.index_select(dim, order.argsort())
+
+
+def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:
+    """Global positions of this rank's tokens, int64, `(L,)`."""
+    runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), seq_len)
+    return _positions(runs)
+
+
+def layout_order(layout: Layout, world_size: int, seq_len: int) -> Tensor:
+    """The position of each token, rank after rank, in the order in which they hold them, `(S,)`."""
+    ranks = range(world_size)
+    return _positions([run for rank in ranks for run in layout.runs(rank, world_size, seq_len)])
+
+
+def _positions(runs: Sequence[Run]) -> Tensor:
+    parts = [torch.arange(x.start, x.start + x.length * x.stride, x.stride) for x in runs]
+    return torch.cat(parts) if parts else torch.arange(0)
+
+
+def sequence_runs(layout: Balanced) -> Tensor:
+    """The runs of a layout that belongs to one batch, as `ring_attention` takes them.
+
+    Returns:
+        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank; those
+        without a token fill up. R is that of as many runs as there could be for this length, world
+        size and block, so that other documents do not recompile a graph.
+
+    Raises:
+        TypeError: if the layout is not `Balanced`: the others need no runs.
+
+    Example:
+        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=2)
+        >>> sequence_runs(layout).tolist()
+        [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    """
+    _check_balanced(layout)
+    world_size, table = layout.world_size, []
+    for rank in range(world_size):
+        dealt = layout.runs(rank, world_size, layout.seq_len)
+        # One shape for all batches, so that a graph is compiled once.
+        filling = [(0, 0)] * (layout.max_runs - len(dealt))
+        table.append([(run.start, run.length) for run in dealt] + filling)
+    runs = torch.tensor(table, dtype=torch.int32, device="cpu")
+    return runs.view(world_size, layout.max_runs, 2)
+
+
+def _check_balanced(layout: Any) -> None:
+    if not isinstance(layout, Balanced):
+        raise TypeError(
+            f"only a Balanced layout is passed with its batch, got {layout!r}; of any other, the "
+            "mesh knows: leave it out"
+        )
+
+
+def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
+    """The given layout of a batch, else that of the axis."""
+    here = annotation_of(group)
+    is_per_batch = here.config is not None and here.config.layout.per_batch
+    if given is not None and here.config is not None and not is_per_batch:
+        raise ValueError(
+            f"the axis {here}, so its tokens are in that order: leave the layout out, or use a "
+            "mesh of other ranks, annotated with a Balanced one"
+        )
+    if given is None and is_per_batch:
+        raise ValueError(
+            f"the axis {here}, so the order of its tokens belongs to a batch: pass the Balanced "
+            "layout of this one, layout=..."
+        )
+    return given or here.assumed().layout
+
+
+def _canonical(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim must be from {-ndim} to {ndim - 1}, got {dim}")
+    return dim % ndim

@@ -1,0 +1,150 @@
+"""Context parallelism of a module by annotation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.transport.policy import TransferPolicy
+
+INPUTS = ("query", "key", "value")
+
+
+class ContextParallel(ParallelStyle):
+    """Makes a module whose `forward` takes query, key and value attend over a ring.
+
+    The module gets local shards `(B, N, L, H)`, as all modules around it do. Inside, query, key
+    and value are DTensors sharded in dimension 2, so its `F.scaled_dot_product_attention` or
+    `ring_attention` runs over the axis; what it returns becomes local again.
+
+    Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
+    of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
+    `parallelize_module`. Shards are taken to be of one length on all ranks: pad the sequence to a
+    multiple of twice the ranks. Each rank gets the gradients of its own tokens: their sum over the
+    ranks is the whole.
+
+    Args:
+        layout: order in which the tokens are dealt; a layout or its spelling.
+        strategy: how keys and values travel, see `SequenceAxis`.
+        kernel: name of the block kernel.
+        policy: the dtypes in which messages travel.
+        inputs: names of the arguments of `forward` that become DTensors.
+
+    Raises:
+        ValueError: if the layout is unknown, or `forward` has no arguments of these names.
+
+    Example:
+        >>> class Attention(nn.Module):
+        ...     def forward(self, query, key, value):
+        ...         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> attention = parallelize_module(Attention(), mesh, ContextParallel("zigzag"))
+        >>> attention(*(torch.randn(1, 2, 8, 4) for _ in range(3))).shape
+        torch.Size([1, 2, 8, 4])
+    """
+
+    def __init__(
+        self,
+        layout: Layout | str = "zigzag",
+        *,
+        strategy: str | None = None,
+        kernel: str | None = None,
+        policy: TransferPolicy | None = None,
+        inputs: tuple[str, ...] = INPUTS,
+    ) -> None:
+        super().__init__()
+        self.layout, self.strategy = as_layout(layout), strategy
+        self.kernel, self.policy = kernel, policy
+        self.inputs = inputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parameters = signature(module.forward).parameters
+        # A forward that takes anything may take the inputs, too.
+        is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+        if not (is_open or set(self.inputs) <= set(parameters)):
+            raise ValueError(
+                f"{type(module).__name__}.forward takes {list(parameters)}, not all of "
+                f"{list(self.inputs)}; say which of its arguments are query, key and value: "
+                "inputs=(...)"
+            )
+        how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
+        SequenceAxis(device_mesh, self.layout, **how)
+        positions = _positions(parameters.values(), self.inputs)
+        module.register_forward_pre_hook(
+            partial(_shard_inputs, mesh=device_mesh, positions=positions, names=self.inputs),
+            with_kwargs=True,
+        )
+        module.register_forward_hook(_local_outputs)
+        return module
+
+
+def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> set[int]:
+    """Where the inputs are if given by position.
+
+    Those without a name follow those with one, by `*args`; if none has, they come first.
+    """
+    kinds = {p.name: p.kind for p in parameters}
+    by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, kind in kinds.items() if kind in by_position]
+    found = {names.index(name) for name in inputs if name in names}
+    unnamed = [name for name in inputs if name not in kinds]
+    if Parameter.VAR_POSITIONAL in kinds.values():
+        first = len(names) if found else 0
+        found |= set(range(first, first + len(unnamed)))
+    return found
+
+
+def _shard_inputs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mesh: DeviceMesh,
+    positions: set[int],
+    names: tuple[str, ...],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    sharded = tuple(_shard(x, mesh) if i in positions else x for i, x in enumerate(args))
+    named = {name: _shard(kwargs[name], mesh) for name in names if name in kwargs}
+    if not named and not any(i in positions for i in range(len(args))):
+        raise ValueError(
+            f"{type(module).__name__} was called without any of {list(names)}, so nothing would be "
+            "a ring; say which of its arguments are query, key and value: inputs=(...)"
+        )
+    return sharded, kwargs | named
+
+
+def _shard(x: Any, mesh: DeviceMesh) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DTensor):
+        # Sharded by another style already, as heads are by tensor parallelism.
+        if Shard(SEQUENCE) not in x.placements:
+            raise ValueError(
+                f"a DTensor that ContextParallel gets must be Shard({SEQUENCE}) over a mesh with "
+                f"the axis of the ring, got {tuple(x.placements)} on {x.device_mesh}; or pass the "
+                "local shard"
+            )
+        return x
+    if x.ndim != 4:
+        raise ValueError(
+            f"ContextParallel shards query, key and value (B, N, L, H), got shape {tuple(x.shape)}"
+        )
+    # Comparing shapes over the ranks would cost a collective for each tensor.
+    return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
+
+
+def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
+    return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

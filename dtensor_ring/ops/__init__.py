@@ -1,0 +1,1 @@
+"""The registered ops: their options, schema, autograd, checks and flops."""

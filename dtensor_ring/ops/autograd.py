@@ -1,0 +1,115 @@
+"""Autograd and autocast of the ring ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dtensor_ring.ops.options import LEAVES
+from dtensor_ring.ops.schema import BACKWARD, FORWARD, ring_backward_op, ring_op
+
+_TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+_SINKS = [leaf.name for leaf in LEAVES].index("sinks")
+
+
+class _RingFunction(torch.autograd.Function):
+    """The autograd node of a call.
+
+    Written out because `torch.library.register_autograd` looks at every argument of the schema in
+    the light of every other, which at this many takes longer than all else a call costs the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _below_autograd(keyset, *inputs)
+        query, key, value, *options = inputs
+        # Tensors are saved, so that hooks (offloading, checkpointing) see them.
+        saved = [options[i] for i in _TENSORS]
+        ctx.save_for_backward(query, key, value, *output, *saved)
+        for i in _TENSORS:
+            options[i] = None
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads
+        if grad_out is None and grad_lse is None:
+            return (None,) * (4 + len(LEAVES))
+        query, key, value, out, lse, *saved = ctx.saved_tensors
+        options = list(ctx.options)
+        for i, x in zip(_TENSORS, saved, strict=True):
+            options[i] = x
+        # Only lse was used: the formula still takes a gradient of out.
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        *of_inputs, grad_sinks = ring_backward_op(
+            grad_out, grad_lse, query, key, value, out, lse, *options
+        )
+        of_options: list[Tensor | None] = [None] * len(LEAVES)
+        # Of the options only sinks have a gradient.
+        if options[_SINKS] is not None:
+            of_options[_SINKS] = grad_sinks
+        return None, *of_inputs, *of_options
+
+
+def _below_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return ring_op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+
+def _autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    # Saving tensors costs: not in inference.
+    is_recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+    if forward_ad._current_level >= 0 and not is_recorded:
+        _refuse_tangents(inputs)
+    return (_RingFunction.apply if is_recorded else _below_autograd)(keyset, *inputs)
+
+
+def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
+    """Without this they would be dropped silently; with grad enabled autograd raises itself."""
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("ring attention has no forward-mode derivative")
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("ring attention is differentiable once, not twice")
+
+
+_LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
+_LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
+torch.library.register_autograd(BACKWARD, _refuse_second)
+
+
+def _autocast(device_type: str) -> None:
+    """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does.
+
+    Nothing is cast below that, nor in backward.
+    """
+    name = f"Autocast{device_type.upper()}"
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible and x.device.type == device_type else x
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return ring_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), *options)
+
+    def run_backward(*inputs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return ring_backward_op(*inputs)
+
+    torch.library.impl(FORWARD, name)(run)
+    torch.library.impl(BACKWARD, name)(run_backward)
+
+
+_autocast("cpu")
+_autocast("cuda")

@@ -1,0 +1,129 @@
+"""Tensors that describe a batch, as the planner wants them; each is converted once.
+
+Note [Known tensors]: layers of a model pass the same boundaries again and again. What was made of
+them is found by their address and shape, and used if their content is still the same: memory that
+was written to since, or that belongs to another tensor by now, is converted again. Of boundaries
+that are padded by repeating the last value only the head and that value are compared, so that this
+costs the same for 8,192 tokens and for a million: writing into the padding alone goes unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_ring.planning.cache import ByteStore
+from dtensor_ring.planning.documents import Documents, as_documents
+from dtensor_ring.planning.run_table import RunTable
+
+
+class _Known(NamedTuple):
+    """The value made from a tensor, and the part of the tensor's content that decides it."""
+
+    width: int
+    """How many of its last dim's numbers are compared, beside the last one."""
+    content: bytes
+    value: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content) + self.value.num_bytes
+
+    def is_of(self, content: np.ndarray) -> bool:
+        # After these columns, rows that ascend can only repeat their last value.
+        return _compared(content, self.width) == self.content
+
+
+def _compared(content: np.ndarray, width: int) -> bytes:
+    return content[..., :width].tobytes() + content[..., -1:].tobytes()
+
+
+_KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=lambda known: known.num_bytes)
+
+
+def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = False) -> Documents:
+    """The boundaries `(D+1,)` or `(B, D+1)` as the planner wants them; errors use `name`.
+
+    Args:
+        cu_seqlens: int32 on the CPU, in global positions.
+        name: of the argument.
+        batch: the rows B that it may have.
+        is_numbered: keep empty documents, because documents of keys are matched by number.
+
+    Raises:
+        ValueError: if they are not int32 on the CPU, of shape (D+1,) or (batch, D+1).
+    """
+    _check_host(cu_seqlens, name)
+    if cu_seqlens.ndim not in (1, 2) or (cu_seqlens.ndim == 2 and len(cu_seqlens) != batch):
+        raise ValueError(
+            f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
+        )
+
+    def convert(content: np.ndarray) -> Documents | None:
+        return as_documents(content, name=name, keep_empty=is_numbered)
+
+    return _converted(cu_seqlens, is_numbered, _width, convert)
+
+
+def _converted(
+    x: Tensor,
+    kind: object,
+    width_of: Callable[[np.ndarray], int],
+    convert: Callable[[np.ndarray], Any],
+) -> Any:
+    """The value made from a tensor, converted if that kind of it is not known; see the Note."""
+    content = x.numpy()
+    # By address first: reading all content in each call is what this avoids.
+    key = x.data_ptr(), content.shape, content.strides, kind
+    known = _KNOWN.get(key)
+    if known is None or not known.is_of(content):
+        value, width = convert(content), width_of(content)
+        # Bytes, not the array: the tensor may be written to in place for the next batch.
+        known = _KNOWN.put(key, _Known(width, _compared(content, width), value))
+    return known.value
+
+
+def _width(content: np.ndarray) -> int:
+    """How many columns it takes until all rows have reached their last value."""
+    if not content.size:
+        return 0
+    if (np.diff(content) < 0).any():
+        return content.shape[-1]  # whoever plans with them refuses them
+    # Bisection: the padding is not read.
+    ends = [int(np.searchsorted(row, row[-1])) for row in np.atleast_2d(content)]
+    return max(ends) + 1
+
+
+def run_table(runs: Tensor) -> RunTable:
+    """The layout that was made for this batch.
+
+    Raises:
+        ValueError: if the runs are not int32 on the CPU, of shape (W, R, 2), or deal no sequence.
+    """
+    _check_host(runs, "runs")
+    if runs.ndim != 3 or runs.shape[2] != 2:
+        raise ValueError(
+            "runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
+            f"{tuple(runs.shape)}; see sequence_runs"
+        )
+    return _converted(runs, "runs", lambda content: content.shape[-1], _table)
+
+
+def _table(content: np.ndarray) -> RunTable:
+    # Padding of the table says nothing, and differs with its length.
+    rows = ((run for run in row if run[1]) for row in content.tolist())
+    return RunTable(tuple(tuple((start, length) for start, length in row) for row in rows))
+
+
+def _check_host(x: Tensor, name: str) -> None:
+    if x.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be on the CPU, where the ring is planned, got {x.device}; "
+            f"move it once per batch with {name}.cpu()"
+        )
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {x.dtype}; use .int()")

@@ -1,0 +1,79 @@
+"""Flops of the ops, for `torch.utils.flop_counter` and for compilers that estimate a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dtensor_ring.ops.options import Call, unflatten
+from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.plan import visible_pairs
+from dtensor_ring.planning.run import Run
+
+
+@register_flop_formula(ring_op.overloadpacket, get_raw=True)
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    """Two products of 2 flops per visible pair and head dim."""
+    head_dim, value_head_dim = _number(query.shape[3]), _number(value.shape[3])
+    return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
+
+
+@register_flop_formula(ring_backward_op.overloadpacket, get_raw=True)
+def _backward_flops(
+    grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
+) -> int:
+    """Five products: the scores again, and the gradients of scores, query, key and value."""
+    pairs = _visible_pairs(query, key, unflatten(rest[2:]))
+    head_dim, value_head_dim = _number(query.shape[3]), _number(value.shape[3])
+    return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
+
+
+def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
+    """Pairs of query and key that are scored, over batch and heads.
+
+    On plain tensors, the pairs of this rank; on DTensors those of all ranks, as torch counts its
+    products of DTensors. A compiler knows lengths only: then an even part, the same on all ranks,
+    of what is seen without boundaries.
+    """
+    batch, heads = map(_number, query.shape[:2])
+    place, is_placed = call.place, call.place.group_name is not None
+    is_known = not any(isinstance(x, FakeTensor) for x in (query, *_tensors(call)))
+    if is_placed and is_known:
+        # Exact on plain tensors: the plan of this rank is at hand.
+        tiles = (tile for step in call.plan(query, key).steps for tile in step.tiles)
+        return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
+    lengths: Any = (place.seq_len, place.key_seq_len) if is_placed else _lengths(query, key)
+    num_queries, num_keys = map(_number, lengths)
+    documents, key_documents = call.documents(batch) if is_known else (None, None)
+    pairs = visible_pairs(
+        *(call.scores.mask, num_queries, documents, Run(0, num_queries)),
+        *(num_keys, key_documents),
+    )
+    # Boundaries by row are summed over the rows already.
+    is_by_row = max(_num_rows(documents), _num_rows(key_documents)) > 1
+    world_size = call.group.size() if is_placed else 1
+    return heads * pairs * (1 if is_by_row else batch) // world_size
+
+
+def _tensors(call: Call) -> tuple[Any, ...]:
+    return call.batch.cu_seqlens, call.batch.key_cu_seqlens, call.batch.runs
+
+
+def _lengths(query: Tensor, key: Tensor) -> tuple[Any, Any]:
+    return query.shape[2], key.shape[2]
+
+
+def _num_rows(documents: Documents | None) -> int:
+    return 0 if documents is None else len(documents)
+
+
+def _number(length: Any) -> int:
+    """A length, or the one that a compiler takes as an example of it, 0 where it has none."""
+    # A guard on the length would recompile the graph for each.
+    example = length.node.hint if isinstance(length, torch.SymInt) else length
+    return 0 if example is None else int(example)

@@ -1,0 +1,217 @@
+"""The options of the ring ops: three values, which travel through the dispatcher as flat arguments.
+
+`SCHEMA`, `flatten` and `unflatten` follow from the fields of the values: an option is added there,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import sqrt
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from dtensor_ring.compute.kernels import Kernel, Problem, Scores, select_kernel
+from dtensor_ring.ops.boundaries import documents_of, run_table
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run import shard_length
+from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.process_group import transport_of
+from dtensor_ring.transport.protocol import Transport
+
+Length = int
+"""A global length in tokens, which a compiler may have as a symbol."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Options that differ from batch to batch: int32 tensors on the CPU, see `ring_attention`."""
+
+    cu_seqlens: Tensor | None = None
+    key_cu_seqlens: Tensor | None = None
+    runs: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tokens are, and how they get to where they are needed.
+
+    On DTensors, placements and the axis say it: then only a default `Place` is given.
+    """
+
+    layout: str | None = None
+    strategy: str | None = None
+    seq_len: Length | None = None
+    key_seq_len: Length | None = None
+    group_name: str | None = None
+    policy: TransferPolicy = DEFAULT_POLICY
+
+
+ON_DTENSORS = Place()
+"""The place of a call on DTensors. A compiler cannot follow a default that is an object."""
+
+
+class Call(NamedTuple):
+    """A call of a ring op: everything but query, key and value."""
+
+    batch: Batch
+    scores: Scores
+    place: Place
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis."""
+        return _resolve_process_group(self.place.group_name)  # type: ignore[arg-type]
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of this call's messages."""
+        return transport_of(self.group)
+
+    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
+        """Boundaries of the queries and of the keys, as the planner wants them."""
+        queries, keys = self.batch.cu_seqlens, self.batch.key_cu_seqlens
+        # Documents of queries and keys match by their number, so empty ones count, too.
+        is_numbered = keys is not None
+        return (
+            None if queries is None else documents_of(queries, "cu_seqlens", batch, is_numbered),
+            None if keys is None else documents_of(keys, "key_cu_seqlens", batch, is_numbered),
+        )
+
+    def plan(self, query: Tensor, key: Tensor) -> Plan:
+        """This rank's plan.
+
+        Raises:
+            ValueError: if the shards are not as long as their global lengths say, or the layout,
+                the boundaries or the strategy do not allow this attention.
+        """
+        place, group = self.place, self.group
+        rank, world_size = group.rank(), group.size()
+        documents, key_documents = self.documents(query.shape[0])
+        # Runs of a batch take the place of the layout, whose name says that it belongs to one.
+        runs = self.batch.runs
+        spelling: Any = place.layout
+        layout = as_layout(spelling) if runs is None else run_table(runs)
+        seq_len, key_seq_len = place.seq_len, place.key_seq_len
+        assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
+        result = plan(
+            *(layout, self.scores.mask, rank, world_size, seq_len, documents),
+            *(key_seq_len, key_documents, place.strategy),
+        )
+        # The plan relies on it: a shard of another length would be read out of bounds.
+        for x, whole in ((query, seq_len), (key, key_seq_len)):
+            expected = shard_length(rank, world_size, whole)
+            if x.shape[2] != expected:
+                raise ValueError(
+                    f"rank {rank} of {world_size} holds {x.shape[2]} tokens, but its shard of a "
+                    f"sequence of {whole} has {expected}"
+                )
+        return result
+
+    def select(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Kernel:
+        """The kernel to use: the named one, or the first that can."""
+        batch, scores = self.batch, self.scores
+        problem = Problem(
+            query.device.type,
+            query.dtype,
+            query.shape[3],
+            value.shape[3],
+            scores.scale,
+            scores.softcap,
+            differentiable_lse,
+            windowed=scores.mask.left is not None,  # the planner cuts other bands into squares
+            grouped=query.shape[1] != value.shape[1],
+            packed=batch.cu_seqlens is not None or scores.mask.chunk is not None,
+        )
+        return select_kernel(scores.kernel, problem)
+
+
+class _Leaf(NamedTuple):
+    """One argument of the schema."""
+
+    name: str
+    path: str
+    schema_type: str
+
+    def of(self, call: Call) -> Any:
+        """Its value in a call."""
+        value: Any = call
+        for name in self.path.split("."):
+            value = getattr(value, name)
+        return value
+
+
+_NESTED: dict[str, Any] = {
+    "Batch": Batch,
+    "Scores": Scores,
+    "Place": Place,
+    "Mask": Mask,
+    "TransferPolicy": TransferPolicy,
+}
+_SCHEMA_TYPES = {
+    "Tensor | None": "Tensor?",
+    "int | None": "int?",
+    "Length | None": "SymInt?",
+    "str | None": "str?",
+    "float": "float",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+}
+
+
+def _members(owner: Any) -> list[tuple[str, str]]:
+    """Name and annotated type of each field."""
+    if owner is Call:
+        return [("batch", "Batch"), ("scores", "Scores"), ("place", "Place")]
+    return [(field.name, str(field.type)) for field in fields(owner)]
+
+
+def _leaves(owner: Any, path: str = "") -> Iterator[_Leaf]:
+    for name, kind in _members(owner):
+        if kind in _NESTED:
+            yield from _leaves(_NESTED[kind], f"{path}{name}.")
+        else:
+            yield _Leaf(name, path + name, _SCHEMA_TYPES[kind])
+
+
+def _builder(owner: Any) -> Callable[[Iterator[Any]], Any]:
+    """A function that builds a value of that type from the next leaves."""
+    parts = [_builder(_NESTED[kind]) if kind in _NESTED else next for _, kind in _members(owner)]
+    # Values that check themselves are made once: layers pass the same ones in every call.
+    make = lru_cache(maxsize=256)(owner) if owner in (Mask, TransferPolicy) else owner
+    return lambda leaves: make(*[part(leaves) for part in parts])
+
+
+LEAVES = tuple(_leaves(Call))
+SCHEMA = ", ".join(f"{leaf.schema_type} {leaf.name}" for leaf in LEAVES)
+"""The options in a schema string, in the order of `flatten`."""
+
+_build_call = _builder(Call)
+_get_leaves = attrgetter(*(leaf.path for leaf in LEAVES))
+
+
+def flatten(call: Call) -> tuple[Any, ...]:
+    """The arguments of the ops after their tensors."""
+    if torch.compiler.is_compiling():  # a compiler follows Python only
+        return tuple(leaf.of(call) for leaf in LEAVES)
+    return _get_leaves(call)
+
+
+def unflatten(arguments: tuple[Any, ...]) -> Call:
+    """The call that `flatten` made the arguments of."""
+    return _build_call(iter(arguments))
+
+
+def default_scale(head_dim: int) -> float:
+    """The usual softmax scale, one over the square root of the head dim."""
+    return 1.0 / sqrt(head_dim) if head_dim else 1.0

@@ -1,0 +1,94 @@
+"""The registered ops: schemas, implementation and fake kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.compute.sinks import sinks_gradient
+from dtensor_ring.ops.check import check_inputs
+from dtensor_ring.ops.options import SCHEMA, unflatten
+from dtensor_ring.ring import ring_backward, ring_forward
+
+FORWARD = "dtensor_ring::ring_attention"
+BACKWARD = "dtensor_ring::ring_attention_backward"
+
+torch.library.define(
+    FORWARD, f"(Tensor query, Tensor key, Tensor value, {SCHEMA}) -> (Tensor out, Tensor lse)"
+)
+torch.library.define(
+    BACKWARD,
+    "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {SCHEMA}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+)
+ring_op = torch.ops.dtensor_ring.ring_attention.default
+ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
+
+
+@torch.library.impl(FORWARD, "CompositeExplicitAutograd")
+def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    call = unflatten(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    plan, kernel = call.plan(query, key), call.select(query, value)
+    query, key, value = _unit_stride(query, key, value)
+    return ring_forward(
+        query, (key, value), plan, kernel, call.scores, call.transport, call.place.policy
+    )
+
+
+@torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = unflatten(options)
+    plan = call.plan(query, key)
+    kernel = call.select(query, value, differentiable_lse=grad_lse is not None)
+    grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
+    saved = Saved(grad_out, out, lse, grad_lse)
+    grads = ring_backward(
+        *(saved, query, (key, value), plan, kernel, call.scores),
+        *(call.transport, call.place.policy),
+    )
+    return *grads, sinks_gradient(saved, call.scores.sinks)
+
+
+def _unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with a last stride of 1: kernels rely on it, and not all of them check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+@torch.library.register_fake(FORWARD)
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    check_inputs(query, key, value, unflatten(options).scores.sinks)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # Contiguous, as `Partial.result` returns it.
+    lse = query.new_empty(query.shape[:3], dtype=wide)
+    # Strides as the implementation gives them: compilers rely on those of the fake.
+    (query,) = _unit_stride(query)
+    out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
+    return out, lse
+
+
+@torch.library.register_fake(BACKWARD)
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = unflatten(rest[2:]).scores.sinks  # after out and lse
+    # As `GradientSum.result` returns them.
+    grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (query, key, value)]
+    grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return grads[0], grads[1], grads[2], grad_sinks

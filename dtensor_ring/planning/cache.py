@@ -1,0 +1,112 @@
+"""A cache that is bounded by the bytes of what it keeps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import update_wrapper
+from threading import Lock
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ByteStore(Generic[T]):
+    """Keeps the most recently used values by their keys, up to a number of bytes.
+
+    It is thread safe. A value that is larger than the bound is not kept, so that it evicts nothing.
+
+    Args:
+        max_bytes: bound on the sum of the sizes of the kept values.
+        size_of: estimates the size of a value, in bytes.
+    """
+
+    def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
+        self.max_bytes = max_bytes
+        self._size_of = size_of
+        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all kept values."""
+        return self._num_bytes
+
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable) -> T | None:
+        """The value of a key, `None` if it is not kept."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            # The order of the dict is the order of use: the first is evicted.
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Hashable, value: T, key_bytes: int = 0) -> T:
+        """Keep a value, in place of the one that the key had; returns it."""
+        # Outside of the lock: an estimate may walk through the value.
+        size = self._size_of(value) + key_bytes
+        with self._lock:
+            _, before = self._kept.pop(key, (None, 0))
+            self._num_bytes -= before
+            # A value that is too large would evict all others, and then itself.
+            if size <= self.max_bytes:
+                self._kept[key] = value, size
+                self._num_bytes += size
+            while self._num_bytes > self.max_bytes:
+                _, (_, oldest) = self._kept.popitem(last=False)
+                self._num_bytes -= oldest
+        return value
+
+
+class ByteCache(ByteStore[T]):
+    """A function that keeps its most recently used results, up to a number of bytes.
+
+    Two threads that miss at once both compute, and the last result is kept.
+
+    Args:
+        function: takes hashable arguments and has no side effects; a result is never `None`.
+        max_bytes: bound on the sum of the sizes of the kept results.
+        size_of: estimates the size of a result, in bytes.
+    """
+
+    def __init__(
+        self, function: Callable[..., T], max_bytes: int, size_of: Callable[[T], int]
+    ) -> None:
+        super().__init__(max_bytes, size_of)
+        update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: Hashable, **kwargs: Hashable) -> T:
+        key: Hashable = (args, *kwargs.items()) if kwargs else args
+        found = self.get(key)
+        if found is not None:
+            return found
+        # Outside of the lock: a plan may take seconds, and needs other results of this cache.
+        value = self._function(*args, **kwargs)
+        # Boundaries and tables of runs are kept as part of the key, and can be most of an entry.
+        return self.put(key, value, sum(getattr(x, "num_bytes", 0) for x in args))
+
+
+def cached_bytes(
+    max_bytes: int, num_bytes: Callable[[T], int]
+) -> Callable[[Callable[..., T]], ByteCache[T]]:
+    """Decorate a function with a `ByteCache`.
+
+    >>> @cached_bytes(max_bytes=100, num_bytes=len)
+    ... def zeros(size):
+    ...     return bytes(size)
+    >>> zeros(60) is zeros(60), zeros(101) is zeros(101), zeros.num_bytes
+    (True, False, 60)
+    """
+    return lambda function: ByteCache(function, max_bytes, num_bytes)

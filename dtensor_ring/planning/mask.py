@@ -1,0 +1,99 @@
+"""Which keys a query sees: a band of lags, optionally cut into chunks or widened by a prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """How far back (`left`) and ahead (`right`) of itself a query sees, in tokens.
+
+    Query position q sees key position k if and only if `-right <= q - k <= left`; `None` is
+    unbounded. The numbers mean what flash-attn's `window_size` means, where -1 is our `None`.
+
+    With `chunk`, a query sees only its own chunk of `chunk` positions: `q // chunk == k // chunk`.
+    With `prefix`, every query of a document sees its first `prefix` tokens, however far ahead they
+    are: `right` does not hold for them.
+
+    >>> Mask.sliding(2).sees(5, 3), Mask.sliding(2).sees(5, 2), Mask.causal().sees(5, 6)
+    (True, False, False)
+
+    Raises:
+        ValueError: if a bound is negative, a chunk empty, or a mask has both chunk and prefix.
+        TypeError: if one of them is neither an int nor None.
+    """
+
+    left: int | None
+    right: int | None
+    chunk: int | None = None
+    prefix: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("left", 0), ("right", 0), ("chunk", 1), ("prefix", 0)):
+            # bool is an int in Python, but True is not a number of tokens.
+            count = getattr(self, name)
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+                raise TypeError(f"Mask {name} is an int or None, got {type(count).__name__}")
+            if count is not None and count < smallest:
+                raise ValueError(
+                    f"Mask {name} counts tokens and is at least {smallest}, got {count}; "
+                    "None means unbounded"
+                )
+        if self.chunk is not None and self.prefix is not None:
+            raise ValueError(
+                f"a mask has chunks or a prefix, not both, got {self}; "
+                "with cu_seqlens as boundaries of the chunks, a prefix is possible"
+            )
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """Each query sees itself and everything before it."""
+        return cls(None, 0)
+
+    @classmethod
+    def full(cls) -> Mask:
+        """Each query sees everything."""
+        return cls(None, None)
+
+    @classmethod
+    def sliding(cls, window: int) -> Mask:
+        """Each query sees itself and the `window` tokens before it (lags 0 to `window`).
+
+        A Hugging Face `sliding_window` of w counts the query itself: it is `sliding(w - 1)`.
+        """
+        return cls(window, 0)
+
+    @classmethod
+    def local(cls, left: int | None, right: int | None) -> Mask:
+        """Each query sees `left` tokens before itself and `right` after."""
+        return cls(left, right)
+
+    @classmethod
+    def chunked(cls, chunk: int) -> Mask:
+        """Causal within chunks of `chunk` tokens, as in Llama 4: 0 to chunk - 1, and so on.
+
+        Other bands take chunks too: `Mask(window, 0, chunk=8192)`.
+        """
+        return cls(None, 0, chunk=chunk)
+
+    @classmethod
+    def prefix_causal(cls, prefix: int) -> Mask:
+        """Causal, but everything also sees the first `prefix` tokens of its document.
+
+        So the prefix sees itself in both directions (prefix language models, as in Raffel et al.,
+        2020, arXiv 1910.10683, section 3.2.1).
+        """
+        return cls(None, 0, prefix=prefix)
+
+    def sees(self, query: int, key: int) -> bool:
+        """Whether the query at one position sees the key at another, in one document from 0 on."""
+        # Positive lags look back, negative ones ahead.
+        lag = query - key
+        ahead = self.right is None or -lag <= self.right
+        lifted = self.prefix is not None and key < self.prefix
+        behind = self.left is None or lag <= self.left
+        return behind and (ahead or lifted) and not self._between_chunks(query, key)
+
+    def _between_chunks(self, query: int, key: int) -> bool:
+        return self.chunk is not None and query // self.chunk != key // self.chunk

@@ -1,0 +1,248 @@
+"""The work of each rank at each step of the ring, and the transfers for it.
+
+Everything here is integer arithmetic on positions. The ring above holds no mask logic and names
+no layout: it runs the tiles it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.dealing import Dealing, deal
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.needs import Needs
+from dtensor_ring.planning.pairs import PairedNeeds
+from dtensor_ring.planning.route import Hop, Route, route_named
+from dtensor_ring.planning.rows import Rows, rows_of
+from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.sweep import SweptNeeds
+from dtensor_ring.planning.tile import NOTHING, Span, Tile, length, moved, shard_tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity
+class Step:
+    """One iteration of the ring: `tiles` against the columns `cols` of the source's shard.
+
+    The columns of the tiles count from the first of `cols`. In the first step `cols` are all
+    columns of this rank's shard, in the others those of the source's packet.
+    """
+
+    number: int
+    source: int
+    cols: Span
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of one rank: its steps, and its messages, one hop for each step.
+
+    `shards[i]` moves keys and values while step i computes: it is posted before the kernels of the
+    step and waited for after them, so what it receives serves later steps, and may be forwarded by
+    later hops. The last one is empty. A send whose source is this rank packs these columns of its
+    own shard; another source forwards its packet, or a part of it.
+
+    `sums[i]` moves sums of gradients: it is posted when step i has added its own, and waited for
+    before the next one is posted, the last one at the end. The first one is empty. A sent sum is
+    what came in for the source before, plus what the step on it gave. A received sum whose source
+    is this rank is final: gradients of its own tokens, at `cols`. Any other stays until this rank
+    has added to it and sent it.
+
+    At most one packet of each source comes to a rank. On the routes of this project all ranks have
+    the same number of steps, see `Route`; nothing that runs a plan may rely on it.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    shards: tuple[Hop, ...]
+    sums: tuple[Hop, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this rank, the one without messages included."""
+        return len(self.steps)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens whose keys and values come to this rank, over all hops."""
+        return sum(length(transfer.cols) for hop in self.shards for transfer in hop.receives)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the plan and of the launches made of its tiles, in bytes, an estimate."""
+        num_tiles = sum(len(step.tiles) for step in self.steps)
+        return 1024 + 1200 * len(self.steps) + 330 * num_tiles
+
+
+@cached_bytes(2**28, lambda plan: plan.num_bytes)
+def plan(
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    documents: Documents | None = None,
+    key_seq_len: int | None = None,
+    key_documents: Documents | None = None,
+    route: str = "ring",
+) -> Plan:
+    """Plan of one rank.
+
+    It takes time in proportion to the runs of all ranks and the documents (for layouts whose runs
+    have gaps, to the pairs of runs), and to the tiles of this rank. At most 256 MiB of plans are
+    kept, and 64 MiB each of needs, runs and boundaries.
+
+    Args:
+        layout: how the tokens are dealt.
+        mask: what a query sees.
+        rank: this rank's index on the ring.
+        world_size: ranks on the ring.
+        seq_len: global length, in tokens.
+        documents: boundaries; a query sees keys of its own document only, and tokens after the
+            last boundary see nothing.
+        key_seq_len: global length of keys and values, for cross attention.
+        key_documents: their boundaries: document number d of the queries sees number d of these.
+        route: how keys and values travel, a name in `ROUTES`.
+
+    Raises:
+        ValueError: if the layout cannot deal the length or breaks its promise, the documents are
+            not boundaries, cross attention has a mask that is not full, or the route is unknown.
+    """
+    make_route = route_named(route)
+    rows = checked_rows(mask, world_size, (seq_len, key_seq_len), documents, key_documents)
+    key_seq_len = seq_len if key_seq_len is None else key_seq_len
+    queries, keys = (deal(layout, world_size, num_tokens) for num_tokens in (seq_len, key_seq_len))
+    # Shared by the plans of all ranks, as a printed schedule asks for every one.
+    needs = _needs(queries, keys, mask, rows)
+    return _planned(make_route(rank, needs), queries, keys, mask, rows)
+
+
+def checked_rows(
+    mask: Mask,
+    world_size: int,
+    seq_lens: tuple[int, int | None],
+    documents: Documents | None,
+    key_documents: Documents | None,
+) -> Rows:
+    """The batch rows of an attention that can be planned.
+
+    Raises:
+        ValueError: if there is no rank, a length is negative, boundaries do not fit the sequence,
+            or cross attention has a mask that is not full.
+    """
+    seq_len, key_seq_len = seq_lens
+    key_seq_len = seq_len if key_seq_len is None else key_seq_len
+    check_documents(world_size, seq_len, documents)
+    check_documents(world_size, key_seq_len, key_documents, "key_cu_seqlens")
+    if seq_len != key_seq_len or key_documents is not None:
+        _check_cross(mask, (seq_len, key_seq_len), documents, key_documents)
+    return rows_of(mask, (seq_len, key_seq_len), documents, key_documents or documents)
+
+
+@cached_bytes(2**26, lambda needs: needs.num_bytes)
+def _needs(queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> Needs:
+    """Columns that ranks see of one another; shared by all plans of one attention."""
+    # Runs without gaps can be sorted and searched; others have to be compared.
+    is_dense = queries.stride == keys.stride == 1
+    return (SweptNeeds if is_dense else PairedNeeds)(queries, keys, mask, rows)
+
+
+def _planned(route: Route, queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> Plan:
+    """The steps and hops of a route, with the tiles of what its rank sees."""
+    rank, sources = route.rank, route.sources
+    shards = [route.shards(number) for number in range(len(sources))]
+    # Building tiles is most of the work, so only of sources that this rank sees anything of.
+    seen = {rank, *route.needs.seen_by(rank)}
+    # At most one packet of a source comes here, so this is the only one to compute on.
+    cols = {x.source: x.cols for hop in shards for x in hop.receives}
+    cols[rank] = 0, keys.num_local(rank)
+    steps = []
+    for number, source in enumerate(sources):
+        resident, tiles = cols.get(source, NOTHING), ()
+        if source in seen:
+            # Kernels get a packet, not a shard: its first column is number 0.
+            tiles = tuple(
+                Tile(tile.rows, moved(tile.cols, -resident[0]), tile.mask, tile.batch)
+                for batch, bounds in rows
+                for tile in shard_tiles(
+                    queries.shards[rank], keys.shards[source], mask, bounds, batch
+                )
+            )
+        steps.append(Step(number, source, resident, tiles))
+    sums = tuple(route.sums(number) for number in range(len(sources)))
+    return Plan(rank, tuple(steps), _released(rank, steps, shards), sums)
+
+
+def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[Hop, ...]:
+    """The hops, with the sources whose packets nobody needs afterwards.
+
+    A packet is needed until the last step that computes on it and the last hop that forwards it.
+    Packets that are left after the last step are given back with all buffers.
+    """
+    last: dict[int, int] = {}  # by source: the last number under which it is touched
+    for number, (step, hop) in enumerate(zip(steps, shards, strict=True)):
+        used = [x.source for side in (hop.sends, hop.receives) for x in side]
+        last |= dict.fromkeys([*used, *([step.source] if step.tiles else [])], number)
+    # The rank's own shard is no packet, and nobody's to release.
+    last.pop(rank, None)
+    over: list[list[int]] = [[] for _ in steps]
+    for source, number in last.items():
+        over[number].append(source)
+    *others, final = (
+        hop._replace(releases=tuple(sources)) for hop, sources in zip(shards, over, strict=True)
+    )
+    return *others, final._replace(releases=())
+
+
+def visible_pairs(
+    mask: Mask,
+    seq_len: int,
+    documents: Documents | None,
+    run: Run,
+    key_seq_len: int | None = None,
+    key_documents: Documents | None = None,
+) -> int:
+    """Pairs that the queries of a run see, summed over the rows of the documents."""
+    key_seq_len = seq_len if key_seq_len is None else key_seq_len
+    # All keys as one run: who holds them does not change what is seen.
+    everything = (Run(0, key_seq_len),) if key_seq_len else ()
+    rows = rows_of(mask, (seq_len, key_seq_len), documents, key_documents or documents)
+    return sum(
+        tile.area for _, bounds in rows for tile in shard_tiles((run,), everything, mask, bounds)
+    )
+
+
+def check_documents(
+    world_size: int, seq_len: int, documents: Documents | None, name: str = "cu_seqlens"
+) -> None:
+    """Refuse boundaries that do not fit the sequence, under that name, and a ring of no ranks."""
+    if world_size < 1 or seq_len < 0:
+        raise ValueError(f"cannot plan {seq_len} tokens on {world_size} ranks")
+    if documents is not None:
+        documents.check(seq_len, name)
+
+
+def _check_cross(
+    mask: Mask,
+    seq_lens: tuple[int, int],
+    documents: Documents | None,
+    key_documents: Documents | None,
+) -> None:
+    """Queries and keys of different sequences have no common positions."""
+    if mask != Mask.full():
+        raise ValueError(
+            f"{seq_lens[0]} query and {seq_lens[1]} key tokens, or documents of their own, are "
+            f"cross attention, which has no diagonal: it takes Mask.full() only, got {mask}"
+        )
+    if any(rows is not None and not len(rows) for rows in (documents, key_documents)):
+        return  # an empty batch has no boundaries to count
+    counts = [None if rows is None else rows.arrays[0].size for rows in (documents, key_documents)]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            "cross attention of documents needs as many boundaries in cu_seqlens as in "
+            f"key_cu_seqlens, got {counts[0] or 'none'} and {counts[1] or 'none'}"
+        )

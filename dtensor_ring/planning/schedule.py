@@ -1,0 +1,173 @@
+"""A printable rank x step grid of the work of a ring."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import index
+
+from dtensor_ring.planning.balanced import layout_for, layouts_for
+from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan, check_documents, plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plans of all ranks. Printed, it shows the work of each rank at each step."""
+
+    layout: Layout
+    mask: Mask
+    seq_len: int
+    documents: Documents | None
+    plans: tuple[Plan, ...]
+
+    @property
+    def areas(self) -> list[list[int]]:
+        """Visible (query, key) pairs by rank, then by step, summed over rows of `cu_seqlens`.
+
+        A rank with fewer steps than others has no work in the last ones.
+        """
+        # A route may give ranks different numbers of steps.
+        num_steps = max(plan.num_steps for plan in self.plans)
+        worked = ([sum(t.area for t in step.tiles) for step in plan.steps] for plan in self.plans)
+        return [areas + [0] * (num_steps - len(areas)) for areas in worked]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: 1.0 is perfect balance."""
+        return _imbalance(self.areas)
+
+    @property
+    def received(self) -> list[int]:
+        """Tokens whose keys and values come to each rank, over all steps of a forward pass."""
+        return [plan.num_received for plan in self.plans]
+
+    def __str__(self) -> str:
+        areas = self.areas
+        # An attention in which nothing is seen prints zeros.
+        whole = max(1, sum(map(sum, areas)))
+        num_steps = len(areas[0])
+        lines = [
+            f"{self.layout.spec}, {_bounds(self.mask)}: "
+            f"{self.seq_len} tokens on {len(areas)} ranks, {num_steps} steps",
+            "share of all work, %  " + "".join(f"{f'step {i}':>9}" for i in range(num_steps)),
+        ]
+        lines[1] += f"{'total':>9}"
+        for rank, steps in enumerate(areas):
+            cells = "".join(f"{100 * area / whole:9.2f}" for area in [*steps, sum(steps)])
+            lines.append(f"{f'rank {rank}':<22}{cells}")
+        lines.append(f"busiest rank over mean: {_imbalance(areas):.3f}")
+        lines.append(f"keys and values to a rank, at most: {max(self.received)} tokens")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """How evenly each layout deals the work of one attention. Printed, it is one line."""
+
+    imbalances: dict[str, float]
+    """Work of the busiest rank over the mean, by the name of the layout."""
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances.items())
+        return f"busiest rank over mean: {listed}"
+
+
+def describe_schedule(
+    layout: Layout | str,
+    mask: Mask,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None = None,
+) -> Schedule:
+    """The part of the whole work that each rank does at each step of a ring.
+
+    Args:
+        layout: a layout or its name; "balanced" is the one for this mask and these documents.
+        mask: which keys a query sees.
+        seq_len: global length, in tokens.
+        world_size: ranks on the ring.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+
+    Returns:
+        A `Schedule`; print it. Below the grid are the balance, and how much moves.
+
+    Raises:
+        TypeError: if the mask is not a `Mask`, or a number is not an integer.
+        ValueError: if the layout is unknown or cannot deal the length, or the boundaries do not fit
+            the sequence.
+
+    Example:
+        >>> print(describe_schedule("contiguous", Mask.causal(), 8, 2))
+        contiguous, left -, right 0: 8 tokens on 2 ranks, 2 steps
+        share of all work, %     step 0   step 1    total
+        rank 0                    27.78     0.00    27.78
+        rank 1                    27.78    44.44    72.22
+        busiest rank over mean: 1.444
+        keys and values to a rank, at most: 4 tokens
+    """
+    seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
+    num_ranks = max(1, world_size)  # plan refuses a ring without ranks
+    chosen = layout_for(layout, mask, seq_len, num_ranks, documents)
+    plans = tuple(
+        plan(chosen, mask, rank, world_size, seq_len, documents) for rank in range(num_ranks)
+    )
+    return Schedule(chosen, mask, seq_len, documents, plans)
+
+
+def compare_layouts(
+    mask: Mask, seq_len: int, world_size: int, cu_seqlens: Boundaries | None = None
+) -> LayoutComparison:
+    """How evenly the layouts without parameters, and "balanced", deal the work of an attention.
+
+    Args:
+        mask: which keys a query sees.
+        seq_len: global length, in tokens.
+        world_size: ranks on the ring.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+
+    Returns:
+        A `LayoutComparison`; print it. A layout that cannot deal the length is left out.
+
+    Raises:
+        TypeError: if the mask is not a `Mask`, or a number is not an integer.
+        ValueError: if there is no rank, or the boundaries do not fit the sequence.
+
+    Example:
+        >>> print(compare_layouts(Mask.causal(), 8, 2))
+        busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
+    """
+    seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
+    check_documents(world_size, seq_len, documents)
+    found = {}
+    for layout in layouts_for(mask, seq_len, world_size, documents):
+        # Some layouts do not deal every length.
+        with suppress(ValueError):
+            found[layout.name] = describe_schedule(
+                layout, mask, seq_len, world_size, documents
+            ).imbalance
+    return LayoutComparison(found)
+
+
+def _checked(
+    mask: Mask, seq_len: int, world_size: int, cu_seqlens: Boundaries | None
+) -> tuple[int, int, Documents | None]:
+    """The numbers as integers: plans are kept by them, and 8.0 would find those of 8."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
+    return index(seq_len), index(world_size), as_documents(cu_seqlens)
+
+
+def _imbalance(areas: list[list[int]]) -> float:
+    totals = [sum(steps) for steps in areas]
+    return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
+
+
+def _bounds(mask: Mask) -> str:
+    """The bounds of a mask, in words: left and right always, the others where there are."""
+    counts = {"left": mask.left, "right": mask.right}
+    counts |= {"chunk": mask.chunk} if mask.chunk else {}
+    counts |= {"prefix": mask.prefix} if mask.prefix else {}
+    return ", ".join(f"{name} {'-' if n is None else n}" for name, n in counts.items())

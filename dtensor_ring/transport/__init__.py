@@ -1,0 +1,1 @@
+"""Moves packets of keys, values and gradients between the ranks."""

@@ -1,0 +1,77 @@
+"""Messages between the processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+
+from dtensor_ring.transport.protocol import P2P, Transport, Work
+
+
+class ProcessGroupTransport(Transport):
+    """Point-to-point messages of `torch.distributed`, batched by hop."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def prepare(self, device: torch.device) -> None:
+        """Connect the ranks: NCCL wants all of them in its first call, a hop may concern two.
+
+        Raises:
+            ValueError: if the tensors are on a GPU and the group is gloo's.
+        """
+        if device.type != "cuda" or self._group in _CONNECTED:
+            return
+        if self._group._get_backend(device).name() == "gloo":
+            raise ValueError(
+                "the tensors are on CUDA and their group is gloo's, which sends those of CPUs "
+                'only; init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
+            )
+        # Any collective of all ranks connects them; this one is small.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        _CONNECTED.add(self._group)
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        # Receives go first: of two ranks that both post a send first, gloo lets only one send at
+        # a time, and the hop takes twice as long.
+        operations = [self._operation(dist.irecv, message) for message in receives]
+        operations += [self._operation(dist.isend, message) for message in sends]
+        return dist.batch_isend_irecv(operations) if operations else ()
+
+    def _operation(self, what: Callable[..., dist.Work | None], message: P2P) -> dist.P2POp:
+        return dist.P2POp(what, message.flat, group=self._group, group_peer=message.peer)
+
+
+def transport_of(group: dist.ProcessGroup) -> Transport:
+    """The transport of a group: the one that was set for it, else point-to-point messages."""
+    found = _TRANSPORTS.get(group)
+    return ProcessGroupTransport(group) if found is None else found
+
+
+def set_transport(group: dist.ProcessGroup, transport: Transport) -> None:
+    """Move the messages of a group by that transport from now on, on this rank.
+
+    Raises:
+        TypeError: if it is not a `Transport`.
+        ValueError: if the group has another one.
+    """
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"transport must be an instance of a subclass of Transport, got {transport!r}"
+        )
+    known = _TRANSPORTS.setdefault(group, transport)
+    if known is not transport:
+        raise ValueError(
+            f"this axis has the transport {known!r}, it cannot get {transport!r}: an axis is "
+            "configured once; use the same transport, or a mesh of other ranks"
+        )
+
+
+_CONNECTED: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose ranks NCCL has connected; entries die with their group."""
+
+_TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary()
+"""Transports that users passed. An entry dies with its group, unless the transport holds that."""

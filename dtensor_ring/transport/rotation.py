@@ -1,0 +1,218 @@
+"""The transfers of a plan, hop by hop: posted before a step's kernels, waited for after them.
+
+Note [Life of a packet]: a packet is in flight during one hop, then it is resident under its source
+until no step computes on it and no hop forwards it, as `Hop.releases` says. Its buffer serves the
+next packet then. So a route may bring packets long before they are used, or all at once; the usual
+ring needs two buffers, direct messages three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.execute import Pair
+from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.route import Hop, Transfer
+from dtensor_ring.planning.tile import Span, length
+from dtensor_ring.transport.packet import Packet
+from dtensor_ring.transport.protocol import P2P, Transport, Work
+
+
+class Rotation:
+    """Moves packets by a list of hops. As a context, it gives its buffers back at the end.
+
+    Args:
+        transport: what moves the messages.
+        rank: this rank's index on the axis.
+        hops: by step, what this rank sends and receives.
+        like: the whole pair that packets hold columns of.
+        dtype: in which packets travel.
+        order: in which packets lie in memory.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        hops: Sequence[Hop],
+        like: Pair,
+        dtype: torch.dtype,
+        order: Order,
+    ) -> None:
+        transport.prepare(like[0].device)
+        self._transport, self._rank, self._hops = transport, rank, hops
+        self._like, self._dtype, self._order = like, dtype, order
+        self._resident: dict[int, Packet] = {}  # by source
+        self._sent: list[Packet] = []
+        self._arriving: list[tuple[int, Packet]] = []  # with the source
+        self._works: Sequence[Work] = ()
+        self._idle: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # What is still in flight, as when a kernel raised, may be written to at any time: such a
+        # buffer goes to nobody else.
+        in_flight = {id(packet.buffer) for packet in self._in_flight()}
+        kept = [packet.buffer for packet in self._resident.values()]
+        for buffer in self._idle + [x for x in kept if id(x) not in in_flight]:
+            self._transport.free(buffer)
+        self._resident, self._idle = {}, []
+
+    def _in_flight(self) -> list[Packet]:
+        return self._sent + [packet for _, packet in self._arriving]
+
+    def _packet(self, cols: Span) -> Packet:
+        """A packet for these columns, in a buffer that nothing else is in."""
+        if not self._idle:
+            self._idle.append(self._allocate())
+        return Packet(self._idle.pop(), self._like, cols, self._dtype, self._order)
+
+    def _allocate(self) -> Tensor:
+        # As large as the largest packet of all hops, so that any buffer serves any packet.
+        num_cols = max(length(x.cols) for hop in self._hops for x in hop.sends + hop.receives)
+        per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
+        num_bytes = num_cols * per_col * self._dtype.itemsize
+        return self._transport.allocate(num_bytes, self._like[0].device)
+
+    def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
+        """Start a hop, with a packet for each of its sends; nothing empty travels."""
+        self._sent = outgoing
+        self._arriving = [(x.source, self._packet(x.cols)) for x in hop.receives]
+        incoming = zip((packet for _, packet in self._arriving), hop.receives, strict=True)
+        sides = incoming, zip(outgoing, hop.sends, strict=True)
+        receives, sends = (
+            [P2P(packet.flat, x.peer) for packet, x in side if packet.flat.numel()]
+            for side in sides
+        )
+        self._works = self._transport.start(receives, sends)
+
+    def _finish(self, hop: Hop) -> list[Packet]:
+        """Wait for the hop; its packets are resident now, but those that are returned.
+
+        Returned are sums for this rank's own shard, whose buffers are the caller's to give back.
+        """
+        for work in self._works:
+            work.wait()
+        arrived, sent = self._arriving, self._sent
+        self._works, self._arriving, self._sent = (), [], []
+        self._resident.update(x for x in arrived if x[0] != self._rank)
+        gone = [self._resident.pop(source) for source in hop.releases]
+        # A packet that was forwarded may still be resident: its buffer is not free yet.
+        kept = {id(packet.buffer) for packet in self._resident.values()}
+        used = {id(packet.buffer): packet.buffer for packet in (*sent, *gone)}
+        self._idle += [buffer for key, buffer in used.items() if key not in kept]
+        return [packet for source, packet in arrived if source == self._rank]
+
+
+class ShardRotation(Rotation):
+    """Moves keys and values; `kv_dtype` is the dtype in which they travel, by default their own."""
+
+    def __init__(
+        self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        order = self.order_on(shard[0].device)
+        dtype = kv_dtype or shard[0].dtype
+        super().__init__(transport, plan.rank, plan.shards, shard, dtype, order)
+        self._own = self._shard = shard
+
+    @staticmethod
+    def order_on(device: torch.device) -> Order:
+        """The memory order that kernels read fastest."""
+        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
+
+    @contextmanager
+    def moving(self, step: Step, label: Label) -> Iterator[Pair]:
+        """Keys and values of a step, while the messages for later steps are in flight."""
+        hop = self._hops[step.number]
+        moves = any(hop)  # nothing does in the last step
+        outgoing = self._outgoing(hop.sends, label) if moves else []
+        with label("send"):
+            if moves:
+                self._start(hop, outgoing)
+        yield self._kv(step)
+        with label("wait"):
+            if moves:
+                self._finish(hop)
+        self._own = self._shard  # a packed copy of it has gone
+
+    def _kv(self, step: Step) -> Pair:
+        packet = self._resident.get(step.source)
+        if packet is None:
+            return self._own
+        key, value = packet.pair
+        # Narrow packets are widened here, so that kernels see one dtype.
+        dtype = self._shard[0].dtype
+        return key.to(dtype), value.to(dtype)  # no copy where they travel as they are
+
+    def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
+        """The packet of each transfer; columns that go to several peers are packed once."""
+        packets: dict[tuple[int, Span], Packet] = {}
+        # A message reads a packet, so several peers may read one.
+        for source, cols, _ in sends:
+            if (source, cols) not in packets:
+                packets[source, cols] = self._packed(source, cols, label)
+        return [packets[source, cols] for source, cols, _ in sends]
+
+    def _packed(self, source: int, cols: Span, label: Label) -> Packet:
+        resident = self._resident.get(source)
+        if resident is not None and resident.cols == cols:
+            return resident  # it goes on as it came
+        packet = self._packet(cols)
+        with label("pack"):
+            if resident is None:
+                packet.fill(self._shard)
+            else:
+                packet.fill(resident.pair, resident.cols[0])
+        is_whole = resident is None and cols == (0, self._shard[0].shape[2])
+        if is_whole and self._dtype == self._shard[0].dtype:
+            self._own = packet.pair  # in the order that kernels read fastest
+        return packet
+
+
+class SumRotation(Rotation):
+    """Moves sums of key and value gradients; adding to them is the loop's part."""
+
+    def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
+        # Kernels write gradients in this memory order.
+        super().__init__(transport, plan.rank, plan.sums, shard, dtype, TOKEN_MAJOR)
+        self._hop = Hop()
+        sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
+        # Known before, so that the last sum is added in the narrow dtype at once.
+        self._num_own = sources.count(plan.rank)  # still to come
+
+    def post(self, step: Step, label: Label) -> None:
+        """Start the hop after a step, whose sums are complete."""
+        self._hop = self._hops[step.number]
+        with label("send sums"):
+            self._start(self._hop, [self._resident.pop(x.source) for x in self._hop.sends])
+
+    def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:
+        """Wait for the last hop; the sums for this rank's own shard, and whether it is the last.
+
+        Each is valid until the next is asked for.
+        """
+        with label("wait for sums"):
+            own = self._finish(self._hop)
+        self._hop = Hop()
+        for packet in own:
+            self._num_own -= 1
+            # The caller adds it before it asks for the next, so its buffer is free then.
+            yield packet, not self._num_own
+            self._idle.append(packet.buffer)
+
+    def sum_of(self, step: Step) -> tuple[Packet, bool]:
+        """The sum that a step's gradients belong to, and whether it is new, without content."""
+        # The first rank after a source starts its sum; the others add to what arrived.
+        is_new = step.source not in self._resident
+        if is_new:
+            self._resident[step.source] = self._packet(step.cols)
+        return self._resident[step.source], is_new

@@ -1,0 +1,97 @@
+"""The adapters of GPU kernels against dense attention, with stand-ins for what they adapt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
+from tests.packages import packages
+from tests.rings import Case as RingCase
+from tests.rings import Ring
+from tests.test_played import RINGS, Played, check_ring
+from tests.tiles import (
+    CASES,
+    GPU,
+    PACKED,
+    TILES,
+    Case,
+    SegmentsCase,
+    check_part_of_the_keys,
+    check_segments,
+    check_tile,
+)
+
+__all__ = ["packages"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("packages")
+
+OF_SEGMENTS = [name for name in GPU if KERNELS[name].has_segments]
+
+
+def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
+    """The kernel; skips if it cannot serve the case, apart from the dtype and the device."""
+    problem = replace(case.problem("cuda"), dtype=torch.bfloat16)
+    if reason := KERNELS[name].supports(problem):
+        pytest.skip(f"{name}: {reason}")
+    return KERNELS[name]
+
+
+@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_tile(name: str, case: Case) -> None:
+    if case.dtype == torch.float64:
+        pytest.skip("lse is float32")
+    check_tile(supporting(name, case), case, "cpu")
+
+
+@pytest.mark.parametrize("name", OF_SEGMENTS)
+@pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
+def test_segments(name: str, case: SegmentsCase) -> None:
+    check_segments(supporting(name, case), case, "cpu")
+
+
+@pytest.mark.parametrize("name", OF_SEGMENTS)
+def test_backward_of_segments_with_a_part_of_the_keys(name: str) -> None:
+    check_part_of_the_keys(KERNELS[name], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in GPU if name.startswith("flash_attn")])
+def test_deterministic_gradients_are_asked_for(name: str) -> None:
+    """The stand-ins compare what they are told with PyTorch's setting."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_tile(KERNELS[name], TILES["causal"], "cpu")
+        if KERNELS[name].has_segments:
+            check_segments(KERNELS[name], next(iter(PACKED.values())), "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
+    """A graph that it keeps holds the strides of both, but is not found by them."""
+    torch.manual_seed(0)
+    query, key, value, grad_out = (torch.randn(2, 2, 5, 8) for _ in range(4))
+    options = Case().launch, Case().scores
+    out, lse = KERNELS["cudnn"].forward(query, key, value, *options)
+    wide = torch.zeros(2, 2, 9, 8)[:, :, :5]
+    found = [
+        KERNELS["cudnn"].backward(Saved(slope, saved, lse), query, key, value, *options)
+        for slope in (grad_out, wide.clone().copy_(grad_out), wide.copy_(grad_out))
+        for saved in (out, out.clone(memory_format=torch.contiguous_format))
+    ]
+    for grads in found[1:]:
+        torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("case", RINGS.values(), ids=list(RINGS))
+def test_ring(name: str, case: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS[name].__class__, "missing", lambda self: None)
+    check_ring(RingCase(case), Played(name, "cpu", torch.float32), monkeypatch)
+
+
+def test_which_kernels_have_segments() -> None:
+    assert OF_SEGMENTS == ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash"]

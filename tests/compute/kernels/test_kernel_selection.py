@@ -1,0 +1,202 @@
+"""Which kernel serves a problem, and why the others cannot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtensor_ring import Mask
+from dtensor_ring.compute.kernels import (
+    KERNELS,
+    Kernel,
+    Problem,
+    Scores,
+    select_kernel,
+)
+from dtensor_ring.ops import options
+from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.spelling import as_layout
+from tests.tiles import GPU
+
+FLASH_ATTN = ("flash_attn3", "flash_attn4", "flash_attn2")
+
+PROBLEM = Problem("cpu", torch.float32, 8, 8)
+GPU_PROBLEM = replace(PROBLEM, device_type="cuda", dtype=torch.bfloat16)
+
+
+def head_dims(head_dim: int, value_head_dim: int | None = None) -> Problem:
+    return replace(GPU_PROBLEM, head_dim=head_dim, value_head_dim=value_head_dim or head_dim)
+
+
+def latent() -> Problem:
+    return head_dims(192, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "reason"),
+    [
+        ("reference", replace(PROBLEM, softcap=2.0, differentiable_lse=True), None),
+        ("reference", replace(PROBLEM, device_type="cuda"), None),
+        ("reference", replace(PROBLEM, dtype=torch.int32), "floating dtype of 16 bits or more"),
+        ("reference", replace(PROBLEM, dtype=torch.float8_e4m3fn), "got torch.float8_e4m3fn"),
+        ("cpu_flash", PROBLEM, None),
+        ("cpu_flash", replace(PROBLEM, dtype=torch.float64), None),
+        ("cpu_flash", GPU_PROBLEM, "it runs on a CPU, the tensors are on cuda"),
+        ("cpu_flash", replace(PROBLEM, dtype=torch.int64), "not torch.int64"),
+        ("cpu_flash", replace(PROBLEM, value_head_dim=4), "one head dim .*, got 8 and 4"),
+        ("cpu_flash", replace(PROBLEM, scale=0.0), "it needs a positive scale, got 0.0"),
+        ("cpu_flash", replace(PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
+        ("cpu_flash", replace(PROBLEM, softcap=1.0), "it has no softcap"),
+        ("cuda_flash", GPU_PROBLEM, None),
+        ("cuda_flash", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
+        *((name, replace(GPU_PROBLEM, softcap=1.0, windowed=True), None) for name in FLASH_ATTN),
+        ("flash_attn4", latent(), None),
+        ("flash_attn4", replace(latent(), softcap=1.0), None),
+        ("flash_attn4", replace(latent(), grouped=True), "192 and 128 without grouped-query only"),
+        ("flash_attn4", replace(latent(), dtype=torch.float32), "takes bfloat16 and float16, not"),
+        ("flash_attn4", head_dims(128), None),
+        ("flash_attn4", head_dims(136), "multiple of 8 up to 128, got 136"),
+        ("cudnn", replace(head_dims(64, 128), grouped=True), None),
+        ("cudnn", latent(), "head dims that are multiples of 8 up to 128, got 192, 128"),
+        ("cudnn", head_dims(64, 20), "head dims that are multiples of 8 up to 128, got 64, 20"),
+        ("cudnn", replace(GPU_PROBLEM, windowed=True), "it has no windows"),
+        ("cudnn", replace(GPU_PROBLEM, packed=True), "it has no segments, and each document"),
+        ("cudnn", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
+        *(
+            (name, problem, reason)
+            for name in GPU
+            for problem, reason in (
+                (PROBLEM, "it runs on CUDA, the tensors are on cpu"),
+                (replace(GPU_PROBLEM, dtype=torch.float32), "takes bfloat16 and float16, not"),
+                (head_dims(12), "multiples? of 8 .*, got 12"),
+                (head_dims(264), "up to (128|256), got 264"),
+                (replace(GPU_PROBLEM, scale=-1.0), "it needs a positive scale, got -1.0"),
+                (replace(GPU_PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
+                (replace(GPU_PROBLEM, grouped=True), None),
+            )
+        ),
+        *(
+            (name, problem, reason)
+            for name in ("flash_attn3", "flash_attn2", "cuda_flash")
+            for problem, reason in (
+                (head_dims(256), None),
+                (head_dims(8, 16), "one head dim .*, got 8 and 16"),
+                (latent(), "one head dim .*, got 192 and 128"),
+            )
+        ),
+    ],
+)
+def test_what_a_kernel_supports(name: str, problem: Problem, reason: str | None) -> None:
+    found = KERNELS[name].supports(problem)
+    assert found is None if reason is None else re.search(reason, found or ""), found
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("flash_attn3", head_dims(200)),
+        ("flash_attn3", replace(GPU_PROBLEM, grouped=True)),
+        ("cudnn", GPU_PROBLEM),
+    ],
+)
+def test_gradients_that_are_not_deterministic(name: str, problem: Problem) -> None:
+    assert KERNELS[name].supports(problem) is None
+    strict = replace(problem, determinism="strict")
+    assert "deterministic" in (KERNELS[name].supports(strict) or "")
+    assert KERNELS["flash_attn3"].supports(replace(head_dims(192), determinism="strict")) is None
+    warned = KERNELS[name].supports(replace(problem, determinism="warn"))
+    assert (warned is None) == (name == "cudnn"), "which runs with a warning of PyTorch's"
+
+
+@pytest.mark.parametrize(("setting", "warn_only"), [("off", 0), ("warn", 1), ("strict", 0)])
+def test_a_problem_knows_the_setting_of_determinism(setting: str, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(setting != "off", warn_only=bool(warn_only))
+    try:
+        assert Problem("cpu", torch.float32, 8, 8).determinism == setting
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("problem", "chosen"),
+    [
+        (PROBLEM, "cpu_flash"),
+        (replace(PROBLEM, scale=-1.0), "reference"),
+        (replace(PROBLEM, value_head_dim=4), "reference"),
+        (replace(PROBLEM, softcap=1.0), "reference"),
+        (replace(PROBLEM, differentiable_lse=True), "reference"),
+    ],
+)
+def test_the_first_kernel_that_can_is_chosen(problem: Problem, chosen: str) -> None:
+    assert select_kernel(None, problem).name == chosen
+    assert select_kernel("reference", problem).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("mask", "windowed"),
+    [
+        (Mask.full(), False),
+        (Mask.causal(), False),
+        (Mask.sliding(3), True),
+        (Mask.local(2, 1), True),
+        (Mask.local(None, 2), False),
+        (Mask.prefix_causal(2), False),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_what_a_ring_asks_for(
+    mask: Mask, windowed: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+
+    def select(name: str | None, problem: Problem) -> Kernel:
+        asked.append(problem)
+        return KERNELS["reference"]
+
+    monkeypatch.setattr(options, "select_kernel", select)
+    call = options.Call(options.Batch(), Scores(mask, 0.5), options.Place())
+    call.select(torch.empty(1, 2, 8, 4), torch.empty(1, kv_heads, 8, 6))
+    expected = Problem("cpu", torch.float32, 4, 6, 0.5, windowed=windowed, grouped=kv_heads == 1)
+    assert asked == [expected]
+    # Only a window has tiles that are neither full nor causal.
+    for layout in ("zigzag", "striped", "contiguous"):
+        steps = [
+            step for rank in range(2) for step in plan(as_layout(layout), mask, rank, 2, 24).steps
+        ]
+        bands = {tile.mask for step in steps for tile in step.tiles}
+        assert windowed or bands <= {Mask.full(), Mask.causal()}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "message"),
+    [
+        ("flash9", PROBLEM, "unknown kernel 'flash9'; known kernels: flash_attn3, flash_attn4, "),
+        (
+            "cpu_flash",
+            replace(PROBLEM, softcap=1.0),
+            "kernel 'cpu_flash' cannot serve this attention (cpu_flash: it has no softcap)",
+        ),
+        (
+            "cuda_flash",
+            PROBLEM,
+            "kernel 'cuda_flash' cannot serve this attention (cuda_flash: "
+            "it runs on CUDA, the tensors are on cpu)",
+        ),
+        (
+            "cuda_flash",
+            GPU_PROBLEM,
+            "kernel 'cuda_flash' cannot serve this attention (cuda_flash: no CUDA device)",
+        ),
+        (None, replace(PROBLEM, dtype=torch.int32), "no kernel can serve this attention (flash_"),
+        (None, replace(PROBLEM, dtype=torch.int32), "; reference: it needs a floating dtype of 16"),
+    ],
+)
+def test_select_kernel_refuses(
+    name: str | None, problem: Problem, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        select_kernel(name, problem)

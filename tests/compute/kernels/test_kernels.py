@@ -1,0 +1,114 @@
+"""Each kernel against dense attention, on tiles and segments as the planner makes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
+from dtensor_ring.compute.kernels.window import bottom_right
+from tests.dense import dense_attention, visible
+from tests.tiles import (
+    CASES,
+    CAUSAL,
+    FULL,
+    GPU,
+    PACKED,
+    TILES,
+    Case,
+    SegmentsCase,
+    assert_near,
+    check_part_of_the_keys,
+    check_segments,
+    check_tile,
+)
+
+
+def marked(names: list[str]) -> pytest.MarkDecorator:
+    """Runs a test once for each of those kernels."""
+    kernels = [
+        pytest.param(KERNELS[name], id=name, marks=[pytest.mark.gpu] if name in GPU else [])
+        for name in names
+    ]
+    return pytest.mark.parametrize("kernel", kernels)
+
+
+every_kernel = marked(list(KERNELS))
+every_kernel_of_segments = marked([name for name in KERNELS if KERNELS[name].has_segments])
+
+
+def device_of(kernel: Kernel, case: Case | SegmentsCase) -> str:
+    """Where the kernel runs; skips where it cannot, or says that it cannot serve the case."""
+    device = "cuda" if kernel.name in GPU else "cpu"
+    reason = kernel.missing() or kernel.supports(case.problem(device))
+    if reason:
+        pytest.skip(f"{kernel.name}: {reason}")
+    return device
+
+
+@every_kernel
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_tile(kernel: Kernel, case: Case) -> None:
+    check_tile(kernel, case, device_of(kernel, case))
+
+
+def test_long_square() -> None:
+    """Which the kernel of the CPU halves, where a thread has many heads."""
+    check_tile(KERNELS["cpu_flash"], Case(2100, 2100, CAUSAL, heads=(6, 3), batch=1), "cpu")
+
+
+@every_kernel_of_segments
+@pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
+def test_segments(kernel: Kernel, case: SegmentsCase) -> None:
+    check_segments(kernel, case, device_of(kernel, case))
+
+
+@every_kernel_of_segments
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_of_segments_with_a_part_of_the_keys(kernel: Kernel, dtype: torch.dtype) -> None:
+    check_part_of_the_keys(kernel, dtype, device_of(kernel, Case(dtype=dtype)))
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_of_a_part_of_the_keys(kernel: Kernel, dtype: torch.dtype) -> None:
+    """With `out` and `lse` of the whole row, gradients are those of the part."""
+    device = device_of(kernel, Case(dtype=dtype))
+    torch.manual_seed(0)
+    eps = torch.finfo(dtype).eps
+    tensors = [torch.randn(1, 2, 12, 8).to(dtype) for _ in range(4)]
+    grad_out, query, key, value = tensors
+    whole = dense_attention(query, key, value, FULL, scale=0.4)
+    out, lse = whole.out.detach().to(dtype), whole.lse.detach().float()
+    saved = Saved(*(x.to(device) for x in (grad_out, out, lse)))
+    query, key, value = (x.to(device) for x in (query, key, value))
+    parts = []
+    for cols in (slice(0, 5), slice(5, 12)):
+        tensors = query, key[:, :, cols], value[:, :, cols]
+        parts.append(kernel.backward(saved, *tensors, Case().launch, Case().scores))
+    expected = whole.backward(grad_out)
+    assert_near(parts[0][0] + parts[1][0], expected[0], eps, "gradient of query")
+    for index, name in ((1, "key"), (2, "value")):
+        joined = torch.cat([parts[0][index], parts[1][index]], 2)
+        assert_near(joined, expected[index], eps, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("case", TILES.values(), ids=list(TILES))
+def test_bottom_right_window_shows_the_same_band(case: Case) -> None:
+    rows, cols, mask = case.rows, case.cols, case.mask
+    left, right = bottom_right(mask, rows, cols)
+    if mask == CAUSAL:
+        assert (left, right) == (None, None), "the causal flag says it"
+        return
+    seen = visible(mask, (rows, cols), 1)[0, 0]
+    lag = torch.arange(rows).unsqueeze(1) + cols - rows - torch.arange(cols)
+    bounds = [left, right]
+    assert all(bound is None or bound >= 0 for bound in bounds), "negative means unbounded there"
+    # Flash attention 2: what reaches over all columns is unbounded, then one side bounds the other.
+    bounds = [None if bound is None or bound >= cols else bound for bound in bounds]
+    if bounds.count(None) == 1:
+        bounds = [cols if bound is None else bound for bound in bounds]
+    in_window = torch.ones(rows, cols, dtype=torch.bool)
+    for bound, side in zip(bounds, (lag, -lag), strict=True):
+        in_window &= torch.tensor(True) if bound is None else side <= bound
+    assert torch.equal(seen, in_window), (left, right)

@@ -1,0 +1,183 @@
+"""Which kernels a machine can run, best first, and why the others are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtensor_ring import available_kernels
+from dtensor_ring.compute.kernels import (
+    KERNELS,
+    Problem,
+    clear_kernel_cache,
+    flash_attn2,
+    flash_attn3,
+    flash_attn4,
+)
+from tests.tiles import GPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes believe that there is a GPU of that capability, and a version of cuDNN."""
+
+    def install(major: int, minor: int, cudnn: int = 91500) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn > 0)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        for module in (flash_attn2, flash_attn3, flash_attn4):
+            monkeypatch.setattr(module, "_missing_package", lambda: None)
+        clear_kernel_cache()
+
+    yield install
+    clear_kernel_cache()
+
+
+@pytest.mark.parametrize(
+    ("capability", "running"),
+    [
+        ((7, 5), []),
+        ((8, 0), ["flash_attn2", "cuda_flash"]),
+        ((8, 9), ["flash_attn2", "cuda_flash"]),
+        ((9, 0), ["flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
+        ((10, 0), ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
+        ((10, 3), ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
+        ((12, 0), ["flash_attn2", "cuda_flash"]),
+    ],
+)
+def test_kernels_of_a_gpu_best_first(
+    capability: tuple[int, int], running: list[str], gpu: Callable[..., None]
+) -> None:
+    gpu(*capability)
+    found = [name for name, reason in available_kernels().items() if reason is None]
+    assert found == [*running, "cpu_flash", "reference"]
+
+
+def test_missing_gpu_features(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(7, 5)
+    for name, capability in {
+        "flash_attn3": "9.x",
+        "flash_attn4": "9.x or 10.x",
+        "cudnn": "9.x or 10.x",
+        "flash_attn2": "8.0",
+        "cuda_flash": "8.0",
+    }.items():
+        reason = f"it needs compute capability {capability}, this GPU has 7.5"
+        assert KERNELS[name].missing() == reason
+    gpu(9, 0, cudnn=8907)
+    assert KERNELS["cudnn"].missing() == "it needs cuDNN 9, found version 8907"
+    gpu(9, 0, cudnn=0)
+    assert KERNELS["cudnn"].missing() == "this PyTorch was built without cuDNN"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert KERNELS["cuda_flash"].missing() == "this PyTorch was built without flash attention"
+
+
+def test_head_dims_without_gradients(gpu: Callable[..., None]) -> None:
+    for capability, head_dim, is_served in (
+        ((8, 9), 224, False),
+        ((12, 0), 200, False),
+        ((8, 9), 256, True),
+        ((8, 9), 192, True),
+        ((9, 0), 224, True),
+    ):
+        gpu(*capability)
+        problem = Problem("cuda", torch.bfloat16, head_dim, head_dim)
+        assert (KERNELS["cuda_flash"].supports(problem) is None) == is_served
+
+
+def test_available_kernels() -> None:
+    available = available_kernels()
+    assert list(available) == [*GPU, "cpu_flash", "reference"]
+    assert available["cpu_flash"] is available["reference"] is None
+    if not torch.cuda.is_available():
+        assert all(available[name] == "no CUDA device" for name in GPU)
+
+
+def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    def not_loading(module: str) -> None:
+        raise ImportError(f"{module} was built for another torch")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn2, "import_module", lambda module: None)
+    monkeypatch.setattr(flash_attn2, "version", missing)
+    assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
+    for version, reason in {
+        "2.6.3": "it needs flash-attn 2.7 or a later 2.x, found 2.6.3",
+        "2.7.0": None,
+        "2.10.0.post1": None,
+        "3.0.0": "it needs flash-attn 2.7 or a later 2.x, found 3.0.0",
+    }.items():
+        monkeypatch.setattr(flash_attn2, "version", lambda _, version=version: version)
+        assert KERNELS["flash_attn2"].missing() == reason
+    monkeypatch.setattr(flash_attn2, "version", lambda _: "2.8.0")
+    monkeypatch.setattr(flash_attn2, "import_module", not_loading)
+    assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
+
+
+def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    def not_loading(module: str) -> None:
+        raise ImportError(f"{module} needs another cutlass")
+
+    def reason() -> str | None:
+        return flash_attn4._missing_package()
+
+    monkeypatch.setattr(flash_attn4, "import_module", lambda module: None)
+    monkeypatch.setattr(flash_attn4, "version", missing)
+    assert reason() == "the flash-attn-4 package is not installed"
+    for version, is_old in {
+        "4.0.0b9": True,
+        "4.0.0b27": True,
+        "4.0.0b28": False,
+        "4.0.0b36.dev1+g12": False,
+        "4.0.0": False,
+        "4.1.2": False,
+        "5.0.0": True,
+    }.items():
+        monkeypatch.setattr(flash_attn4, "version", lambda _, version=version: version)
+        expected = f"it needs flash-attn-4 4.0.0b28 or a later 4.x, found {version}"
+        assert reason() == (expected if is_old else None)
+    monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0")
+    monkeypatch.setattr(flash_attn4, "import_module", not_loading)
+    assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
+
+
+def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(error: ImportError) -> Callable[[str], None]:
+        def import_module(module: str) -> None:
+            raise error
+
+        return import_module
+
+    def reason() -> str | None:
+        return flash_attn3._missing_package()
+
+    name, operators = "flash_attn_interface", SimpleNamespace(fwd=None, bwd=None)
+    for importing, flash, expected in (
+        (
+            raising(ModuleNotFoundError(name=name)),
+            operators,
+            f"the module {name}, is not installed",
+        ),
+        (raising(ModuleNotFoundError("no flash_attn_3._C", name="x")), operators, "load: no flash"),
+        (raising(ImportError("undefined symbol")), operators, "does not load: undefined symbol"),
+        (lambda module: None, SimpleNamespace(fwd=None), "it registers no torch.ops.flash_attn_3"),
+        (lambda module: None, operators, None),
+    ):
+        monkeypatch.setattr(flash_attn3, "import_module", importing)
+        monkeypatch.setattr(flash_attn3, "flash", flash)
+        found = reason()
+        assert found is None if expected is None else expected in (found or ""), found

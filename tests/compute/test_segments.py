@@ -1,0 +1,191 @@
+"""Many tiles in one launch: they show what the tiles show, and documents take one or two."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.compute.kernels import Launch
+from dtensor_ring.compute.launches import FEWEST, launches
+from dtensor_ring.compute.memory import cols_of, rows_of
+from dtensor_ring.compute.segments import Segments
+from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
+from tests.dense import visible
+from tests.rings import Ring
+from tests.test_fuzz import documents_of, masks
+
+Pairs = torch.Tensor
+"""How often each pair of a query and a key is scored, `(B, L, C)`."""
+
+
+def scored_by_tile(tile: Tile, shape: tuple[int, int, int]) -> Pairs:
+    counts = torch.zeros(shape, dtype=torch.int)
+    batch = slice(None) if tile.batch is None else slice(tile.batch, tile.batch + 1)
+    region = counts[batch, slice(*tile.rows), slice(*tile.cols)]
+    region += visible(tile.mask, region.shape[1:], 1)[0, 0]
+    return counts
+
+
+def scored(launch: Launch, shape: tuple[int, int, int]) -> Pairs:
+    """By one launch."""
+    counts = torch.zeros(shape, dtype=torch.int)
+    (batches, _, rows), (of_keys, _, cols) = launch.rows, launch.cols
+    assert batches == of_keys, "a tile has the same batch rows on both sides"
+    if launch.segments is None:
+        region = counts[batches, rows, cols]
+        region += visible(launch.mask, region.shape[1:], 1)[0, 0]
+        return counts
+    _, num_rows, num_cols = shape
+    segments = launch.segments
+    for (row, end_row), (col, end_col) in zip(
+        pairwise(segments.rows), pairwise(segments.cols), strict=True
+    ):
+        if row < end_row and col < end_col:
+            (batch, last), (of_key, last_of_key) = (
+                (start // size, (end - 1) // size)
+                for start, end, size in ((row, end_row, num_rows), (col, end_col, num_cols))
+            )
+            assert batch == last == of_key == last_of_key, "a segment has one batch row"
+            rows = slice(row - batch * num_rows, end_row - batch * num_rows)
+            cols = slice(col - batch * num_cols, end_col - batch * num_cols)
+            counts[batch, rows, cols] += visible(launch.mask, (end_row - row, end_col - col), 1)[
+                0, 0
+            ]
+    return counts
+
+
+def check(launch: Launch, shape: tuple[int, int, int]) -> None:
+    """What kernels rely on."""
+    segments = launch.segments
+    if segments is None:
+        return
+    for region, num_tokens in zip((launch.rows, launch.cols), shape[1:], strict=True):
+        assert region == (slice(None), slice(None), slice(0, num_tokens)), "all tokens"
+    ends = segments.rows, segments.cols
+    for boundaries, num_tokens in zip(ends, shape[1:], strict=True):
+        assert (boundaries[0], boundaries[-1]) == (0, shape[0] * num_tokens), "all tokens"
+        assert list(boundaries) == sorted(boundaries)
+    sizes = [(b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)]
+    assert segments.max_rows == max(rows for rows, _ in sizes)
+    assert segments.max_cols == max(cols for _, cols in sizes)
+    if launch.mask != FULL:
+        assert all(rows == cols for rows, cols in sizes if rows and cols), "squares"
+    assert sum(1 for rows, cols in sizes if rows and cols) >= FEWEST
+
+
+def told(launch: Launch) -> str:
+    """All that a launch says, of which two compare."""
+    return str((launch.rows, launch.cols, launch.mask, launch.segments))
+
+
+def told_of_tile(tile: Tile) -> str:
+    return str((rows_of(tile), cols_of(tile), tile.mask, None))
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), layout=st.sampled_from([Contiguous(), Striped(), ZigZag()]))
+def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZag) -> None:
+    world_size, batch_size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    seq_len = world_size * data.draw(st.integers(1, 20))
+    documents = data.draw(st.none() | documents_of(seq_len, batch_size, 12))
+    ring = Ring(layout, world_size, seq_len, data.draw(masks()), documents)
+    for plan in ring.plans():
+        num_rows = len(ring.positions(plan.rank))
+        for step in plan.steps:
+            shape = batch_size, num_rows, step.cols[1] - step.cols[0]
+            expected = sum((scored_by_tile(x, shape) for x in step.tiles), torch.zeros(shape).int())
+            found = launches(step, shape, has_segments=True)
+            for launch in found:
+                check(launch, shape)
+            actual = sum((scored(x, shape) for x in found), torch.zeros(shape).int())
+            assert torch.equal(actual, expected), (step.tiles, found)
+            by_tile = launches(step, shape, has_segments=False)
+            assert list(map(told, by_tile)) == list(map(told_of_tile, step.tiles))
+
+
+def test_a_band_that_is_cut_at_its_end_stands_alone() -> None:
+    """The first tile here is no square, and has the band of those after it."""
+    ring = Ring(Striped(), 4, 76, Mask(1, 5), ((0, 30, 31, 45, 60, 72, 76),))
+    for plan in ring.plans():
+        for step in plan.steps:
+            shape = 1, 19, step.cols[1] - step.cols[0]
+            for launch in launches(step, shape, has_segments=True):
+                check(launch, shape)
+
+
+ENDS = tuple(range(0, 1024, 16)), (0, 5, 7, 300, 301, 302, 600, 1000)
+
+
+@pytest.mark.parametrize("documents", [ENDS[:1], ENDS], ids=["shared", "by row"])
+@pytest.mark.parametrize("layout", [Contiguous(), Striped(), ZigZag()], ids=lambda x: x.name)
+@pytest.mark.parametrize("mask", [CAUSAL, Mask.sliding(8), FULL], ids=str)
+def test_documents_take_few_launches(layout: Striped, documents: tuple, mask: Mask) -> None:
+    """One for each mask and each pair of chunks that one document reaches between, not one each."""
+    ring = Ring(layout, 4, 1024, mask, documents)
+    most_tiles = 0
+    for plan in ring.plans():
+        for step in plan.steps:
+            shape = 2, 256, step.cols[1] - step.cols[0]
+            assert len(launches(step, shape, has_segments=True)) <= 6
+            most_tiles = max(most_tiles, len(step.tiles))
+    assert most_tiles > 12
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_what_one_launch_serves_stays_one(batch_size: int) -> None:
+    for layout in (Contiguous(), Striped(), ZigZag()):
+        for plan in Ring(layout, 4, 64, CAUSAL).plans():
+            for step in plan.steps:
+                shape = batch_size, 16, step.cols[1] - step.cols[0]
+                found = launches(step, shape, has_segments=True)
+                assert sorted(map(told, found)) == sorted(map(told_of_tile, step.tiles))
+
+
+def test_boundaries() -> None:
+    segments = Segments((0, 2, 5), (0, 0, 4))
+    rows, cols = segments.boundaries(torch.device("cpu"))
+    assert (rows.dtype, cols.dtype) == (torch.int32, torch.int32)
+    assert (rows.tolist(), cols.tolist()) == ([0, 2, 5], [0, 0, 4])
+    assert (segments.max_rows, segments.max_cols) == (3, 4)
+    assert list(segments.tiles()) == [(slice(2, 5), slice(0, 4))]
+
+
+def steps_of(number: int) -> list[Step]:
+    tile = Tile((0, 4), (0, 4), CAUSAL)
+    return [Step(source, source, (0, 4), (tile,)) for source in range(number)]
+
+
+@pytest.mark.parametrize("has_segments", [True, False])
+def test_launches_are_made_once_however_long_the_ring(has_segments: bool) -> None:
+    steps, shape = steps_of(700), (1, 4, 4)
+    made = [launches(step, shape, has_segments) for step in steps]
+    again = [launches(step, shape, has_segments) for step in steps]
+    assert all(x is y for x, y in zip(made, again, strict=True))
+
+
+def test_launches_of_other_shapes_are_others() -> None:
+    (step,) = steps_of(1)
+    found = [launches(step, (batch, 4, 4), has_segments=True) for batch in (1, 2)]
+    assert found[0] is not found[1]
+    tiles = [launches(step, (batch, 4, 4), has_segments=False) for batch in (1, 2)]
+    assert tiles[0] is tiles[1], "which the shape does not change"
+
+
+def test_launches_die_with_their_plan() -> None:
+    tiles = tuple(Tile((start, start + 4), (start, start + 4), CAUSAL) for start in range(0, 32, 4))
+    steps = [Step(source, source, (0, 32), tiles) for source in range(3)]
+    made = [weakref.ref(x) for step in steps for x in launches(step, (1, 32, 32), True)]
+    assert all(x().segments is not None for x in made), "boundaries, too"
+    gc.collect()
+    assert all(x() is not None for x in made), "they live as long as it does"
+    del steps
+    gc.collect()
+    assert all(x() is None for x in made)

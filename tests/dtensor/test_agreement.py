@@ -1,0 +1,250 @@
+"""`validate=True`: ranks that make different calls are told so, all of them, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring import Mask, TransferPolicy, ring_attention, set_sequence_layout
+from dtensor_ring.dtensor import agreement
+from tests.dense import dense_attention
+from tests.pool import Pool
+
+SEQ_LEN = 12
+BEGINNING = "the ranks of a ring must make the same call, they differ in "
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What rank 0 passes, where the others pass something else; and what all of them are told."""
+
+    told: str
+    odd: dict[str, Any] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
+    odd_tensors: Callable[[Tensor], Tensor] = unchanged
+
+    def message(self, world_size: int, as_dtensors: bool) -> str:
+        """With the ranks but 0, the length of query, key and value, and their placements."""
+        return BEGINNING + self.told.format(
+            others=list(range(1, world_size)),
+            length=SEQ_LEN if as_dtensors else SEQ_LEN // world_size,
+            placed=f" {(Shard(2),)}" if as_dtensors else "",
+        )
+
+
+def of_tensors(odd: str, usual: str) -> str:
+    """Query, key and value differ alike."""
+    what = f"{odd} cpu{{placed}} on [0], {usual} cpu{{placed}} on {{others}}"
+    return "; ".join(f"{name}: {what}" for name in ("query", "key", "value"))
+
+
+MANY, LATE = ints(*[0] * 100, SEQ_LEN), ints(*[0] * 99, SEQ_LEN - 1, SEQ_LEN)
+DIFFERENCES = {
+    "mask": Difference(
+        f"mask: {Mask.sliding(3)} on [0], {Mask.causal()} on {{others}}", {"mask": Mask.sliding(3)}
+    ),
+    "no mask": Difference(f"mask: None on [0], {Mask.causal()} on {{others}}", {"mask": None}),
+    "cu_seqlens": Difference(
+        "cu_seqlens: int32 (3,) cpu [0, 4, 12] on [0], int32 (3,) cpu [0, 5, 12] on {others}",
+        {"cu_seqlens": ints(0, 4, SEQ_LEN)},
+        {"cu_seqlens": ints(0, 5, SEQ_LEN)},
+    ),
+    "no cu_seqlens": Difference(
+        "cu_seqlens: None on [0], int32 (2,) cpu [0, 12] on {others}",
+        usual={"cu_seqlens": ints(0, SEQ_LEN)},
+    ),
+    "many cu_seqlens": Difference(
+        f"cu_seqlens: {f'int32 (101,) cpu {MANY.tolist()}'[:200]}... on [0], None on {{others}}",
+        {"cu_seqlens": MANY},
+    ),
+    "cu_seqlens that differ late": Difference(
+        f"cu_seqlens: ...{', 0' * 16}, 11, 12] on [0], ...{', 0' * 17}, 12] on {{others}}",
+        {"cu_seqlens": LATE},
+        {"cu_seqlens": MANY},
+    ),
+    "key_cu_seqlens": Difference(
+        "key_cu_seqlens: int32 (2,) cpu [0, 9] on [0], int32 (2,) cpu [0, 12] on {others}",
+        {"key_cu_seqlens": ints(0, 9)},
+        {"key_cu_seqlens": ints(0, SEQ_LEN)},
+    ),
+    "runs": Difference(
+        "runs: int32 (1, 1, 2) cpu [[[0, 12]]] on [0], "
+        "int32 (1, 2, 2) cpu [[[0, 6], [6, 6]]] on {others}",
+        {"runs": ints([[0, 12]])},
+        {"runs": ints([[0, 6], [6, 6]])},
+    ),
+    "sinks": Difference(
+        "sinks: float32 (4,) cpu on [0], None on {others}", {"sinks": torch.zeros(4)}
+    ),
+    "softcap": Difference("softcap: 2.0 on [0], 0.0 on {others}", {"softcap": 2.0}),
+    "kernel": Difference("kernel: 'reference' on [0], None on {others}", {"kernel": "reference"}),
+    "mask and scale": Difference(
+        f"mask: {Mask.full()} on [0], {Mask.causal()} on {{others}}; "
+        "scale: 0.5 on [0], None on {others}",
+        {"mask": Mask.full(), "scale": 0.5},
+    ),
+    "batch": Difference(
+        of_tensors("float32 (1, 4, {length}, 8)", "float32 (2, 4, {length}, 8)"),
+        odd_tensors=lambda x: x[:1],
+    ),
+    "dtype": Difference(
+        of_tensors("bfloat16 (2, 4, {length}, 8)", "float32 (2, 4, {length}, 8)"),
+        odd_tensors=Tensor.bfloat16,
+    ),
+    "requires_grad": Difference(
+        "gradients: True on [0], False on {others}", odd_tensors=Tensor.requires_grad_
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
+def test_every_rank_is_told_and_the_ring_still_works(
+    pool: Pool, as_dtensors: bool, world_size: int
+) -> None:
+    answers = pool.run(world_size, _differ, as_dtensors, timeout=60)
+    for rank, messages in enumerate(answers):
+        for name, difference in DIFFERENCES.items():
+            assert messages[name] == difference.message(world_size, as_dtensors), f"rank {rank}"
+
+
+def _differ(as_dtensors: bool) -> dict[str, str]:
+    """What each difference raised on this rank; and whether right calls work after all that."""
+    mesh, is_odd = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank() == 0
+    messages = {}
+    for name, difference in DIFFERENCES.items():
+        x = torch.ones(2, 4, SEQ_LEN // mesh.size(), 8)
+        x = difference.odd_tensors(x) if is_odd else x
+        with pytest.raises(ValueError, match=BEGINNING) as caught:
+            attend([x] * 3, mesh, as_dtensors, difference.odd if is_odd else difference.usual)
+        messages[name] = str(caught.value)
+    check_result(mesh, as_dtensors, {})
+    check_result(mesh, as_dtensors, {"cu_seqlens": ints(0, 5, SEQ_LEN), "mask": Mask.sliding(3)})
+    return messages
+
+
+def attend(
+    shards: list[Tensor], mesh: DeviceMesh, as_dtensors: bool, options: dict[str, Any]
+) -> Tensor:
+    if not as_dtensors:
+        return ring_attention(*shards, mesh=mesh, validate=True, **options)
+    wrapped = (DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in shards)
+    return ring_attention(*wrapped, validate=True, **options).to_local()
+
+
+def check_result(mesh: DeviceMesh, as_dtensors: bool, options: dict[str, Any]) -> None:
+    """Of ranks that agree, against dense attention; the layout is contiguous."""
+    inputs = [torch.randn(2, 4, SEQ_LEN, 8) for _ in range(3)]
+    dense = dense_attention(*inputs, **{"mask": Mask.causal(), **options})
+    expected = dense.out, *dense.backward(torch.ones_like(dense.out))
+    rank, size = mesh.get_local_rank(), mesh.size()
+    shards = [x.chunk(size, 2)[rank].clone().requires_grad_() for x in inputs]
+    out = attend(shards, mesh, as_dtensors, options)
+    for actual, whole in zip((out, *torch.autograd.grad(out.sum(), shards)), expected, strict=True):
+        torch.testing.assert_close(actual.double(), whole.chunk(size, 2)[rank], atol=1e-5, rtol=0)
+
+
+def test_autocast_of_one_rank(pool: Pool) -> None:
+    pool.run(2, _check_autocast)
+
+
+def _check_autocast() -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.ones(1, 2, 4, 8)
+    told = "autocast: torch.bfloat16 on .0., off on .1.$"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0),
+        pytest.raises(ValueError, match=BEGINNING + told),
+    ):
+        attend([x] * 3, mesh, False, {})
+
+
+@pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
+def test_rings_side_by_side_may_differ(pool: Pool, as_dtensors: bool) -> None:
+    pool.run(4, _check_side_by_side, as_dtensors, timeout=60)
+
+
+def _check_side_by_side(as_dtensors: bool) -> None:
+    """Each ring has documents of its own; then one of them goes wrong, the other does not care."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    ring, in_ring = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    check_result(mesh["cp"], as_dtensors, {"cu_seqlens": ints(0, 4 + ring, SEQ_LEN)})
+    if ring == 0:
+        check_result(mesh["cp"], as_dtensors, {})
+        return
+    told = "softcap: 0.0 on .2., 1.0 on .3.$"
+    with pytest.raises(ValueError, match=BEGINNING + told):
+        attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
+
+
+def test_compiled_calls_are_not_compared(pool: Pool) -> None:
+    pool.run(1, _check_compiled)
+
+
+def _check_compiled() -> None:
+    mesh, x = init_device_mesh("cpu", (1,)), torch.ones(1, 2, 4, 8)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    told = "validate=True compares ranks in eager calls only; compile without it"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+        compiled([x] * 3, mesh, False, {})
+
+
+def test_shards_of_another_length(pool: Pool) -> None:
+    pool.run(4, _check_odd_shards)
+
+
+def _check_odd_shards() -> None:
+    """9 tokens on 4 ranks are 3, 3, 3 and none."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    local, shape = torch.randn(1, 2, 2 if rank else 3, 8), torch.Size((1, 2, 9, 8))
+    x = DTensor.from_local(
+        local, mesh, [Shard(2)], run_check=False, shape=shape, stride=(144, 72, 8, 1)
+    )
+    odd = r"shards of another length: \[\] on \[0\], \['query 2', .*\] on \[1, 2, 3\]"
+    with pytest.raises(ValueError, match=odd):
+        ring_attention(x, x, x, validate=True)
+
+
+def test_kernels_of_other_ranks(pool: Pool) -> None:
+    pool.run(2, _check_kernels)
+
+
+def _check_kernels() -> None:
+    """A package that is installed on some ranks only."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
+    here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
+    told = r"kernels: \['reference', 'cpu_flash'\] on \[0\], \['reference'\] on \[1\]"
+    with (
+        patch.object(agreement, "available_kernels", lambda: here),
+        pytest.raises(ValueError, match=told),
+    ):
+        ring_attention(x, x, x, mesh=mesh, validate=True)
+
+
+def test_axes_that_are_configured_differently(pool: Pool) -> None:
+    pool.run(2, _check_policies)
+
+
+def _check_policies() -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
+    policy = TransferPolicy(grad_dtype=torch.bfloat16) if dist.get_rank() == 0 else None
+    set_sequence_layout(mesh, "zigzag", policy=policy)
+    told = r"policy: .*grad_dtype=torch.bfloat16\) on \[0\], .*=torch.float32\) on \[1\]$"
+    with pytest.raises(ValueError, match=BEGINNING + told):
+        ring_attention(x, x, x, mesh=mesh, validate=True)

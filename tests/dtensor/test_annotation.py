@@ -1,0 +1,220 @@
+"""A mesh axis has one layout, whichever mesh it is seen through."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring import (
+    Balanced,
+    Contiguous,
+    Mask,
+    Striped,
+    ZigZag,
+    ring_attention,
+    sequence_layout,
+    sequence_runs,
+    set_sequence_layout,
+    shard_sequence,
+    unshard_sequence,
+)
+from dtensor_ring.dtensor.annotation import config_of_call
+from dtensor_ring.planning.layout import Layout
+from tests.meshes import SEQUENCE
+from tests.pool import Pool
+
+SIZES, NAMES = (2, 2), ("dp", "cp")
+
+
+def test_one_layout_per_axis(pool: Pool) -> None:
+    pool.run(4, _check_one_layout)
+
+
+def _check_one_layout() -> None:
+    mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
+    assert sequence_layout(mesh["cp"]) is None
+    set_sequence_layout(mesh["cp"], "zigzag")
+    set_sequence_layout(mesh["cp"], ZigZag())  # the same again
+    assert sequence_layout(mesh["cp"]) == ZigZag()
+    assert sequence_layout(mesh["dp"]) is None
+    set_sequence_layout(mesh["dp"], Contiguous())
+    assert sequence_layout(mesh["dp"]) == Contiguous()
+
+    # DTensor may put an equal mesh in the place of this one.
+    equal = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
+    assert sequence_layout(equal["cp"]) == ZigZag()
+    for axis in (mesh["cp"], equal["cp"]):
+        with pytest.raises(ValueError, match="is annotated zigzag, it cannot become striped"):
+            set_sequence_layout(axis, Striped())
+    assert sequence_layout(mesh["cp"]) == ZigZag()
+
+
+def test_one_rank_has_any_order(pool: Pool) -> None:
+    pool.run(1, _check_any_order)
+
+
+def _check_any_order() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for layout in ("zigzag", "striped"):
+        set_sequence_layout(mesh, layout)
+    assert sequence_layout(mesh) == Striped()
+    with pytest.raises(ValueError, match="is annotated striped, it cannot become balanced"):
+        set_sequence_layout(mesh, BALANCED)
+
+
+def test_forgotten_with_the_world(pool: Pool) -> None:
+    for layout in ("zigzag", "striped"):
+        pool.run(2, _check_forgotten, layout)  # in the same processes
+
+
+def _check_forgotten(layout: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    assert sequence_layout(mesh) is None
+    set_sequence_layout(mesh, layout)
+
+
+BALANCED = Balanced(Mask.causal(), 16, 2, (0, 10, 16), block=2)
+ANOTHER = Balanced(Mask.causal(), 16, 2, (0, 13, 16), block=2)
+
+# Two layouts of an axis one after the other, and the error; `None` is a use without one.
+TWICE: dict[str, tuple[Any, Any, str]] = {
+    "another batch": (BALANCED, ANOTHER, ""),
+    "balanced, zigzag": (BALANCED, ZigZag(), "is annotated balanced, it cannot become zigzag"),
+    "zigzag, balanced": (ZigZag(), BALANCED, "is annotated zigzag, it cannot become balanced"),
+    "used, balanced": (
+        None,
+        BALANCED,
+        "contiguous, it cannot become balanced: .* annotate it first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_annotated_twice(pool: Pool, name: str) -> None:
+    pool.run(2, _check_twice, *TWICE[name])
+
+
+def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    if first is None:
+        config_of_call(mesh.get_group(), with_runs=False)
+    else:
+        set_sequence_layout(mesh, first)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        set_sequence_layout(mesh, second)
+    assert sequence_layout(mesh) == (first if message else second)
+
+
+def test_used_without_runs(pool: Pool) -> None:
+    pool.run(2, _check_used)
+
+
+def _check_used() -> None:
+    """Tokens that were dealt contiguously are in no other order."""
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = [shard_sequence(torch.randn(1, 2, 16, 4), mesh, 2) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* runs"):
+        ring_attention(*inputs, runs=sequence_runs(BALANCED))
+    with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* layout out"):
+        unshard_sequence(inputs[0], 2, BALANCED)
+
+
+def test_used_with_runs(pool: Pool) -> None:
+    pool.run(2, _check_used_with_runs)
+
+
+def _check_used_with_runs() -> None:
+    """Whoever forgets them the next time gets no contiguous attention instead."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    ring_attention(*local, runs=sequence_runs(BALANCED), mesh=mesh)
+    with pytest.raises(ValueError, match=r"was used .* balanced, .* call ring_attention"):
+        ring_attention(*local, mesh=mesh)
+    sharded = DTensor.from_local(local[0], mesh, [SEQUENCE], run_check=False)
+    with pytest.raises(ValueError, match=r"makes it balanced, .* pass the Balanced layout"):
+        unshard_sequence(sharded, 2)
+    with pytest.raises(ValueError, match=r"makes it balanced, it cannot become zigzag"):
+        set_sequence_layout(mesh, "zigzag")
+
+
+NEEDS_RUNS = r"is annotated balanced, .*call ring_attention\(\.\.\., runs=sequence_runs\(layout\)\)"
+# Annotation of the axis, whether the call brings runs, and its layout or the error.
+RESOLVED: dict[str, tuple[Layout | None, bool, Layout | str]] = {
+    "none": (None, False, Contiguous()),
+    "none, runs": (None, True, BALANCED),
+    "striped": (Striped(), False, Striped()),
+    "zigzag, runs": (ZigZag(), True, "is annotated zigzag, .* in that order: leave runs out, or"),
+    "balanced": (BALANCED, False, NEEDS_RUNS),
+    "balanced, runs of another batch": (ANOTHER, True, BALANCED),
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_layout_of_a_call(pool: Pool, name: str) -> None:
+    pool.run(2, _check_resolved, *RESOLVED[name])
+
+
+def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout | str) -> None:
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(3, 1, 2, 16, 4)
+    if annotated:
+        set_sequence_layout(mesh, annotated)
+    layout = Contiguous() if isinstance(expected, str) else expected
+    mine = layout.positions(dist.get_rank(), 2, 16)
+    local = [x[:, :, mine].clone() for x in whole]
+    sharded = [DTensor.from_local(x, mesh, [SEQUENCE], run_check=False) for x in local]
+    runs = sequence_runs(BALANCED) if with_runs else None
+    if isinstance(expected, str):
+        for inputs, over in ((local, mesh), (sharded, None)):
+            with pytest.raises(ValueError, match=expected):
+                ring_attention(*inputs, runs=runs, mesh=over)
+    else:
+        assert config_of_call(mesh.get_group(), with_runs).layout.name == expected.name
+        dense = F.scaled_dot_product_attention(*whole, is_causal=True)[:, :, mine]
+        torch.testing.assert_close(ring_attention(*local, runs=runs, mesh=mesh), dense)
+        torch.testing.assert_close(ring_attention(*sharded, runs=runs).to_local(), dense)
+
+
+def test_unmodified_attention_has_no_runs(pool: Pool) -> None:
+    pool.run(2, _check_unmodified)
+
+
+def _check_unmodified() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, BALANCED)
+    x = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [SEQUENCE], run_check=False)
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        for options in ({}, {"is_causal": True}):
+            with mode(), pytest.raises(ValueError, match=NEEDS_RUNS):
+                F.scaled_dot_product_attention(x, x, x, **options)
+
+
+REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "two axes": (NAMES, "zigzag", ValueError, r'over one axis, got .*; pick .* mesh\["cp"\]'),
+    "two axes without names": (None, "zigzag", ValueError, r"mesh_dim_names=\.\.\."),
+    "unknown name": ("cp", "spiral", ValueError, "'spiral'; known layouts: contiguous, striped, z"),
+    "no name": ("cp", 3, TypeError, "a layout is a Layout or its name, got int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(pool: Pool, name: str) -> None:
+    pool.run(4, _check_refusal, *REFUSALS[name])
+
+
+def _check_refusal(axes: Any, layout: Any, error: type[Exception], message: str) -> None:
+    mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES if axes else None)
+    axis = mesh[axes] if isinstance(axes, str) else mesh
+    with pytest.raises(error, match=message):
+        set_sequence_layout(axis, layout)
+    if axis.ndim == 1:
+        assert sequence_layout(axis) is None
+    else:
+        with pytest.raises(ValueError, match="runs over one axis"):
+            sequence_layout(axis)

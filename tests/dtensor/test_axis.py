@@ -1,0 +1,275 @@
+"""An axis configured once: all that runs over it does as it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor_ring import (
+    Balanced,
+    BlockCyclic,
+    Mask,
+    SequenceAxis,
+    TransferPolicy,
+    Transport,
+    ring_attention,
+    sequence_layout,
+    sequence_runs,
+    set_sequence_layout,
+    shard_sequence,
+    unshard_sequence,
+)
+from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.protocol import P2P, Work
+from tests.dense import dense_attention
+from tests.meshes import random_inputs
+from tests.pool import Pool
+from tests.transport.test_rotation import recorded
+
+SEQ_LEN = 24
+POLICY = TransferPolicy(kv_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "around", "direct"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "block_cyclic:3"])
+def test_dense_result(pool: Pool, layout: str, strategy: str) -> None:
+    pool.run(3, _check_dense, layout, strategy)
+
+
+def _check_dense(layout: str, strategy: str) -> None:
+    """The same on plain shards, on DTensors, and by the functions."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    axis = SequenceAxis(mesh["cp"], layout, strategy=strategy)
+    inputs = random_inputs(seq_len=SEQ_LEN)
+    mask, cu_seqlens = Mask.local(5, 1), torch.tensor([0, 7, 9, 22], dtype=torch.int32)
+    options: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens, "scale": 0.3}
+    dense = dense_attention(*inputs[:3], **options)
+    expected = dense.out, *dense.backward(inputs[3])
+    mine = axis.positions(SEQ_LEN)
+    assert mine.tolist() == axis.layout.positions(dist.get_rank(), 3, SEQ_LEN)
+    sharded = [axis.shard(x, 2).requires_grad_() for x in inputs[:3]]
+    local = [x[:, :, mine].clone().requires_grad_() for x in inputs[:3]]
+    for given, attend in (
+        (sharded, axis.attention),
+        (local, axis.attention),
+        (sharded, ring_attention),
+        (local, lambda *x, **more: ring_attention(*x, mesh=mesh["cp"], **more)),
+    ):
+        out = attend(*given, **options)
+        grad = inputs[3][:, :, mine]
+        if isinstance(out, DTensor):
+            out = out.to_local()
+        grads = torch.autograd.grad(out, given, grad)
+        for actual, whole in zip((out, *grads), expected, strict=True):
+            actual = actual.to_local() if isinstance(actual, DTensor) else actual
+            torch.testing.assert_close(actual.double(), whole[:, :, mine], atol=2e-5, rtol=0)
+    whole = axis.unshard(axis.attention(*sharded, **options), 2)
+    torch.testing.assert_close(whole.double(), dense.out, atol=2e-5, rtol=0)
+
+
+def test_uneven_shards(pool: Pool) -> None:
+    pool.run(3, _check_uneven)
+
+
+def _check_uneven() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (3,)), "zigzag")
+    query, key, value, _ = random_inputs(seq_len=SEQ_LEN + 1)
+    mine = axis.positions(SEQ_LEN + 1)
+    out = axis.attention(*(x[:, :, mine] for x in (query, key, value)), seq_len=SEQ_LEN + 1)
+    dense = dense_attention(query, key, value, Mask.causal()).out
+    torch.testing.assert_close(out.double(), dense[:, :, mine], atol=1e-5, rtol=0)
+
+
+def test_policy_and_kernel_reach_every_road(pool: Pool) -> None:
+    pool.run(2, _check_roads)
+
+
+def _check_roads() -> None:
+    """`ring_attention`, SDPA on DTensors, and the axis itself send the same dtypes."""
+    axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag", kernel="reference", policy=POLICY)
+    inputs = random_inputs(seq_len=SEQ_LEN, kv_heads=4)
+    dense = dense_attention(*inputs[:3], Mask.causal()).out
+    mine = axis.positions(SEQ_LEN)
+    for attend in (
+        axis.attention,
+        ring_attention,
+        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
+    ):
+        sharded = [axis.shard(x, 2).requires_grad_() for x in inputs[:3]]
+        with recorded() as hops:
+            out = attend(*sharded).to_local()
+            out.backward(inputs[3][:, :, mine])
+        assert {message.dtype for hop in hops for message in hop} == {torch.bfloat16}
+        error = (out.double() - dense[:, :, mine]).abs().max()
+        assert 1e-6 < error < 2e-2, "keys and values were rounded, and nothing else"
+
+
+class Loud(ProcessGroupTransport):
+    """Counts hops."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.num_hops = 0
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        self.num_hops += bool(receives or sends)
+        return super().start(receives, sends)
+
+
+def test_a_transport_of_the_users(pool: Pool) -> None:
+    pool.run(3, _check_transport)
+
+
+def _check_transport() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    transport: Transport = Loud(mesh.get_group())
+    axis = SequenceAxis(mesh, "contiguous", transport=transport)
+    inputs = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
+    axis.attention(*inputs, mask=Mask.full())
+    assert transport.num_hops == 2
+    F.scaled_dot_product_attention(inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:]))
+    assert transport.num_hops == 4
+    assert SequenceAxis(mesh, "contiguous", transport=transport).layout == axis.layout
+    with pytest.raises(ValueError, match=r"has the transport .*, it cannot get .*configured once"):
+        SequenceAxis(mesh, "contiguous", transport=Loud(mesh.get_group()))
+
+
+def test_configured_once(pool: Pool) -> None:
+    pool.run(2, _check_once)
+
+
+def _check_once() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
+    again = set_sequence_layout(mesh, "block_cyclic:4")
+    assert (again.kernel, again.policy, again.strategy) == ("reference", POLICY, "ring")
+    assert repr(again) == repr(axis)
+    assert sequence_layout(mesh) == BlockCyclic(4)
+    for layout, options, match in (
+        ("block_cyclic:2", {}, r"annotated block_cyclic:4, it cannot become block_cyclic:2: tens"),
+        ("block_cyclic:4", {"kernel": "cpu_flash"}, "kernel='reference', it .* kernel='cpu_flash'"),
+        ("block_cyclic:4", {"strategy": "direct"}, "strategy='ring', it .* get strategy='direct'"),
+        (
+            "block_cyclic:4",
+            {"policy": TransferPolicy()},
+            r"policy=.*grad_dtype=torch.bfloat16\), it cannot get policy=.*=torch.float32\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SequenceAxis(mesh, layout, **options)
+    assert (axis.layout, axis.kernel) == (BlockCyclic(4), "reference")
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "layout": ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'; known layouts: contig"),
+    "strategy": ({"strategy": "tree"}, ValueError, "unknown strategy 'tree'; known .*ring"),
+    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
+    "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
+    "mesh": ({"mesh": "cp"}, TypeError, "expected a DeviceMesh, got str"),
+    "transport": ({"transport": 42}, TypeError, "a subclass of Transport, got 42"),
+}
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(1, _check_refusals)
+
+
+def _check_refusals() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for options, error, match in REFUSALS.values():
+        with pytest.raises(error, match=match):
+            SequenceAxis(**{"mesh": mesh, **options})
+        assert "transport" in options or sequence_layout(mesh) is None, "nothing was recorded"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "error", "match"),
+    [
+        ("kv_dtype", torch.int8, ValueError, "kv_dtype must be floating, 16 bits or more"),
+        ("grad_dtype", torch.int32, ValueError, r"grad_dtype must be .* got torch\.int32"),
+        ("grad_dtype", None, TypeError, r"grad_dtype must be a torch\.dtype, got None"),
+        ("kv_dtype", "bfloat16", TypeError, "kv_dtype must be a torch.dtype, got 'bfloat16'"),
+    ],
+)
+def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        TransferPolicy(**{name: dtype})
+
+
+def test_a_layout_of_each_batch(pool: Pool) -> None:
+    pool.run(2, _check_per_batch)
+
+
+def _check_per_batch() -> None:
+    """By name it is accepted as by value; each batch then brings its runs."""
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, "balanced")
+    query, key, value, _ = random_inputs(seq_len=SEQ_LEN)
+    for end in (5, 17):
+        bounds = torch.tensor([0, end, SEQ_LEN], dtype=torch.int32)
+        layout = Balanced(Mask.causal(), SEQ_LEN, 2, bounds, block=2)
+        inputs = [shard_sequence(x, mesh, 2, layout) for x in (query, key, value)]
+        out = axis.attention(*inputs, cu_seqlens=bounds, runs=sequence_runs(layout))
+        dense = dense_attention(query, key, value, Mask.causal(), cu_seqlens=bounds).out
+        whole: Tensor = unshard_sequence(out, 2, layout)
+        torch.testing.assert_close(whole.double(), dense, atol=1e-5, rtol=0)
+    for given in (inputs, [x.to_local() for x in inputs]):
+        with pytest.raises(ValueError, match=r"is annotated balanced, .* runs=sequence_runs"):
+            axis.attention(*given)
+    for call in (lambda: axis.shard(query, 2), lambda: axis.unshard(inputs[0], 2)):
+        with pytest.raises(ValueError, match="belongs to a batch: pass the Balanced layout"):
+            call()
+    for over in (axis, SequenceAxis(mesh, layout)):
+        with pytest.raises(ValueError, match="belongs to one batch"):
+            over.positions(SEQ_LEN)
+        again = over.unshard(over.shard(query, 2, layout), 2, layout)
+        assert torch.equal(again, query)
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "a number": (5, {}, TypeError, "query must be a tensor or a DTensor, got int"),
+    "two dims": (torch.zeros(2, 2), {}, ValueError, r"be \(B, N, L, H\), got shape \(2, 2\)"),
+    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": None}, TypeError, r"must be a dtensor_ring\.M"),
+}
+
+
+def test_wrong_calls(pool: Pool) -> None:
+    pool.run(1, _check_wrong_calls)
+
+
+def _check_wrong_calls() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (1,)))
+    for x, options, error, match in WRONG.values():
+        with pytest.raises(error, match=match):
+            axis.attention(x, x, x, **options)
+    x = axis.shard(torch.zeros(1, 1, 2, 2), 2)
+    with pytest.raises(ValueError, match="seq_len is for local shards"):
+        axis.attention(x, x, x, seq_len=2)
+
+
+def test_a_mesh_of_a_world_that_is_gone(pool: Pool) -> None:
+    pool.run(1, _check_two_worlds)
+
+
+def _check_two_worlds() -> None:
+    """Meshes of two worlds compare equal; what comes out has the mesh that went in."""
+    for num_groups in (0, 3):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        for _ in range(num_groups):
+            dist.new_group([0, 1, 2])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        axis = SequenceAxis(mesh["cp"])
+        x = axis.shard(torch.zeros(1, 2, 8, 4), 2)
+        out = axis.attention(x, x, x)
+        assert dist.get_process_group_ranks(out.device_mesh.get_group()) == [0, 1]
+        assert out.device_mesh is x.device_mesh

@@ -1,0 +1,293 @@
+"""Ring attention on DTensors over meshes of one to three axes, against the dense result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+
+from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs
+from dtensor_ring.compute.memory import Order, in_order, order_of, strides
+from tests.dense import dense_attention
+from tests.meshes import (
+    BATCH,
+    HEADS,
+    REPLICATE,
+    SEQUENCE,
+    annotated_mesh,
+    assert_same,
+    place,
+    random_inputs,
+)
+from tests.pool import Pool
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+
+
+@dataclass(frozen=True)
+class Case:
+    """The mesh by sizes and placements, the shapes, and what is asked of ring_attention."""
+
+    sizes: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    layout: str = "zigzag"
+    seq_len: int = 16
+    key_seq_len: int | None = None
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    value_head_dim: int = 8
+    mask: Mask = CAUSAL
+    cu_seqlens: list[Any] | None = None
+    key_cu_seqlens: list[Any] | None = None
+    sinks: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    grad_lse: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def balanced(self) -> Balanced | None:
+        """Where the layout belongs to a batch, that of this one."""
+        if self.layout != Balanced.name:
+            return None
+        ring_size = self.sizes[self.placements.index(SEQUENCE)]
+        return Balanced(self.mask, self.seq_len, ring_size, self.cu_seqlens, block=2)
+
+    def boundaries(self) -> dict[str, Tensor | None]:
+        given = {"cu_seqlens": self.cu_seqlens, "key_cu_seqlens": self.key_cu_seqlens}
+        return {k: None if rows is None else torch.tensor(rows).int() for k, rows in given.items()}
+
+
+DP_CP = (2, 2), (BATCH, SEQUENCE)
+CP_TP = (2, 2), (SEQUENCE, HEADS)
+CP = (4,), (SEQUENCE,)
+ROWS = [[0, 2, 16, 16], [0, 9, 11, 16], [0, 4, 6, 13]]
+
+CASES = {
+    "cp": Case(*CP, layout="striped", grad_lse=True),
+    "cp of three": Case((3,), (SEQUENCE,), seq_len=12),
+    "cp of one": Case((1,), (SEQUENCE,)),
+    "replicate, cp": Case((2, 2), (REPLICATE, SEQUENCE), layout="contiguous"),
+    "dp, cp, tp of one": Case((2, 2, 1), (BATCH, SEQUENCE, HEADS)),
+    "dp of one, cp, tp": Case((1, 2, 2), (BATCH, SEQUENCE, HEADS), grad_lse=True),
+    "uneven contiguous": Case(*CP, layout="contiguous", seq_len=13, grad_lse=True),
+    "uneven zigzag": Case(*CP, seq_len=13, mask=Mask.sliding(4)),
+    "uneven dp, cp": Case(*DP_CP, batch=3, seq_len=15),
+    "empty sequence shard": Case(*CP, seq_len=5, sinks="tensor", grad_lse=True),
+    "empty batch shard": Case(*DP_CP, batch=1, cu_seqlens=[[0, 7, 12]], sinks="dtensor"),
+    "empty batch shard, cross": Case(
+        *DP_CP, batch=1, mask=FULL, cu_seqlens=[[0, 7, 12]], key_cu_seqlens=[[0, 9, 16]]
+    ),
+    "balanced on four": Case(*CP, "balanced", 32, cu_seqlens=[0, 18, 26, 32], grad_lse=True),
+    "cross on four, empty shard": Case(*CP, seq_len=13, key_seq_len=5, mask=FULL),
+    "documents by row, replicated": Case(
+        (2, 2), (SEQUENCE, REPLICATE), cu_seqlens=[[0, 2, 16], [0, 9, 16]]
+    ),
+    "sinks, replicated": Case((2, 2), (REPLICATE, SEQUENCE), sinks="tensor"),
+    "DTensor sinks, replicated": Case((2, 2), (REPLICATE, SEQUENCE), sinks="dtensor"),
+}
+
+# What each mesh of two axes takes.
+EVERYWHERE: dict[str, dict[str, Any]] = {
+    "scale": {"options": {"scale": 0.3}, "grad_lse": True},
+    "full, striped": {"mask": FULL, "layout": "striped", "grad_lse": True},
+    "multi-query": {"heads": (6, 2), "mask": Mask.local(3, 2)},
+    "window": {"mask": Mask.sliding(4), "grad_lse": True},
+    "documents and a tail": {"cu_seqlens": [0, 5, 11], "grad_lse": True},
+    "documents by row": {"batch": 3, "cu_seqlens": ROWS, "grad_lse": True},
+    "chunk": {"mask": Mask.chunked(6), "grad_lse": True},
+    "chunk, window, documents": {"mask": Mask(3, 1, chunk=5), "batch": 3, "cu_seqlens": ROWS},
+    "prefix": {"mask": Mask.prefix_causal(9), "grad_lse": True},
+    "prefix, documents": {"mask": Mask(4, 0, prefix=3), "batch": 3, "cu_seqlens": ROWS},
+    "sinks": {"sinks": "tensor", "grad_lse": True},
+    "DTensor sinks": {"sinks": "dtensor", "cu_seqlens": [0, 6, 14], "grad_lse": True},
+    "softcap": {"options": {"softcap": 2.0}, "grad_lse": True},
+    "value head dim": {"value_head_dim": 4, "mask": Mask.chunked(6)},
+    "cross": {"key_seq_len": 6, "mask": FULL, "grad_lse": True},
+    "cross, documents": {
+        "key_seq_len": 23, "mask": FULL, "sinks": "dtensor",
+        "cu_seqlens": [0, 3, 9, 15], "key_cu_seqlens": [0, 8, 8, 21],
+    },
+    "cross, documents by row": {
+        "batch": 3, "mask": FULL, "cu_seqlens": ROWS, "grad_lse": True,
+        "key_cu_seqlens": [[0, 8, 12, 16], [0, 0, 14, 16], [0, 1, 2, 3]],
+    },
+    "balanced": {"layout": "balanced", "cu_seqlens": [0, 12, 16], "grad_lse": True},
+    "balanced, every option": {
+        "layout": "balanced", "batch": 3, "mask": Mask(6, 1, prefix=5), "cu_seqlens": ROWS,
+        "sinks": "dtensor", "value_head_dim": 4, "options": {"softcap": 2.0, "scale": 0.4},
+        "grad_lse": True,
+    },
+    "uneven contiguous, chunk": {"layout": "contiguous", "seq_len": 13, "mask": Mask.chunked(4)},
+    "uneven zigzag, prefix": {"seq_len": 13, "mask": Mask.prefix_causal(5), "grad_lse": True},
+}  # fmt: skip
+for name, fields in EVERYWHERE.items():
+    CASES[f"dp, cp: {name}"] = Case(*DP_CP, **fields)
+    CASES[f"cp, tp: {name}"] = Case(*CP_TP, **fields)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dense_result(pool: Pool, name: str) -> None:
+    pool.run(CASES[name].world_size, _check_case, CASES[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp, cp: window",
+        "cp, tp: DTensor sinks",
+        "dp, cp: cross, documents by row",
+        "cp, tp: chunk, window, documents",
+        "cp, tp: uneven zigzag, prefix",
+        "dp, cp: balanced, every option",
+    ],
+)
+def test_compiled(pool: Pool, name: str) -> None:
+    pool.run(CASES[name].world_size, _check_case, CASES[name], True)
+
+
+def _check_case(case: Case, compiled: bool = False) -> None:
+    balanced = case.balanced()
+    mesh = annotated_mesh(case.sizes, case.placements, balanced or case.layout)
+    query, key, value, grad_out = random_inputs(
+        case.batch, case.seq_len, *case.heads, case.value_head_dim, case.key_seq_len
+    )
+    sinks = torch.randn(case.heads[0]) if case.sinks else None
+    grads = [grad_out, torch.randn(grad_out.shape[:3])][: 1 + case.grad_lse]
+    options = {"mask": case.mask, **case.boundaries(), **case.options}
+    dense = dense_attention(query, key, value, sinks=sinks, **options)
+    expected = [dense.out, dense.lse, *dense.backward(*grads)]
+    options["runs"] = None if balanced is None else sequence_runs(balanced)
+
+    def run(query: Any, key: Any, value: Any, sinks: Any = None) -> tuple[Any, ...]:
+        out, lse = ring_attention(query, key, value, sinks=sinks, return_lse=True, **options)
+        # A compiled backward wants a gradient for every output that could have one.
+        return out, lse if case.grad_lse else lse.detach()
+
+    attention = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    inputs = [place(x, mesh, case.placements).requires_grad_() for x in (query, key, value)]
+    inputs += [] if sinks is None else [place_sinks(sinks, mesh, case).requires_grad_()]
+    outputs = attention(*inputs)
+    placed_grads = [place(x, mesh, case.placements) for x in grads]
+    results = [*outputs, *torch.autograd.grad(outputs[: len(grads)], inputs, placed_grads)]
+    if sinks is not None:
+        results.append(summed_over_ranks(results.pop(), mesh, case))
+    for actual, dense_result in zip(results, expected, strict=True):
+        assert_same(actual, dense_result, case.placements)
+
+
+def place_sinks(sinks: Tensor, mesh: DeviceMesh, case: Case) -> Any:
+    """This rank's heads, as a DTensor where the case says so."""
+    placements = [Shard(0) if where == HEADS else REPLICATE for where in case.placements]
+    placed = place(sinks, mesh, placements)
+    return placed if case.sinks == "dtensor" else placed.to_local()
+
+
+def summed_over_ranks(grad_sinks: Any, mesh: DeviceMesh, case: Case) -> Tensor:
+    """The gradient of the sinks, of which each rank has the share of its own tokens."""
+    share = {HEADS: Shard(0), REPLICATE: REPLICATE}
+    placements = tuple(share.get(where, Partial()) for where in case.placements)
+    if case.sinks == "tensor":
+        return DTensor.from_local(grad_sinks, mesh, placements, run_check=False).full_tensor()
+    assert grad_sinks.placements == placements
+    return grad_sinks.full_tensor()
+
+
+ORDERS = {"heads first": (0, 1, 2, 3), "token-major": (0, 2, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("order", "backend"), [*product(ORDERS, ("", "aot_eager")), ("token-major", "inductor")]
+)
+def test_memory_order_of_the_query_is_kept(pool: Pool, order: str, backend: str) -> None:
+    pool.run(4, _check_order, ORDERS[order], backend)
+
+
+def _check_order(order: Order, backend: str) -> None:
+    """Both a DTensor and its local tensor say how the dimensions lie in memory."""
+    mesh = annotated_mesh(*DP_CP, "zigzag")
+    query, key, value, grad_out = (
+        place(in_order(x, order, x.dtype), mesh, DP_CP[1]) for x in random_inputs(4, 13)
+    )
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    attention = partial(ring_attention, mask=CAUSAL)
+    with fresh_cache():
+        if backend:
+            attention = torch.compile(attention, fullgraph=True, backend=backend)
+        out = attention(*inputs)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+    assert out.stride() == query.stride() == strides((4, 4, 13, 8), order)
+    assert out.to_local().stride() == query.to_local().stride()
+    for x in (out, *grads):
+        assert order_of(x) == order_of(x.to_local())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Placements of query, key and value, and what the error says."""
+
+    message: str
+    query: tuple[Placement, ...]
+    key: tuple[Placement, ...] | None = None
+    value: tuple[Placement, ...] | None = None
+    error: type[Exception] = ValueError
+    heads: tuple[int, int] = (4, 2)
+    sinks: tuple[Placement, ...] | None = None
+    cu_seqlens: Any = None
+    key_mesh: tuple[int, int] = (2, 2)
+
+
+REFUSALS = {
+    "key on another mesh": Refusal("alike on one mesh, got", (BATCH, SEQUENCE), key_mesh=(4, 1)),
+    "no sequence": Refusal("on exactly one mesh axis, it is on no axis", (BATCH, REPLICATE)),
+    "two sequence axes": Refusal("exactly one mesh axis, it is on 2 axes", (SEQUENCE, SEQUENCE)),
+    "sharded head dim": Refusal(r"got (S|Shard)\((dim=)?3\) on mesh axis 1", (SEQUENCE, Shard(3))),
+    "partial": Refusal(r"got P(artial)?\(sum\) on mesh axis 0", (Partial(), SEQUENCE)),
+    "key replicated": Refusal("sharded alike", (REPLICATE, SEQUENCE), key=(REPLICATE, REPLICATE)),
+    "value on the other axis": Refusal(
+        "sharded alike", (REPLICATE, SEQUENCE), value=(SEQUENCE, REPLICATE)
+    ),
+    "key a tensor": Refusal("or none, got .* key Tensor", (BATCH, SEQUENCE), (), error=TypeError),
+    "query heads": Refusal("2 ways only if that divides", (SEQUENCE, HEADS), heads=(3, 1)),
+    "key heads": Refusal("'key': 1, 'value': 1}", (SEQUENCE, HEADS), heads=(4, 1)),
+    "sinks of all heads": Refusal(
+        "sinks must be .*as the query's heads are", (SEQUENCE, HEADS), sinks=(REPLICATE, REPLICATE)
+    ),
+    "sinks over the batch": Refusal(
+        "sinks must be", (BATCH, SEQUENCE), sinks=(Shard(0), REPLICATE)
+    ),
+    "rows of cu_seqlens": Refusal(
+        r"of the whole batch, shape \(D\+1,\) or \(2, D\+1\), got \(3, 2\)",
+        (BATCH, SEQUENCE),
+        cu_seqlens=[[0, 16]] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(pool: Pool, name: str) -> None:
+    pool.run(4, _check_refusal, REFUSALS[name])
+
+
+def _check_refusal(case: Refusal) -> None:
+    mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
+    query, key, value, _ = random_inputs(2, 16, *case.heads)
+    other_mesh = init_device_mesh("cpu", case.key_mesh, mesh_dim_names=mesh.mesh_dim_names)
+    placed: list[Any] = [place(query, mesh, case.query)]
+    for x, placements, where in ((key, case.key, other_mesh), (value, case.value, mesh)):
+        here = case.query if placements is None else placements
+        placed.append(place(x, where, here) if here else x)
+    sinks = None if case.sinks is None else place(torch.zeros(4), mesh, case.sinks)
+    cu_seqlens = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens).int()
+    with pytest.raises(case.error, match=case.message):
+        ring_attention(*placed, sinks=sinks, cu_seqlens=cu_seqlens)

@@ -1,0 +1,218 @@
+"""Models under their plan, trained the way people train: FSDP2 and checkpointing."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from tests.dense import largest
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+STEPS, SEQ_LEN = 10, 24
+CHECKPOINTING = {
+    "none": None,
+    "full": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": ring_checkpoint_contexts},
+}
+
+
+class RingCalls(TorchDispatchMode):
+    """Counts the calls of both ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += func in (ring_op, ring_backward_op)
+        return func(*args, **kwargs or {})
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (2, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Any, rows: slice, steps: range = range(STEPS)) -> tuple[list[float], Counter[Any]]:
+    """Losses of the steps, and ring calls of the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses, counts = [], Counter()
+    for step in steps:
+        tokens = batch_of(step)[rows]
+        with RingCalls() as calls:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts = calls.counts
+    return losses, counts
+
+
+def sharded(family: str, checkpointing: dict[str, Any] | None, **options: Any) -> tuple[Any, int]:
+    """A model on (dp, cp) ranks under FSDP2, and this rank's index of dp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = small_model(family).train()
+    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    if checkpointing:
+        model.activation_checkpointing_enable(checkpointing)
+    shards = mesh["dp", "cp"]._flatten("dp_cp")
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=shards, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2)  # by the ranks of dp: those of cp add up
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    return model, mesh["dp"].get_local_rank()
+
+
+def train_both(family: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
+    """Differences of loss and parameters from one process, and ring calls of a step."""
+    # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model, row = sharded(family, checkpointing)
+    stock = small_model(family).train()
+    losses, counts = train(model, slice(row, row + 1))
+    expected, _ = train(stock, slice(None))
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    states = get_model_state_dict(model), stock.state_dict()
+    whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in states[0].items()}
+    return {
+        "loss": (mean / 4 - torch.tensor(expected)).abs().max().item(),
+        "parameters": largest(
+            ((whole[name] - x).norm() / x.norm()).item() for name, x in states[1].items()
+        ),
+        "calls": (counts[ring_op], counts[ring_backward_op]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("none", (2, 2)), ("full", (4, 2)), ("selective", (2, 2))]
+)
+def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int, int]) -> None:
+    """Selective checkpointing makes one ring forward and one backward for each of two layers."""
+    for found in pool.run(4, train_both, "Llama", CHECKPOINTING[name]):
+        assert found["calls"] == calls
+        assert found["loss"] < 1e-5, found
+        assert found["parameters"] < 1e-5, found
+
+
+def mixed_losses() -> tuple[list[float], list[float]]:
+    """By step, of a model in bfloat16 under FSDP2, and of one process in float32."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, row = sharded("Llama", None, mp_policy=precision)
+    mean = torch.tensor(train(model, slice(row, row + 1))[0])
+    dist.all_reduce(mean)
+    return (mean / 4).tolist(), train(small_model("Llama").train(), slice(None))[0]
+
+
+def test_mixed_precision(pool: Pool) -> None:
+    for losses, expected in pool.run(4, mixed_losses):
+        assert losses == pytest.approx(expected, rel=0.02)
+        assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
+
+
+TENSOR_PARALLEL = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel),
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel),
+}
+
+
+def beside_tensor_parallelism(family: str) -> list[float]:
+    """Errors of the loss and of every gradient on (cp, tp) ranks: heads and sequence sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    stock, model = small_model(family), small_model(family)
+    for layer in model.model.layers:
+        styles = {name: style() for name, style in TENSOR_PARALLEL.items()}
+        parallelize_module(layer, mesh["tp"], styles)
+        layer.self_attn.num_key_value_groups = 2
+    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    tokens = batch_of(0)
+    losses = [x(input_ids=tokens, labels=tokens).loss for x in (model, stock)]
+    for loss in losses:
+        loss.backward()
+    errors = [(losses[0] - losses[1]).abs().item()]
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        dist.all_reduce(grad, group=mesh["cp"].get_group())
+        errors.append(((grad - theirs.grad).norm() / theirs.grad.norm()).item())
+    return errors
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral, short window"])
+def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
+    for errors in pool.run(4, beside_tensor_parallelism, family):
+        assert largest(errors) < 1e-5, errors
+
+
+def lora_errors() -> list[float]:
+    """Of the loss and the gradients of adapters."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    models, losses, tokens = [], [], batch_of(0)
+    for is_ring in (True, False):
+        model = small_model("Llama")
+        if is_ring:
+            parallelize_module(model, mesh, context_parallel_plan(model))
+        torch.manual_seed(1)
+        models.append(get_peft_model(model, adapters))
+        losses.append(models[-1](input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+    errors = [(losses[0] - losses[1]).abs().item()]
+    for ours, theirs in zip(*(x.parameters() for x in models), strict=True):
+        if theirs.grad is not None:
+            dist.all_reduce(ours.grad)
+            errors.append(((ours.grad - theirs.grad).norm() / theirs.grad.norm()).item())
+    return errors
+
+
+def test_lora(pool: Pool) -> None:
+    for errors in pool.run(2, lora_errors):
+        assert len(errors) > 4
+        assert largest(errors) < 1e-5, errors
+
+
+def saved_and_loaded(folder: str) -> list[float]:
+    """Losses of ten steps, the second five after a checkpoint was loaded into a new model."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model, row = sharded("Llama", None)
+    whole, _ = train(model, slice(row, row + 1))
+    first, _ = sharded("Llama", None)
+    losses, _ = train(first, slice(row, row + 1), range(5))
+    dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=folder)
+    second, _ = sharded("Llama", None)
+    state = get_model_state_dict(second)
+    dcp.load({"model": state}, checkpoint_id=folder)
+    set_model_state_dict(second, state)
+    losses += train(second, slice(row, row + 1), range(5, STEPS))[0]
+    return [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
+
+
+@pytest.mark.slow
+def test_distributed_checkpoint_goes_on(pool: Pool, tmp_path: Path) -> None:
+    for differences in pool.run(4, saved_and_loaded, str(tmp_path)):
+        assert largest(differences) < 1e-6, differences

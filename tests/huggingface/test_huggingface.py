@@ -1,0 +1,305 @@
+"""A Hugging Face Llama under its plan equals the stock model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring import unshard_sequence
+from examples.train_hf import (
+    MODELS,
+    batch_of,
+    inputs_of,
+    read_standard_library,
+    small_model,
+    sum_gradients,
+)
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.patterns import MARKER
+from tests.dense import largest
+from tests.pool import Pool
+
+
+def parallel_model(layout: str, seq_len: int, **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model: Any = small_model("llama", seq_len)
+    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout, **options))
+
+
+def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tuple[float, float]]:
+    """Per step of the demo: difference of the losses, and the largest of a gradient, relative.
+
+    By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
+    """
+    options = argparse.Namespace(seq_len=seq_len, batch=2)
+    ring, stock = parallel_model(layout, seq_len), small_model("llama", seq_len)
+    forward = torch.compile(ring, fullgraph=True) if compiled else ring
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
+    text, differences = read_standard_library(), []
+    for step in range(steps):
+        tokens = batch_of(text, step, options)
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (forward, stock)]
+        for loss in losses:
+            loss.backward()
+        sum_gradients(ring)
+        pairs = zip(ring.parameters(), stock.parameters(), strict=True)
+        gradient = largest(relative(ours.grad, theirs.grad) for ours, theirs in pairs)
+        differences.append((abs(losses[0].item() - losses[1].item()), gradient))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differences
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_trains_as_one_process(pool: Pool, layout: str, compiled: bool) -> None:
+    for rank, differences in enumerate(pool.run(2, train_both, layout, compiled, 4, 192)):
+        for step, (loss, gradient) in enumerate(differences):
+            assert loss < 1e-5, f"rank {rank}, step {step}: loss differs by {loss}"
+            assert gradient < 1e-5, f"rank {rank}, step {step}: a gradient differs by {gradient}"
+
+
+def forward_cases(layout: str, seq_len: int) -> None:
+    """Outputs, labels that are masked, and gradients through the logits instead of the loss."""
+    ring, stock = parallel_model(layout, seq_len), small_model("llama", seq_len)
+    tokens = torch.randint(0, 256, (2, seq_len), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 2:7] = -100
+    ones = torch.ones_like(tokens)
+    positions = torch.arange(seq_len).expand(2, -1)
+    embeds = stock.get_input_embeddings()(tokens).detach()
+    for case in (
+        {"input_ids": tokens, "labels": labels},
+        {"input_ids": tokens, "labels": labels, "num_items_in_batch": torch.tensor(7)},
+        {"input_ids": tokens, "labels": labels, "output_hidden_states": True},
+        {"inputs_embeds": embeds, "attention_mask": ones, "position_ids": positions},
+    ):
+        ours, theirs = ring(**case), stock(**case)
+        assert isinstance(ours.logits, DTensor)
+        assert ours.logits.placements == (Shard(1),)
+        torch.testing.assert_close(unshard_sequence(ours.logits, 1), theirs.logits)
+        if theirs.loss is not None:
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=0)
+        for our_state, state in zip(
+            ours.hidden_states or (), theirs.hidden_states or (), strict=True
+        ):
+            torch.testing.assert_close(unshard_sequence(our_state, 1), state)
+    positional = ring(tokens).logits
+    unshard_sequence(positional, 1).square().mean().backward()
+    stock(tokens).logits.square().mean().backward()
+    sum_gradients(ring)
+    for ours, theirs in zip(ring.parameters(), stock.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len"), [("zigzag", 37), ("contiguous", 7), ("striped", 12)]
+)
+def test_outputs_of_all_input_forms(pool: Pool, layout: str, seq_len: int) -> None:
+    pool.run(4, forward_cases, layout, seq_len)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_the_demo(model: str) -> None:
+    options = argparse.Namespace(model=model, packed=True, seq_len=64, batch=1)
+    batch = inputs_of(torch.arange(128), 0, options)
+    loss = small_model(model, 64)(**batch, use_cache=False).loss
+    assert 3 < loss.item() < 9, "about the logarithm of 256 bytes"
+    check_model(small_model(model, 64))
+
+
+def call_with(arguments: dict[str, Any]) -> None:
+    ring, told = parallel_model("striped", 16), arguments.pop("match")
+    for _ in range(2):  # the second call sees that the first one left nothing behind
+        with pytest.raises(ValueError, match=told):
+            ring(**arguments)
+
+
+TOKENS = torch.zeros(1, 16, dtype=torch.int64)
+HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
+CUTS = torch.tensor([0, 20], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("attention_mask must be one stretch", {"attention_mask": HOLED}),
+        (
+            r"attention_mask must be .*\(1, 1, 16, 16\)",
+            {"attention_mask": torch.ones(1, 1, 16, 16)},
+        ),
+        ("one tensor .* got dict", {"attention_mask": {"full_attention": TOKENS}}),
+        ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
+        ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
+        ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
+        ("load-balancing", {"output_router_logits": True}),
+        ("return_dict", {"return_dict": False}),
+        ("ignore_index is -100.*got 3", {"ignore_index": 3}),
+        (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
+        ("use_cache", {"use_cache": True}),
+        ("output_attentions", {"output_attentions": True}),
+        ("logits_to_keep", {"logits_to_keep": 1}),
+        ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
+        ("input_ids or inputs_embeds", {"input_ids": None}),
+    ],
+)
+def test_refuses(pool: Pool, match: str, arguments: dict[str, Any]) -> None:
+    pool.run(2, call_with, {"input_ids": TOKENS, "match": match} | arguments)
+
+
+def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
+    """A model of transformers that is as small as can be."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
+    with torch.device("meta"):
+        config = getattr(transformers, f"{name}Config")(**sizes | options)
+        return getattr(transformers, name + head)(config)
+
+
+UNSUPPORTED = {
+    r"BambaForCausalLM: model\.layers\.0 \(linear_attention\) carry a state": lambda: small(
+        "Bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=4, mamba_d_state=4
+    ),
+    r"MambaForCausalLM: backbone\.layers\.0 \(.*, .*\) carry a state": lambda: small("Mamba"),
+    "LlamaForSequenceClassification: its head reads the sequence as a whole": lambda: small(
+        "Llama", "ForSequenceClassification"
+    ),
+    "pooler pools one rank's tokens.*add_pooling_layer=False": lambda: small("Bert", "Model"),
+    "position_embeddings counts positions by itself": lambda: small("Roberta", "ForMaskedLM"),
+    "GPT2DoubleHeadsModel: its head": lambda: transformers.GPT2DoubleHeadsModel(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
+    ),
+    "T5ForConditionalGeneration: .*has an encoder": lambda: small("T5", "ForConditionalGeneration"),
+    "returns tuples.*return_dict = True": lambda: small("Llama", return_dict=False),
+    "load-balancing loss is a statistic": lambda: small("Mixtral", output_router_logits=True),
+    "token_dropout scales embeddings": lambda: small(
+        "Esm",
+        "ForMaskedLM",
+        **{"position_embedding_type": "rotary", "token_dropout": True},
+        **{"mask_token_id": 3, "pad_token_id": 1, "intermediate_size": 8},
+    ),
+    "is for models of transformers 5.x, got Linear": lambda: nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("match", UNSUPPORTED)
+def test_models_without_a_plan(match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        context_parallel_plan(UNSUPPORTED[match]())
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length(rope: str) -> None:
+    model = small("Llama")
+    model.config.rope_parameters["rope_type"] = rope
+    with pytest.raises(ValueError, match=f"'{rope}' depend on the largest position"):
+        context_parallel_plan(model)
+
+
+def build_unsupported() -> None:
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        parallel_model("spiral", 8)
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
+        parallel_model("zigzag", 8, kernel="flesh")(TOKENS)
+    with pytest.raises(TypeError, match=r"policy must be a TransferPolicy, such as .* got 'fast'"):
+        parallel_model("zigzag", 8, policy="fast")
+    ring = parallel_model("zigzag", 8)
+    for given, match in (
+        ({"position_bias": torch.zeros(2, 4, 4)}, "LlamaAttention gives position_bias"),
+        ({"attention_mask": torch.zeros(4, 4)}, r"got the mask \(4, 4\), where the model's"),
+        ({"attention_mask": (MARKER, False, 5, False)}, "bidirectional of 5 tokens, .* not seen"),
+    ):
+        layer = ring.model.layers[1].self_attn
+        changed = layer.register_forward_pre_hook(
+            lambda module, args, kwargs, given=given: (args, kwargs | given), with_kwargs=True
+        )
+        with pytest.raises(ValueError, match=match):
+            ring(TOKENS)
+        changed.remove()
+    with pytest.raises(ValueError, match="was replaced already, by this plan"):
+        parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
+    for layer in ring.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match=r"no attention dropout, got 0\.5"):
+        ring.train()(TOKENS)
+    with pytest.raises(ValueError, match="called as a whole"):
+        ring.model(TOKENS)
+
+
+def another_kernel() -> None:
+    ring = parallel_model("zigzag", 8, kernel="flash_attn3")
+    with pytest.raises(ValueError, match="'flash_attn3' cannot serve this attention"):
+        ring(TOKENS)
+    with pytest.raises(ValueError, match="kernel='flash_attn3', it cannot get kernel='reference'"):
+        parallel_model("zigzag", 8, kernel="reference")
+
+
+def misused() -> None:
+    """Errors that the plan leaves no trace of, or that come with later changes."""
+    albert = transformers.AlbertModel(
+        transformers.AlbertConfig(
+            vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
+        )
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    parallelize_module(albert, mesh, context_parallel_plan(albert))
+    with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
+        albert(input_ids=TOKENS)
+    llama = small_model("llama", 16)
+    llama.set_attn_implementation("sdpa")
+    llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
+    with pytest.raises(ValueError, match="embed_tokens for a token depends"):
+        parallelize_module(llama, mesh, context_parallel_plan(llama))
+    assert llama.config._attn_implementation == "sdpa"
+    meta = small("Llama")
+    with pytest.raises(ValueError, match="is on the meta device"):
+        parallelize_module(meta, mesh, context_parallel_plan(meta))
+    sharded: Any = fully_shard(small_model("llama", 16), mesh=mesh)
+    with pytest.raises(ValueError, match="apply the plan before fully_shard"):
+        parallelize_module(sharded, mesh, context_parallel_plan(sharded))
+    ring = small_model("llama", 16)
+    parallelize_module(ring, mesh, context_parallel_plan(ring))
+    ring.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
+        ring(TOKENS)
+
+
+def test_misuse(pool: Pool) -> None:
+    pool.run(2, misused)
+
+
+def differ() -> None:
+    """As under a sampler that counts all ranks; then the ranks agree."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    told = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + told):
+        ring(TOKENS + rank)
+    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
+        ring(TOKENS, **{"labels": TOKENS} if rank else {})
+    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
+        ring(TOKENS + rank)
+
+
+def test_batches_that_differ(pool: Pool) -> None:
+    pool.run(2, differ)
+
+
+def test_refuses_other_models(pool: Pool) -> None:
+    pool.run(1, build_unsupported)
+    pool.run(1, another_kernel)

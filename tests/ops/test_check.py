@@ -1,0 +1,272 @@
+"""What the op refuses: on every rank, before anything is sent, and saying why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring import Mask, ZigZag
+from dtensor_ring.ops.autograd import ring_op
+from dtensor_ring.ops.boundaries import documents_of, run_table
+from dtensor_ring.ops.options import LEAVES, Call, flatten
+from dtensor_ring.planning.run_table import RunTable
+from tests.pool import Pool
+from tests.rings import Case, Ring, local
+
+WORLD_SIZE = 2
+BASE = Case(Ring(ZigZag(), WORLD_SIZE, 8, Mask.causal()), torch.float32, heads=(4, 2))
+
+
+class Arguments(NamedTuple):
+    """Of the op: the shards of a sequence of 8 tokens, (2, 4, 4, 8) and (2, 2, 4, 8)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    call: Call
+
+
+Change = Callable[[Arguments], Arguments]
+
+
+def tensors(**changes: Callable[[Tensor], Tensor]) -> Change:
+    """Change the tensors of these names."""
+
+    def change(arguments: Arguments) -> Arguments:
+        return arguments._replace(
+            **{name: f(getattr(arguments, name)) for name, f in changes.items()}
+        )
+
+    return change
+
+
+def options(**changes: Any) -> Change:
+    """Change the fields of these names, of whichever value has them."""
+
+    def change(arguments: Arguments) -> Arguments:
+        return arguments._replace(call=changed(arguments.call, changes))
+
+    return change
+
+
+def changed(call: Call, changes: dict[str, Any]) -> Call:
+    """Fields of batch, scores and place."""
+    values, left = {}, dict(changes)
+    for name, value in call._asdict().items():
+        here = {field.name for field in fields(value)} & left.keys()
+        values[name] = replace(value, **{field: left.pop(field) for field in here})
+    assert not left, f"no option is called {list(left)}"
+    return Call(**values)
+
+
+def mask(**changes: Any) -> Change:
+    """Change an argument of the mask as it travels, past the checks of `Mask`."""
+    position = [leaf.name for leaf in LEAVES].index
+
+    def change(arguments: Arguments) -> Any:
+        flat = list(flatten(arguments.call))
+        for name, value in changes.items():
+            flat[position(name)] = value
+        return (*arguments[:3], flat)
+
+    return change
+
+
+def bounds(*values: Any, dtype: torch.dtype = torch.int32) -> Change:
+    return options(cu_seqlens=torch.tensor(values, dtype=dtype))
+
+
+def key_bounds(*values: Any, dtype: torch.dtype = torch.int32) -> Change:
+    """With one query document and the mask of cross attention."""
+    key_cu_seqlens, documents = torch.tensor(values, dtype=dtype), torch.tensor([0, 8]).int()
+    return options(mask=Mask.full(), cu_seqlens=documents, key_cu_seqlens=key_cu_seqlens)
+
+
+def runs(*values: Any, dtype: torch.dtype = torch.int32, **changes: Any) -> Change:
+    return options(layout="balanced", runs=torch.tensor(values, dtype=dtype), **changes)
+
+
+def to(*args: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    return dict.fromkeys(("query", "key", "value"), lambda x: x.to(*args))
+
+
+BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the sequence length 8, "
+REFUSALS: dict[str, tuple[Change, str]] = {
+    "ndim": (tensors(key=lambda x: x[0]), "must be (B, N, L, H), got query (2, 4, 4, 8), key (2, "),
+    "dtypes": (
+        tensors(value=Tensor.bfloat16),
+        "query, key and value must have one dtype, got query torch.float32, key torch.float32, "
+        "value torch.bfloat16; use .to()",
+    ),
+    "devices": (
+        tensors(key=lambda x: x.to("meta")),
+        "must have one device, got query cpu, key meta, value cpu; use .to()",
+    ),
+    "integers": (tensors(**to(torch.int32)), "a floating dtype of 16 bits or more, got torch.int3"),
+    "8 bits": (tensors(**to(torch.float8_e4m3fn)), "of 16 bits or more, got torch.float8_e4m3fn"),
+    "batch": (tensors(query=lambda x: x[:1]), "disagree in batch, heads or length: query (1, 4,"),
+    "value heads": (tensors(value=lambda x: x[:, :1]), "in batch, heads or length: query (2, 4, 4"),
+    "value length": (tensors(value=lambda x: x[:, :, :3]), "in batch, heads or length: query (2,"),
+    "key length": (
+        tensors(key=lambda x: x[:, :, :3], value=lambda x: x[:, :, :3]),
+        " of 2 holds 3 tokens, but its shard of a sequence of 8 has 4",
+    ),
+    "head dim": (tensors(key=lambda x: x[..., :6]), "query and key must have one head dim, got"),
+    "heads": (
+        tensors(query=lambda x: x[:, :3]),
+        "the query heads must be a multiple of the key heads, got query (2, 3, 4, 8), key (2, 2, 4",
+    ),
+    "no key heads": (
+        tensors(key=lambda x: x[:, :0], value=lambda x: x[:, :0]),
+        "the query heads must be a multiple of the key heads, got query (2, 4, 4, 8), key (2, 0, 4",
+    ),
+    "sinks of key heads": (
+        options(sinks=torch.zeros(2)),
+        "sinks must hold one logit per query head, shape (4,), got (2,); where heads are sharded, ",
+    ),
+    "sinks with dims": (options(sinks=torch.zeros(1, 4)), "shape (4,), got (1, 4)"),
+    "local length": (
+        options(seq_len=12, key_seq_len=12),
+        " of 2 holds 4 tokens, but its shard of a sequence of 12 has 6",
+    ),
+    "layout": (options(layout="ring"), "unknown layout 'ring'; known layouts: contiguous, striped"),
+    "no layout": (options(layout=None), "a layout is a Layout or its name, got NoneType"),
+    "striped": (
+        options(layout="striped", seq_len=7, key_seq_len=7),
+        "got 7; pad it to 8 tokens or use zigzag or",
+    ),
+    "mask": (mask(left=-1), "Mask left counts tokens and is at least 0, got -1; None means"),
+    "chunk and prefix": (mask(chunk=4, prefix=2), "a mask has chunks or a prefix, not both"),
+    "causal cross attention": (
+        options(key_seq_len=6),
+        "8 query and 6 key tokens, or documents of their own, are cross attention, which has no "
+        "diagonal: it takes Mask.full() only, got Mask(left=None, right=0",
+    ),
+    "keys' length in cross attention": (
+        options(key_seq_len=6, mask=Mask.full()),
+        " of 2 holds 4 tokens, but its shard of a sequence of 6 has 3",
+    ),
+    "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: flash_attn3, flash"),
+    "kernel's reason": (
+        options(kernel="cpu_flash", softcap=1.0),
+        "kernel 'cpu_flash' cannot serve this attention (cpu_flash: it has no softcap)",
+    ),
+    "int64 bounds": (bounds(0, 8, dtype=torch.int64), "must be int32, got torch.int64; use .int()"),
+    "bounds from 1": (bounds(1, 8), BOUNDS + "got [1, 8]"),
+    "falling bounds": (bounds(0, 5, 4), BOUNDS + "got [0, 5, 4]"),
+    "bounds beyond": (bounds(0, 5, 9), BOUNDS + "got [0, 5, 9]"),
+    "falling bounds in a row": (bounds([0, 5, 8], [0, 7, 6]), BOUNDS + "got [0, 7, 6]"),
+    "no bounds": (bounds(), BOUNDS + "got []"),
+    "bounds of another batch": (
+        bounds([0, 8], [0, 8], [0, 8]),
+        "cu_seqlens must have shape (D+1,) or (2, D+1), got (3, 2)",
+    ),
+    "0-d bounds": (options(cu_seqlens=torch.tensor(0).int()), "or (2, D+1), got ()"),
+    "int64 key bounds": (
+        key_bounds(0, 8, dtype=torch.int64),
+        "key_cu_seqlens must be int32, got torch.int64; use .int()",
+    ),
+    "key bounds beyond": (key_bounds(0, 9), "key_" + BOUNDS + "got [0, 9]"),
+    "key bounds of another batch": (
+        key_bounds([0, 8], [0, 8], [0, 8]),
+        "key_cu_seqlens must have shape (D+1,) or (2, D+1), got (3, 2)",
+    ),
+    "more key documents": (
+        key_bounds(0, 5, 8),
+        "as many boundaries in cu_seqlens as in key_cu_seqlens, got 2 and 3",
+    ),
+    "balanced without runs": (options(layout="balanced"), "the balanced layout belongs to one bat"),
+    "int64 runs": (runs([[0, 4]], [[4, 4]], dtype=torch.int64), "runs must be int32, got torch.in"),
+    "runs of one rank": (runs([0, 4], [4, 4]), "of each rank, shape (W, R, 2), got (2, 2); see"),
+    "runs with strides": (runs([[0, 4, 2]], [[1, 4, 2]]), "shape (W, R, 2), got (2, 1, 3); see"),
+    "runs with a gap": (runs([[0, 4]], [[5, 4]]), "hold each position once, not so position 4"),
+    "runs that overlap": (runs([[0, 4]], [[3, 4]]), "each position once, not so position 4"),
+    "uneven runs": (runs([[0, 3]], [[3, 5]]), "runs must give the ranks [4, 4] tokens, got [3, 5]"),
+    "runs that do not cover": (
+        runs([[0, 3]], [[3, 3]]),
+        "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",
+    ),
+    "runs of another ring": (
+        runs([[0, 3]], [[3, 3]], [[6, 2]]),
+        "these runs deal 8 tokens to 3 ranks, not 8 tokens to 2; make a layout for each batch",
+    ),
+    "runs of the queries only": (
+        runs([[0, 4]], [[4, 4]], key_seq_len=6, mask=Mask.full()),
+        "these runs deal 8 tokens to 2 ranks, not 6 tokens to 2; make a layout for each batch",
+    ),
+}
+
+
+def test_every_rank_refuses_and_the_ring_still_works(pool: Pool) -> None:
+    for rank, (messages, error) in enumerate(pool.run(WORLD_SIZE, _refusals)):
+        wrong = {
+            name: f"{messages[name]!r}, expected {expected!r}"
+            for name, (_, expected) in REFUSALS.items()
+            if expected not in messages[name]
+        }
+        assert not wrong, f"rank {rank}"
+        assert error < 1e-5, f"rank {rank}"
+
+
+def _refusals() -> tuple[dict[str, str], float]:
+    """What each wrong call raised; and how far a right one after all that is from dense."""
+    right = Arguments(*BASE.shards(dist.get_rank()), BASE.call())
+    messages = {}
+    for name, (change, _) in REFUSALS.items():
+        *shards, rest = change(Arguments(*(x.detach() for x in right[:3]), right.call))
+        try:
+            ring_op(*shards, *(flatten(rest) if isinstance(rest, Call) else rest))
+            messages[name] = "nothing was raised"
+        except (TypeError, ValueError) as error:
+            messages[name] = str(error)
+    out, _ = ring_op(*right[:3], *flatten(right.call))
+    expected = local(BASE.expected()[0], BASE.ring.positions(dist.get_rank()))
+    return messages, (out - expected).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("cu_seqlens", lambda x: documents_of(x, "cu_seqlens", 2)),
+        ("key_cu_seqlens", lambda x: documents_of(x, "key_cu_seqlens", 2)),
+        ("runs", run_table),
+    ],
+)
+def test_on_another_device(name: str, read: Callable[[Tensor], Any]) -> None:
+    message = (
+        f"{name} must be on the CPU, where the ring is planned, got meta; move it once per "
+        f"batch with {name}.cpu()"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        read(torch.zeros(2, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "batch", "documents"),
+    [
+        (torch.tensor([0, 3, 8]), 2, ((0, 3, 8),)),
+        (torch.tensor([[0, 3, 8], [0, 8, 8]]), 2, ((0, 3, 8), (0, 8))),
+        (torch.tensor([[0, 8, 8], [0, 0, 8]]), 2, ((0, 8),)),
+        (torch.zeros(0, 3), 0, ()),
+    ],
+    ids=["for all rows", "by row", "alike but for empty ones", "empty batch"],
+)
+def test_documents_of(cu_seqlens: Tensor, batch: int, documents: Any) -> None:
+    assert documents_of(cu_seqlens.int(), "cu_seqlens", batch).rows == documents
+
+
+def test_numbered_documents_may_be_empty() -> None:
+    cu_seqlens = torch.tensor([[0, 3, 3, 8]], dtype=torch.int32)
+    assert documents_of(cu_seqlens, "cu_seqlens", 1, is_numbered=True).rows == ((0, 3, 3, 8),)
+
+
+def test_run_table_leaves_out_what_fills_up() -> None:
+    table = run_table(torch.tensor([[[0, 2], [6, 2]], [[2, 4], [0, 0]]]).int())
+    assert table == RunTable((((0, 2), (6, 2)), ((2, 4),)))

@@ -1,0 +1,284 @@
+"""What torch.compile sees: one node forward and one backward for each attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, sequence_runs
+from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.ops.autograd import ring_backward_op, ring_op
+from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
+from dtensor_ring.transport.policy import DEFAULT_POLICY
+from tests.dense import largest
+from tests.pool import Pool
+from tests.rings import Case, Ring, fake_group, local
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+DOCUMENTS = ((0, 30, 64),)
+
+
+class ThreeAttentions(nn.Module):
+    """Causal, windowed and full attention over local shards, with projections around them."""
+
+    def __init__(self, features: int = 32) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(features, 2 * features) for _ in range(3))
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, runs: Tensor | None = None
+    ) -> Tensor:
+        """`x` is `(B, L, features)`: four query and two key heads."""
+        for project, mask in zip(self.projections, (CAUSAL, Mask.sliding(5), FULL), strict=True):
+            query, key, value = (
+                part.unflatten(-1, (-1, 8)).transpose(1, 2)
+                for part in project(x).split((x.shape[-1], x.shape[-1] // 2, x.shape[-1] // 2), -1)
+            )
+            seq_len = x.shape[1] * dist.get_world_size()
+            group_name = dist.group.WORLD.group_name
+            call = Call(
+                Batch(cu_seqlens, runs=runs),
+                Scores(mask, default_scale(8)),
+                Place("zigzag", "ring", seq_len, seq_len, group_name, DEFAULT_POLICY),
+            )
+            out, _ = ring_op(query, key, value, *flatten(call))
+            x = out.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_three_attentions_are_three_nodes_forward_and_backward(pool: Pool) -> None:
+    """Boundaries of documents and runs are inputs of the graph: in0 and in1."""
+    forward, backward = pool.run(1, _graphs)[0]
+    assert_expected_inline(
+        forward,
+        """\
+x0 = dtensor_ring.ring_attention.default(in2, in3, in4, in0, in1)
+x1 = dtensor_ring.ring_attention.default(x0[0], in3, in4, in0, in1)
+x2 = dtensor_ring.ring_attention.default(x1[0], in3, in4, in0, in1)
+return x2[0]""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+x0 = dtensor_ring.ring_attention_backward.default(in13, in8, in3, in4, in11, in12, in0, in1)
+x1 = dtensor_ring.ring_attention_backward.default(x0[0], in5, in3, in4, in9, in10, in0, in1)
+x2 = aten.add.Tensor(x0[1], x1[1])
+x3 = aten.add.Tensor(x0[2], x1[2])
+x4 = dtensor_ring.ring_attention_backward.default(x1[0], in2, in3, in4, in6, in7, in0, in1)
+x5 = aten.add.Tensor(x2, x4[1])
+x6 = aten.add.Tensor(x3, x4[2])
+return x4[0]""",
+    )
+
+
+def _graphs() -> list[str]:
+    """The forward and the backward graph of three attentions in a row, on rank 3 of 8."""
+    graphs: list[str] = []
+    layout = Balanced(CAUSAL, 64, 8, DOCUMENTS, block=2)
+    case = Case(Ring(layout, 8, 64, CAUSAL, DOCUMENTS), torch.float32)
+
+    def capture(module: GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(printed(module))
+        return make_boxed_func(module.forward)
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=capture, bw_compiler=capture))
+    def three_attentions(query: Tensor, key: Tensor, value: Tensor, **data: Tensor) -> Tensor:
+        call = options._replace(batch=Batch(**data))
+        for _ in range(3):
+            query, _ = ring_op(query, key, value, *flatten(call))
+        return query
+
+    with fake_group(8, rank=3):
+        options = case.call()
+        data = {"cu_seqlens": options.batch.cu_seqlens, "runs": options.batch.runs}
+        three_attentions(*case.shards(3), **data).sum().backward()
+    return graphs
+
+
+def printed(module: GraphModule) -> str:
+    """The calls with their tensor arguments, and the first output; all but detach and getitem."""
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        arguments = [names[x] for x in node.args if isinstance(x, Node) and x in names]
+        if node.op == "placeholder":
+            names[node] = f"in{len(names)}"
+        elif node.op == "call_function" and node.target is getitem:
+            names[node] = f"{arguments[0]}[{node.args[1]}]"
+        elif node.op == "call_function" and node.target is torch.ops.aten.detach.default:
+            names[node] = arguments[0]
+        elif node.op == "call_function":
+            names[node] = f"x{len(lines)}"
+            lines.append(f"{names[node]} = {node.target}({', '.join(arguments)})")
+    (output,) = module.graph.find_nodes(op="output")
+    first = next(x for x in output.args[0] if x is not None)  # no gradient of the data
+    return "\n".join([*lines, f"return {names[first]}"])
+
+
+def test_inductor_equals_eager(pool: Pool) -> None:
+    for errors in pool.run(2, _inductor_errors, timeout=300):
+        assert largest(errors) < 1e-5, errors
+
+
+def _inductor_errors() -> list[float]:
+    """Of the output, of the gradients of input and parameters."""
+    module, x, results = ThreeAttentions(), torch.randn(2, 6, 32, requires_grad=True), []
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with fresh_cache(), torch._inductor.config.patch(compile_threads=1):
+        for attend in (module, torch.compile(module, fullgraph=True)):
+            out = attend(x, cu_seqlens)
+            grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+            results.append([out, *grads])
+    return [relative_error(*pair) for pair in zip(*results, strict=True)]
+
+
+def relative_error(eager: Tensor, compiled: Tensor) -> float:
+    """Relative to the largest entry."""
+    return ((eager - compiled).abs().max() / eager.abs().max()).item()
+
+
+def test_five_batch_sizes_compile_three_times_at_most(pool: Pool) -> None:
+    num_compiled, shapes = pool.run(1, _batch_sizes)[0]
+    assert shapes == [(batch, 8, 32) for batch in (1, 2, 3, 4, 7)]
+    assert num_compiled <= 3
+
+
+def _batch_sizes() -> tuple[int, list[tuple[int, ...]]]:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, shapes = torch.compile(ThreeAttentions(), backend=counter, fullgraph=True), []
+    with fake_group(8, rank=2):
+        for batch in (1, 2, 3, 4, 7):
+            x = torch.randn(batch, 8, 32, requires_grad=True)
+            compiled(x).sum().backward()
+            shapes.append(tuple(() if x.grad is None else x.grad.shape))
+    return counter.frame_count, shapes
+
+
+def test_five_batches_of_documents_compile_once(pool: Pool) -> None:
+    """Whatever their boundaries, and the runs that balance them."""
+    for num_compiled, num_layouts, errors in pool.run(2, _five_batches):
+        assert (num_compiled, num_layouts) == (1, 5)
+        assert largest(errors) < 1e-6, errors
+
+
+def _five_batches() -> tuple[int, int, list[float]]:
+    """How often it compiled, how many layouts differed, and errors of output and gradient."""
+    counter = CompileCounterWithBackend("aot_eager")
+    module, layouts, errors = ThreeAttentions(), set(), []
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for end in (3, 10, 13, 22, 32):
+        x = torch.randn(2, 16, 32, requires_grad=True)
+        layout = Balanced(CAUSAL, 32, 2, (0, end, 32), block=2)
+        layouts.add(tuple(layout.positions(0, 2, 32)))
+        data = torch.tensor([0, end, 32], dtype=torch.int32), sequence_runs(layout)
+        outputs = module(x, *data), compiled(x, *data)
+        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
+        errors += [relative_error(*outputs), relative_error(*grads)]
+    return counter.frame_count, len(layouts), errors
+
+
+SINKS = (0.5, -1.0, 2.0, 0.0)
+CHECKED = {
+    "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
+    "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
+    "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
+    "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
+    "sinks and lse": Case(
+        Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True
+    ),
+    # Nothing arrives from a fake group: documents that stay on their rank need nothing.
+    "fake group": Case(Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 12, 16),)), torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED.values(), ids=list(CHECKED))
+def test_opcheck(pool: Pool, case: Case) -> None:
+    pool.run(1, _opcheck, case)
+
+
+def _opcheck(case: Case) -> None:
+    rank = case.ring.world_size - 1
+    group = fake_group(case.ring.world_size, rank) if rank else nullcontext()
+    with group, warnings.catch_warnings():
+        # opcheck looks at .grad of copies that are no leaves, whatever it is given.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        _opcheck_both(case, rank)
+
+
+def _opcheck_both(case: Case, rank: int) -> None:
+    query, key, value, *sinks = case.shards(rank)
+    options = flatten(case.call(*sinks))
+    torch.library.opcheck(ring_op, (query, key, value, *options))
+    with torch.no_grad():
+        tensors = query, key, value, *ring_op(query, key, value, *options)
+    grads = [local(x, case.ring.positions(rank)) for x in case.grads()]
+    grad_out, grad_lse = grads if case.grad_lse else (*grads, None)
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in (*tensors, *options)]
+    torch.library.opcheck(ring_backward_op, (grad_out, grad_lse, *arguments))
+
+
+BASE = Case(Ring(ZigZag(), 2, 8, CAUSAL), torch.float32)
+PROMISED = {
+    "grouped": BASE,
+    "reference": replace(BASE, kernel="reference"),
+    "bfloat16": replace(BASE, dtype=torch.bfloat16),
+    "float64, value head dim": replace(BASE, dtype=torch.float64, head_dims=(8, 4)),
+    "sinks and lse": replace(BASE, sinks=SINKS, grad_lse=True),
+    "one head, batch of one": replace(BASE, heads=(1, 1), batch=1),
+    "one token": replace(BASE, ring=Ring(ZigZag(), 2, 2, CAUSAL)),
+    "an empty shard": replace(BASE, ring=Ring(ZigZag(), 2, 1, CAUSAL)),
+    "cross": replace(BASE, ring=Ring(ZigZag(), 2, 8, FULL, key_seq_len=5)),
+    "one tile": replace(BASE, ring=Ring(Contiguous(), 2, 8, CAUSAL, ((0, 4, 8),))),
+}
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "token-major"])
+@pytest.mark.parametrize("case", PROMISED.values(), ids=list(PROMISED))
+def test_fake_kernels_promise_what_the_real_ones_return(
+    pool: Pool, case: Case, contiguous: bool
+) -> None:
+    for rank, (promised, returned) in enumerate(pool.run(2, _described, case, contiguous)):
+        assert promised == returned, f"rank {rank}"
+
+
+def _described(case: Case, contiguous: bool) -> tuple[list[Any], list[Any]]:
+    """Dtype, sizes and strides of all results, of fake tensors and of real ones."""
+    rank = dist.get_rank()
+    query, key, value, *sinks = (
+        x.detach().contiguous() if contiguous else x.detach() for x in case.shards(rank)
+    )
+    grad_out, *grad_lse = (local(x, case.ring.positions(rank)) for x in case.grads())
+    grads, options = (grad_out, *(grad_lse or [None])), flatten(case.call(*sinks))
+    described = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
+        with mode:
+            outputs = ring_op(query, key, value, *options)
+            arguments = *grads, query, key, value, *outputs, *options
+            results = *outputs, *ring_backward_op(*arguments)
+        described.append([_description(x) for x in results])
+    return described[0], described[1]
+
+
+def _description(x: Tensor) -> tuple[Any, ...]:
+    """A dim of size 1 or an empty tensor may have any strides."""
+    strides = [
+        stride if size > 1 and x.numel() else "any"
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+    ]
+    return str(x.dtype), tuple(x.shape), tuple(strides)

@@ -1,0 +1,232 @@
+"""The arithmetic of tiles, against bands written out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor_ring import Mask
+from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.tile import (
+    CAUSAL,
+    FULL,
+    NOTHING,
+    Span,
+    Tile,
+    _band_tiles,
+    _coalesce,
+    _index_band,
+    _parts,
+    _reach,
+    _triangle,
+    length,
+    moved,
+    prefix_parts,
+    shard_tiles,
+)
+from tests.planning.test_needs import hull
+
+Pairs = set[tuple[int, int]]
+bounds = st.none() | st.integers(-12, 12)
+
+
+def band(rows: Span, cols: Span, left: int | None, right: int | None) -> Pairs:
+    """Rows and columns that see one another, counted from the first of each."""
+    return {
+        (i, j)
+        for i, j in product(range(*rows), range(*cols))
+        if (left is None or (i - rows[0]) - (j - cols[0]) <= left)
+        and (right is None or (j - cols[0]) - (i - rows[0]) <= right)
+    }
+
+
+def pairs_of(tile: Tile) -> Pairs:
+    return band(tile.rows, tile.cols, tile.mask.left, tile.mask.right)
+
+
+def check(tiles: list[Tile], expected: Pairs) -> None:
+    """Each pair once, and each tile is what `Tile` promises."""
+    found = Counter(pair for tile in tiles for pair in pairs_of(tile))
+    assert set(found) == expected
+    assert set(found.values()) <= {1}, "each pair once"
+    for tile in tiles:
+        seen = pairs_of(tile)
+        assert tile.area == len(seen)
+        assert {i for i, _ in seen} == set(range(*tile.rows)), "every row sees"
+        assert {j for _, j in seen} == set(range(*tile.cols)), "every column is seen"
+        num_rows, num_cols = length(tile.rows), length(tile.cols)
+        assert tile.mask != CAUSAL or num_rows == num_cols
+        bounded_left_only = tile.mask.left is not None and tile.mask.right is None
+        assert not bounded_left_only or num_rows <= num_cols
+
+
+@settings(max_examples=600)
+@given(st.integers(0, 9), st.integers(0, 9), bounds, bounds)
+def test_band_tiles(num_rows: int, num_cols: int, left: int | None, right: int | None) -> None:
+    expected = band((0, num_rows), (0, num_cols), left, right)
+    check(list(_band_tiles(num_rows, num_cols, left, right)), expected)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), bounds, bounds)
+def test_parts_of_a_trimmed_band(
+    num_rows: int, num_cols: int, left: int | None, right: int | None
+) -> None:
+    expected = band((0, num_rows), (0, num_cols), left, right)
+    is_trimmed = (
+        {i for i, _ in expected} == set(range(num_rows))
+        and {j for _, j in expected} == set(range(num_cols))
+        # A bound that nothing reaches is none.
+        and (left is None or left < num_rows - 1)
+        and (right is None or right < num_cols - 1)
+    )
+    if is_trimmed:
+        check(list(_parts(num_rows, num_cols, left, right)), expected)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.none() | st.integers(0, 12), st.data())
+def test_area(num_rows: int, num_cols: int, left: int | None, data: st.DataObject) -> None:
+    right = data.draw(st.none() | st.integers(0, 12))
+    rows, cols = (3, 3 + num_rows), (5, 5 + num_cols)
+    seen = band(rows, cols, left, right)
+    if {i for i, _ in seen} == set(range(*rows)) and {j for _, j in seen} == set(range(*cols)):
+        assert Tile(rows, cols, Mask(left, right)).area == len(seen)
+
+
+@pytest.mark.parametrize("longest", range(-2, 8))
+@pytest.mark.parametrize("num_terms", range(6))
+def test_triangle(longest: int, num_terms: int) -> None:
+    assert _triangle(longest, num_terms) == sum(max(0, longest - i) for i in range(num_terms))
+
+
+tile_grids = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12, unique=True
+)
+
+
+@settings(max_examples=300)
+@given(tile_grids, st.integers(1, 3))
+def test_coalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
+    """Squares of a grid: causal ones on the diagonal, full ones below it."""
+    squares = [
+        Tile(
+            (size * row, size * row + size),
+            (size * col, size * col + size),
+            CAUSAL if row == col and size > 1 else FULL,
+        )
+        for row, col in sorted(grid)
+        if col <= row
+    ]
+    joined = _coalesce(squares)
+    check(joined, {pair for tile in squares for pair in pairs_of(tile)})
+    assert len(joined) <= len(squares)
+
+
+@pytest.mark.parametrize("num_squares", [2, 3, 4])
+def test_a_staircase_is_one_square(num_squares: int) -> None:
+    squares = [
+        Tile((4 * i, 4 * i + 4), (4 * j, 4 * j + 4), CAUSAL if i == j else FULL)
+        for i in range(num_squares)
+        for j in range(i + 1)
+    ]
+    assert _coalesce(squares) == [Tile((0, 4 * num_squares), (0, 4 * num_squares), CAUSAL)]
+
+
+def test_neighbours_are_joined_only_if_the_union_is_a_tile() -> None:
+    wide, below = Tile((0, 2), (0, 4), FULL), Tile((2, 4), (0, 4), FULL)
+    assert _coalesce([Tile((0, 2), (0, 2), FULL), Tile((0, 2), (2, 4), FULL), below]) == [
+        Tile((0, 4), (0, 4), FULL)
+    ]
+    apart = Tile((3, 4), (0, 4), FULL)
+    narrow = Tile((2, 4), (0, 3), FULL)
+    causal = Tile((2, 6), (0, 4), CAUSAL)
+    for other in (apart, narrow, causal):
+        assert _coalesce([wide, other]) == [wide, other]
+
+
+runs = st.builds(Run, st.integers(0, 20), st.integers(1, 8))
+
+
+@given(runs, runs, st.integers(1, 4), bounds, bounds)
+def test_index_band(query: Run, key: Run, stride: int, left: int | None, right: int | None) -> None:
+    query, key = (Run(run.start, run.length, stride) for run in (query, key))
+    positive = (x if x is None else abs(x) for x in (left, right))
+    mask = Mask(*positive)
+    expected = {
+        (i, j)
+        for i, j in product(range(query.length), range(key.length))
+        if mask.sees(query.position(i), key.position(j))
+    }
+    found = band((0, query.length), (0, key.length), *_index_band(query, key, 0, 0, mask))
+    assert found == expected
+
+
+def test_strides_need_no_band_in_common_without_a_mask() -> None:
+    query, key = Run(0, 4, 2), Run(0, 4, 3)
+    assert _index_band(query, key, 0, 0, FULL) == (None, None)
+    message = r"runs of different strides have no common band: Run\(start=0, length=4, stride=2\)"
+    with pytest.raises(ValueError, match=message):
+        _index_band(query, key, 0, 0, CAUSAL)
+
+
+@pytest.mark.parametrize("prefix", [None, 0, 2, 5, 9])
+def test_prefix_parts(prefix: int | None) -> None:
+    mask = Mask(3, 1, prefix=prefix)
+    parts = list(prefix_parts(10, 15, mask))
+    covered = [(key, band.right) for begin, end, band in parts for key in range(begin, end)]
+    assert covered == [(key, None if key - 10 < (prefix or 0) else 1) for key in range(10, 15)]
+    assert all(band.left == 3 for _, _, band in parts)
+
+
+@given(runs, bounds, bounds)
+def test_reach_misses_no_key(query: Run, left: int | None, right: int | None) -> None:
+    mask = Mask(*(x if x is None else abs(x) for x in (left, right)))
+    ends = (0, 5, 9, 20)
+    first, end = _reach(query, mask, (ends, ends))
+    document = [sum(bound <= x for bound in ends[1:]) for x in range(30)]
+    for i in range(query.length):
+        position = query.position(i)
+        for key in range(20):
+            if position < 20 and document[position] == document[key] and mask.sees(position, key):
+                assert first <= key < end
+
+
+spans = st.tuples(st.integers(0, 9), st.integers(0, 5)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@given(st.lists(spans))
+def test_hull(some: list[Span]) -> None:
+    indices = [i for span in some for i in range(*span)]
+    assert hull(some) == ((min(indices), max(indices) + 1) if indices else NOTHING)
+    assert [length(span) for span in some] == [len(range(*span)) for span in some]
+    assert all(list(range(*moved(x, 3))) == [i + 3 for i in range(*x)] for x in some)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 3))
+def test_shard_tiles(data: st.DataObject, stride: int) -> None:
+    """Two shards of a few runs each, one document after another."""
+    queries, keys = (shards(data, stride) for _ in range(2))
+    ends = (0, *sorted(data.draw(st.lists(st.integers(0, 60), max_size=3))))
+    left, right = data.draw(st.none() | st.integers(0, 9)), data.draw(st.none() | st.integers(0, 9))
+    mask = Mask(left, right, prefix=data.draw(st.none() | st.integers(0, 6)))
+    positions = [[run.position(i) for run in x for i in range(run.length)] for x in (queries, keys)]
+    expected = {
+        (i, j)
+        for (i, query), (j, key) in product(*map(enumerate, positions))
+        for begin, end in pairwise(ends)
+        if begin <= query < end and begin <= key < end and mask.sees(query - begin, key - begin)
+    }
+    check(shard_tiles(queries, keys, mask, (ends, ends)), expected)
+
+
+def shards(data: st.DataObject, stride: int) -> tuple[Run, ...]:
+    result: list[Run] = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        gap = data.draw(st.integers(1, 6))
+        start = result[-1].last + gap if result else gap - 1
+        result.append(Run(start, data.draw(st.integers(1, 6)), stride))
+    return tuple(result)

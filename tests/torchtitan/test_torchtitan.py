@@ -1,0 +1,231 @@
+"""torchtitan's trainer with rings, against itself with dense attention and no shards of a sequence.
+
+What is compared are the loss and the norm of the gradient at each of five steps, from one seed of
+weights, on packed documents.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.pool import Pool
+from tests.test_public import ROOT
+from tests.titan import Report, Run, arguments, make_assets, save_seed, train
+
+pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
+
+TOLERANCE = 1e-5
+VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
+ACCUMULATE = ("--training.local_batch_size=2", "--training.global_batch_size=4")
+PIPELINE = ("--parallelism.pipeline_parallel_schedule=1F1B",)
+FULL, NO = "activation-checkpoint:full", "activation-checkpoint:none"
+NO_GRAPHS = "--training.disable_cuda_graphs"
+
+
+def _degrees(**degrees: int) -> tuple[str, ...]:
+    names = {
+        "dp": "data_parallel_shard",
+        "replicas": "data_parallel_replicate",
+        "cp": "context_parallel",
+        "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
+    }
+    return tuple(f"--parallelism.{names[k]}_degree={v}" for k, v in degrees.items())
+
+
+CP = _degrees(cp=2)
+UNBALANCED = ("--parallelism.context_parallel_load_balancer=None",)
+
+
+def _layout(layout: str = "zigzag") -> tuple[str, ...]:
+    return "--override.imports", f'parallel_plans.torchtitan.ring_attention={{"layout":"{layout}"}}'
+
+
+def _backend(name: str) -> tuple[str, ...]:
+    return (f"--parallelism.spmd_backend={name}",)
+
+
+class Trainings:
+    """Runs from one seed of weights for each family, and what they are compared with."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        make_assets(folder)
+        self._pool, self.folder = pool, folder
+        self.reference = cache(self._reference)
+        self._seed = cache(self._make_seed)
+
+    def run(self, run: Run, *more: str) -> Report:
+        """What the last rank reports, which has the loss of a pipeline."""
+        seed = f"--checkpoint.initial_load_path={self._seed(run.family)}/checkpoint/step-0"
+        more = more or ("--checkpoint.load_only", f"--dump_folder={self.folder}/outputs")
+        flags = ("--checkpoint.enable", seed, *more, *run.flags)  # subcommands come last
+        run = replace(run, flags=flags)
+        return self._pool.run(run.world_size, train, run, str(self.folder), timeout=300)[-1]
+
+    def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
+        """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
+        flags = (*_degrees(dp=dp, tp=tp, cp=1), *(VALIDATE if family == "llama3" else ()))
+        return self.run(Run(family, dp * tp, flags, dense=True))
+
+    def _make_seed(self, family: str) -> Path:
+        folder = self.folder / family
+        seed = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+        flags = (*_degrees(cp=1), *seed, f"--dump_folder={folder}")
+        self._pool.run(1, save_seed, Run(family, 1, flags), str(self.folder))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def trainings(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(pool, tmp_path_factory.mktemp("titan"))
+
+
+def _check(report: Report, reference: Report, first: int = 0, validated: bool = False) -> None:
+    """From a step on, the same curve."""
+    assert report.losses == pytest.approx(reference.losses[first:], rel=TOLERANCE)
+    assert report.grad_norms == pytest.approx(reference.grad_norms[first:], rel=TOLERANCE)
+    assert bool(report.validation) == validated
+    if validated:
+        assert report.validation == pytest.approx(reference.validation, rel=TOLERANCE)
+
+
+CASES: dict[str, tuple[Run, dict[str, int]]] = {
+    "ring of 1": (Run("llama3", 1, _degrees(cp=1)), {}),
+    "ring of 2": (Run("llama3", 2, VALIDATE), {}),
+    "ring of 4": (Run("llama3", 4, _degrees(cp=4)), {}),
+    "contiguous": (Run("llama3", 2, _layout("contiguous")), {}),
+    "striped": (Run("llama3", 4, (*_layout("striped"), *_degrees(cp=4))), {}),
+    "balanced": (Run("llama3", 2, (*_layout("balanced"), *VALIDATE)), {}),
+    "batches": (Run("llama3", 4, _degrees(dp=2)), {"dp": 2}),
+    "replicas": (Run("llama3", 4, _degrees(replicas=2)), {"dp": 2}),
+    "heads": (Run("llama3", 4, _degrees(tp=2)), {}),
+    "pipeline": (Run("llama3", 4, (*_degrees(pp=2), *PIPELINE)), {}),
+    "full dtensor": (Run("llama3", 2, _backend("full_dtensor")), {}),
+    "partial dtensor": (Run("llama3", 4, (*_degrees(tp=2), *_backend("partial_dtensor"))), {}),
+    "partial dtensor, one axis": (Run("llama3", 2, _backend("partial_dtensor")), {}),
+    "not checkpointed": (Run("llama3", 2, (NO,)), {}),
+    "checkpointed": (Run("llama3", 2, (FULL,)), {}),
+    "accumulated": (Run("llama3", 2, ACCUMULATE), {}),
+    "typechecked": (Run("llama3", 4, (*_degrees(tp=2), "--debug.spmd_typechecking")), {}),
+    "qwen3": (Run("qwen3", 2), {}),
+    "gpt_oss": (Run("gpt_oss", 2), {}),
+    "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
+    "deepseek_v3": (Run("deepseek_v3", 2), {}),
+    "override": (Run("llama3", 2, (*CP, *_layout(), *VALIDATE), stock=True), {}),
+    "override, contiguous": (
+        Run("llama3", 2, (*CP, *_layout("contiguous"), *UNBALANCED, FULL), stock=True),
+        {},
+    ),
+    "override, pipeline": (
+        Run("llama3", 4, (*CP, *_degrees(pp=2), *PIPELINE, *_layout(), NO_GRAPHS), stock=True),
+        {},
+    ),
+    "override, full dtensor": (
+        Run("gpt_oss", 2, (*CP, *_layout(), *_backend("full_dtensor")), stock=True),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "degrees"), CASES.values(), ids=CASES.keys())
+def test_training(trainings: Trainings, run: Run, degrees: dict[str, int]) -> None:
+    validated = VALIDATE[0] in run.flags
+    _check(trainings.run(run), trainings.reference(run.family, **degrees), validated=validated)
+
+
+def test_documents_matter(trainings: Trainings) -> None:
+    forgetful = trainings.run(Run("llama3", 2, ignore_documents=True))
+    with pytest.raises(AssertionError):
+        _check(forgetful, trainings.reference("llama3"))
+
+
+COMPILE = ("--compile.enable",)
+CHECKPOINTING = {"selective": ((), 1), "full": ((FULL,), 2), "none": ((NO,), 1)}
+
+
+@pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING.values(), ids=CHECKPOINTING.keys())
+def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
+    _check_calls(trainings.run(Run("llama3", 2, flags)), forward)
+
+
+def test_override_of_checkpointing(trainings: Trainings) -> None:
+    both = (*_layout(), "parallel_plans.torchtitan.ring_checkpointing")
+    _check_calls(trainings.run(Run("llama3", 2, (*CP, *both), stock=True)), forward=1)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_compiled(trainings: Trainings, family: str) -> None:
+    """Each step has other documents, and none compiles again."""
+    report = trainings.run(Run(family, 2, COMPILE))
+    _check(report, trainings.reference(family))
+    _check_calls(report, forward=1)
+    assert report.num_graphs[0] > 0
+    assert set(report.num_graphs) == {report.num_graphs[0]}
+
+
+def _check_calls(report: Report, forward: int) -> None:
+    """Rings in each step, over two layers."""
+    for step, calls in enumerate(report.calls, 1):
+        assert calls == {"ring_forward": 2 * forward * step, "ring_backward": 2 * step}
+
+
+def test_resuming_on_another_ring(trainings: Trainings, tmp_path: Path) -> None:
+    """From the checkpoint of step 3, with twice the ranks: the curve goes on."""
+    keep = ("--checkpoint.interval=3", "--checkpoint.keep_latest_k=0", f"--dump_folder={tmp_path}")
+    trainings.run(Run("llama3", 2), *keep)
+    again = Run("llama3", 4, _degrees(cp=4))
+    resumed = trainings.run(again, *keep, "--checkpoint.load_step=3")
+    assert len(resumed.losses) == 2
+    _check(resumed, trainings.reference("llama3"), first=3)
+
+
+STARTUP = """
+import sys
+sys.path.insert(0, {root!r})
+from examples.torchtitan_cpu import install
+install()
+"""
+
+
+def test_stock_entry_point(trainings: Trainings, tmp_path: Path) -> None:
+    """`python -m torchtitan.train`, which on a CPU has to be told of it first, with our names."""
+    (tmp_path / "sitecustomize.py").write_text(STARTUP.format(root=str(ROOT)))
+    run = Run("llama3", 2, (*_layout("striped"), "--training.steps=2"))
+    command = [sys.executable, "-m", "torchtitan.train", *arguments(run, trainings.folder)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **pipes,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        printed, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, printed
+        assert "layout='striped'" in printed
+        assert printed.count("grad_norm") == 2
+
+
+def test_example() -> None:
+    script = ROOT / "examples" / "train_torchtitan.sh"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    flags = ("--training.steps=2", "--training.seq_len=128")
+    done = subprocess.run([script, *flags], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("grad_norm") == 2

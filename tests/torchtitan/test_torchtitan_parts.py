@@ -1,0 +1,255 @@
+"""The parts of the torchtitan plan that need no training run: documents, configs, refusals."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.utils import _to_kwargs
+
+from dtensor_ring import SequenceAxis, TransferPolicy
+from dtensor_ring.planning.spelling import as_layout
+from examples.torchtitan_cpu import use_cpu
+from tests.layouts import LAYOUTS
+from tests.pool import Pool
+from tests.test_public import ROOT
+
+pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6], [*range(16)]])
+NAMES = [layout.spec for layout in LAYOUTS]
+CU_SEQLENS = [[0, 5, 8, 9, *[16] * 13], [0, *[16] * 16]]
+
+
+def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
+    """Call what imports torchtitan, which has to be told of the CPU before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchtitan's own, as it is imported
+        use_cpu()
+        return function(*args)
+
+
+def _move() -> None:
+    from parallel_plans.torchtitan import Documents
+
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    given = {"positions": POSITIONS, "attention_masks": Documents(bounds, bounds)}
+    _, (moved,) = _to_kwargs((), given, torch.device("meta"), False)
+    assert moved["positions"].is_meta
+    assert moved["attention_masks"].cu_seqlens is bounds
+    assert moved["attention_masks"].runs is bounds
+
+
+def test_documents_stay_on_the_cpu(pool: Pool) -> None:
+    """fully_shard moves what a model is called with to the device, on a GPU, by this function."""
+    pool.run(1, _on_cpu, _move)
+
+
+def same_order(one: str, other: str, world_size: int) -> bool:
+    """Short sequences are dealt alike by some layouts."""
+    if "balanced" in (one, other):
+        return False
+    positions = (
+        [as_layout(name).positions(rank, world_size, 16) for rank in range(world_size)]
+        for name in (one, other)
+    )
+    return next(positions) == next(positions)
+
+
+def _deal(layout: str) -> None:
+    from parallel_plans.torchtitan.documents import deal, gather_documents
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
+    dealt, labels, documents = deal(batch, 10 * POSITIONS + 1, layout, world_size)
+    assert documents.cu_seqlens.tolist() == CU_SEQLENS
+    assert torch.equal(dealt["input"] + 1, labels)
+    assert torch.equal(dealt["positions"], dealt["input"] // 10)
+    assert (documents.runs is None) == (layout != "balanced")
+    local = dealt["positions"].chunk(world_size, 1)[rank]
+    for other in NAMES:
+        if same_order(other, layout, world_size):
+            found = gather_documents(local, as_layout(other), dist.group.WORLD)
+            assert found.cu_seqlens.tolist() == CU_SEQLENS
+        else:
+            with pytest.raises(ValueError, match=f"were not dealt {other}"):
+                gather_documents(local, as_layout(other), dist.group.WORLD)
+    with pytest.raises(ValueError, match="were not dealt balanced"):
+        gather_documents(local, as_layout("balanced"), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("layout", [*NAMES, "balanced"])
+def test_documents(pool: Pool, layout: str) -> None:
+    pool.run(2, _on_cpu, _deal, layout)
+
+
+def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
+    """Tokens, ranks of the ring and rotary bases, by name."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.common.rope import RoPE
+
+    from parallel_plans.torchtitan import RingSelectiveAC, RingTrainer, RingValidator
+    from parallel_plans.torchtitan import config_registry as registry
+    from parallel_plans.torchtitan.trainer import ring_layout
+
+    found = {}
+    for name in [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]:
+        config = getattr(registry, name)()
+        assert isinstance(config, RingTrainer.Config)
+        assert isinstance(config.validator, RingValidator.Config)
+        kept = config.activation_checkpoint
+        assert kept is None or isinstance(kept, (RingSelectiveAC.Config, FullAC.Config))
+        assert config.training.disable_cuda_graphs
+        parallelism, model = config.parallelism, config.model_spec.model
+        model.update_from_config(config=config)
+        assert ring_layout(model) == "zigzag"
+        ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        assert ranks % parallelism.expert_parallel_degree == 0
+        assert config.training.seq_len % (2 * ranks) == 0
+        bases = {rope.theta for _, rope, *_ in model.traverse(RoPE.Config)}
+        found[name] = config.training.seq_len, parallelism.context_parallel_degree, bases
+    return found
+
+
+def test_configs(pool: Pool) -> None:
+    """Each is one that torchtitan accepts, with rings in all layers."""
+    (found,) = pool.run(1, _on_cpu, _check_configs)
+    assert len(found) == 9
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    rows = re.findall(r"^\| `(\w+_ring_\w+)` \| ([\d,]+) \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) == 5
+    for name, tokens, ranks in rows:
+        assert found[name][:2] == (int(tokens.replace(",", "")), int(ranks)), name
+    assert found["llama3_8b_ring_128k"][2] == {5e5}, "what Llama 3.1 has"
+    assert list(found["llama3_70b_ring_1m"][2]) == pytest.approx([5e5 * 8 ** (128 / 126)])
+
+
+def _refuse_configs() -> None:
+    from torchtitan.config.override import derive
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import Llama3Model
+    from torchtitan.models.llama3 import config_registry as llama3
+
+    from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
+    from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
+    from parallel_plans.torchtitan.documents import deal
+    from parallel_plans.torchtitan.trainer import ring_layout
+
+    class Masking(Llama3Model):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Llama3Model.Config):
+            pass
+
+        def get_attention_masks(self, positions: torch.Tensor) -> Any:
+            raise NotImplementedError
+
+    def model() -> Any:
+        return llama3.llama3_debugmodel().model_spec.model
+
+    with pytest.raises(ValueError, match="unknown layout 'zagzig'; known layouts: contig"):
+        use_ring(model(), "zagzig")
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
+        use_ring(model(), "zigzag", "flesh")
+    with pytest.raises(ValueError, match="got no ring"):
+        ring_layout(model())
+    mixed = model()
+    use_ring(mixed, "striped")
+    mixed.layers[0].attention.inner_attention = RingAttention.Config()
+    with pytest.raises(ValueError, match=r"share one layout .* \['striped', 'zigzag'\]"):
+        ring_layout(mixed)
+    other = model()
+    other.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+    with pytest.raises(ValueError, match=r"a layer of Llama3Model has ScaledDotProductAttention"):
+        use_ring(other, "zigzag")
+    with pytest.raises(ValueError, match=r'makes masks of its own .* attn_backend="varlen"'):
+        use_ring(derive(model(), Masking.Config), "zigzag")
+    with pytest.raises(ValueError, match=r"brings a Trainer of its own.* got RingTrainer\.Config"):
+        with_ring(llama3_debugmodel_ring())
+    captured = llama3_debugmodel_ring()
+    captured.training.disable_cuda_graphs = False
+    on_gpus = patch("parallel_plans.torchtitan.trainer.device_type", "cuda")
+    with on_gpus, pytest.raises(ValueError, match=r"give --training\.disable_cuda_graphs"):
+        RingTrainer(captured)
+    for names in (["input"], ["input", "pixels", "positions"]):
+        with pytest.raises(ValueError, match=f"the batch holds {re.escape(str(names))}"):
+            deal(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)
+
+
+def _refuse_calls() -> None:
+    from torchtitan.models.llama3 import config_registry as llama3
+
+    from parallel_plans.torchtitan import Documents, RingAttention
+    from parallel_plans.torchtitan.config_registry import with_ring
+
+    config = with_ring(llama3.llama3_debugmodel(), "striped", "flash_attn3", "int32")
+    settings: Any = config.model_spec.model.layers[0].attention.inner_attention
+    with pytest.raises(ValueError, match="unknown grad_dtype 'int32'; known dtypes: float16, flo"):
+        settings.build()
+    ring = RingAttention.Config().build()
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="was not parallelized"):
+        ring(q, q, q, attention_masks=None)
+    mesh = init_device_mesh("cpu", (1,))
+    ring.axis = SequenceAxis(mesh, "zigzag")
+    with pytest.raises(ValueError, match=r"takes the documents of the batch .* got NoneType"):
+        ring(q, q, q, attention_masks=None)
+    documents = Documents(torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="does not take score_mod"):
+        ring(q, q, q, attention_masks=documents, score_mod=torch.add)
+    with pytest.raises(ValueError, match=r"cannot run .*add, which transforms the output"):
+        ring(q, q, q, attention_masks=documents, out_transform=torch.add)
+    elsewhere = replace(settings, grad_dtype="bfloat16").build()
+    assert elsewhere.policy == TransferPolicy(grad_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"was configured with policy=.*, it cannot get policy="):
+        SequenceAxis(mesh, "zigzag", policy=elsewhere.policy)
+
+
+def _refuse_kernels() -> None:
+    from parallel_plans.torchtitan import Documents, RingAttention
+
+    ring = RingAttention.Config(kernel="flash_attn3").build()
+    ring.axis = SequenceAxis(init_device_mesh("cpu", (1,)), ring.layout, kernel=ring.kernel)
+    q, documents = torch.randn(1, 4, 2, 8), Documents(torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="kernel 'flash_attn3' cannot serve this attention"):
+        ring(q, q, q, attention_masks=documents)
+
+
+@pytest.mark.parametrize("refuse", [_refuse_configs, _refuse_calls, _refuse_kernels])
+def test_refusals(pool: Pool, refuse: Callable[[], None]) -> None:
+    pool.run(1, _on_cpu, refuse)
+
+
+def _check_examples() -> int:
+    package = importlib.import_module("parallel_plans.torchtitan")
+    modules = [importlib.import_module(package.__name__)]
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        modules.append(importlib.import_module(info.name))
+    examples = 0
+    for module in modules:
+        assert module.__doc__, module.__name__
+        for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+            output = io.StringIO()
+            assert not doctest.DocTestRunner().run(test, out=output.write).failed, output.getvalue()
+            examples += bool(test.examples)
+    for name in package.__all__:
+        assert inspect.getdoc(getattr(package, name)), name
+    return examples
+
+
+def test_docstrings(pool: Pool) -> None:
+    """What the package offers is documented, and its examples run."""
+    assert pool.run(1, _on_cpu, _check_examples) == [2]

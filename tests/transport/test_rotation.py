@@ -1,0 +1,202 @@
+"""Messages: what travels is what the plan says, one message per hop, in two or three buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.compute.execute import Pair
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.route import Hop
+from dtensor_ring.planning.tile import length
+from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.transport.rotation import ShardRotation
+from tests.pool import Pool
+from tests.rings import Ring
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+LIKE = torch.empty(2, 1, 0, 3), torch.empty(2, 1, 0, 2)
+PER_COLUMN = 2 * (3 + 2)  # numbers of both tensors
+
+
+class Message(NamedTuple):
+    """A send or a receive, as this rank posted it."""
+
+    what: str
+    peer: int
+    numel: int
+    dtype: torch.dtype
+
+
+def posted(operation: dist.P2POp) -> Message:
+    x = operation.tensor
+    return Message(operation.op.__name__, operation.group_peer, x.numel(), x.dtype)
+
+
+@contextmanager
+def recorded() -> Iterator[list[list[Message]]]:
+    """The messages of each hop that has any."""
+    hops: list[list[Message]] = []
+    start = dist.batch_isend_irecv
+
+    def record(operations: list[dist.P2POp]) -> list[dist.Work]:
+        hops.append([posted(operation) for operation in operations])
+        return start(operations)
+
+    with patch.object(dist, "batch_isend_irecv", record):
+        yield hops
+
+
+def messages_of(planned: Sequence[Hop], per_column: int, dtype: torch.dtype) -> list[list[Message]]:
+    """What a rank has to receive and to send at each hop that has messages, by its plan."""
+    hops = [
+        [
+            Message(what, transfer.peer, length(transfer.cols) * per_column, dtype)
+            for what, transfers in (("irecv", hop.receives), ("isend", hop.sends))
+            for transfer in transfers
+        ]
+        for hop in planned
+    ]
+    return [hop for hop in hops if hop]
+
+
+RINGS = {
+    "zigzag": Ring(ZigZag(), 4, 16, CAUSAL),
+    "striped, three": Ring(Striped(), 3, 12, FULL),
+    "contiguous": Ring(Contiguous(), 4, 16, CAUSAL),
+    "uneven": Ring(Contiguous(), 4, 10, FULL),
+    "empty shards": Ring(ZigZag(), 4, 5, FULL),
+    "window": Ring(Contiguous(), 4, 16, Mask.sliding(2)),
+    "window ahead": Ring(Contiguous(), 3, 12, Mask(0, 1)),
+    "two ranks": Ring(ZigZag(), 2, 8, CAUSAL),
+    "one rank": Ring(ZigZag(), 1, 8, CAUSAL),
+    "documents": Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 9, 12, 16),)),
+    "straight": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
+    "straight, a whole shard at each hop": Ring(Contiguous(), 4, 16, Mask.local(1, 4)),
+    "straight, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
+    "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
+}
+
+
+@pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))
+def test_rotation(pool: Pool, ring: Ring) -> None:
+    answers = pool.run(ring.world_size, _rotate, ring)
+    for rank, (hops, held, num_buffers) in enumerate(answers):
+        plan = ring.plans()[rank]
+        assert hops == messages_of(plan.shards, PER_COLUMN, torch.float32), f"rank {rank}"
+        assert num_buffers <= 2 + ring.goes_straight
+        whole, *others = plan.steps
+        steps = [whole, *(step if length(step.cols) else whole for step in others)]
+        for step, positions in zip(steps, held, strict=True):
+            expected = ring.positions(step.source)[slice(*step.cols)].tolist()
+            assert positions == expected, f"in step {step.number} of rank {rank}"
+
+
+def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float]], int]:
+    """Messages, the positions of the keys of each step, and how many buffers were used."""
+    plan = ring.plans()[dist.get_rank()]
+    transport = Counting(dist.group.WORLD)
+    held = []
+    with recorded() as hops, ShardRotation(transport, plan, shard_of(ring, plan.rank)) as shards:
+        for step in plan.steps:
+            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
+                held.append(_positions(kv))
+            assert _positions(kv) == held[-1], "what is computed on stays"
+    assert transport.allocated == transport.freed, "all buffers were given back"
+    return hops, held, len(transport.allocated)
+
+
+def shard_of(ring: Ring, rank: int) -> Pair:
+    """Keys and values that say which positions they are of."""
+    mine = ring.positions(rank).float().view(1, 1, -1, 1)
+    key, value = (mine.expand(2, 1, -1, x.shape[3]).clone() for x in LIKE)
+    return key, value
+
+
+class Counting(ProcessGroupTransport):
+    """Knows the addresses of its buffers."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.allocated: set[int] = set()
+        self.freed: set[int] = set()
+        self.works: Sequence[Work] = ()
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.allocated.add(buffer.data_ptr())
+        return buffer
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        self.works = super().start(receives, sends)
+        return self.works
+
+    def free(self, buffer: Tensor) -> None:
+        assert buffer.data_ptr() not in self.freed, "once"
+        self.freed.add(buffer.data_ptr())
+
+
+def test_buffers_go_back_when_a_kernel_raises(pool: Pool) -> None:
+    pool.run(2, _raise_in_a_step)
+
+
+def _raise_in_a_step() -> None:
+    """Those that messages may still write to do not; the next ring finds its messages."""
+    last, first = Counting(dist.group.WORLD), Counting(dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="a kernel"):
+        _raise_in(1, last)
+    assert last.allocated
+    assert last.allocated == last.freed, "nothing was in flight any more"
+    with pytest.raises(RuntimeError, match="a kernel"):
+        _raise_in(0, first)
+    for work in first.works:
+        work.wait()
+    assert first.allocated
+    assert not first.freed, "messages were in flight"
+
+
+def _raise_in(number: int, transport: Counting) -> None:
+    ring = Ring(ZigZag(), 2, 8, FULL)
+    plan = ring.plans()[dist.get_rank()]
+    with ShardRotation(transport, plan, shard_of(ring, plan.rank)) as shards:
+        for step in plan.steps:
+            with shards.moving(step, Label("forward", step.number, step.source)):
+                if step.number == number:
+                    raise RuntimeError("a kernel")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float64])
+def test_keys_and_values_travel_in_a_dtype(pool: Pool, kv_dtype: torch.dtype) -> None:
+    for dtypes in pool.run(3, _rotate_in, kv_dtype):
+        assert dtypes == {kv_dtype}
+
+
+def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
+    """Dtypes of the messages; a rank's own keys and values are not rounded."""
+    ring = Ring(Contiguous(), 3, 12, FULL)
+    plan = ring.plans()[dist.get_rank()]
+    key, value = shard_of(ring, plan.rank)
+    shard, transport = (key + 2**-12, value + 2**-12), ProcessGroupTransport(dist.group.WORLD)
+    with recorded() as hops, ShardRotation(transport, plan, shard, kv_dtype) as shards:
+        for step in plan.steps:
+            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
+                whole = ring.positions(step.source).float() + 2**-12
+                expected = whole.to(kv_dtype).float() if step.number else whole
+                assert kv[0].dtype == torch.float32
+                assert _positions(kv) == expected.tolist()
+    return {message.dtype for hop in hops for message in hop}
+
+
+def _positions(pair: Pair) -> list[float]:
+    columns = torch.cat([x.permute(2, 0, 1, 3).flatten(1) for x in pair], 1)
+    assert (columns == columns[:, :1]).all(), f"shards are mixed up:\n{columns}"
+    return columns[:, 0].tolist()

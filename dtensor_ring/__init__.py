@@ -4,7 +4,12 @@ from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
-from dtensor_ring.dtensor.sequence import sequence_runs, shard_sequence, unshard_sequence
+from dtensor_ring.dtensor.sequence import (
+    sequence_runs,
+    shard_sequence,
+    sum_over_sequence,
+    unshard_sequence,
+)
 from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.planning.balanced import Balanced
@@ -34,5 +39,6 @@ __all__ = [
     "sequence_runs",
     "set_sequence_layout",
     "shard_sequence",
+    "sum_over_sequence",
     "unshard_sequence",
 ]

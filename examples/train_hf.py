@@ -171,7 +171,7 @@ def train(options: argparse.Namespace) -> None:
         start = time.perf_counter()
         loss = forward(**batch, use_cache=False).loss
         loss.backward()
-        sum_gradients(model)
+        average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -227,12 +227,13 @@ def inputs_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> dic
     return batch
 
 
-def sum_gradients(model: torch.nn.Module) -> None:
-    """Each rank has its tokens' share of the gradients: their sum is the whole."""
+def average_gradients(model: torch.nn.Module) -> None:
+    """As data parallelism does: their mean over the ranks is the gradient of one process."""
     for parameter in model.parameters():
         if parameter.grad is None:  # an expert that no token of this rank went to
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def peak_bytes(device: torch.device) -> int:

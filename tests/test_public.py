@@ -92,6 +92,7 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
     .positions(self, seq_len: 'int') -> 'Tensor'
     .shard(self, tensor: 'Tensor', dim: 'int', layout: 'Balanced | None' = None) -> 'DTensor'
     .strategy
+    .sum(self, local: 'Tensor') -> 'Tensor'
     .unshard(self, dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'
 Striped() -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
@@ -130,6 +131,7 @@ set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'st
         'SequenceAxis'
 shard_sequence(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', layout: 'Layout | str | None' =
         None) -> 'DTensor'
+sum_over_sequence(local: 'Tensor', mesh: 'DeviceMesh') -> 'Tensor'
 unshard_sequence(dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'""",
         )
 

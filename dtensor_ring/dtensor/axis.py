@@ -9,7 +9,12 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.dtensor.annotation import annotate, axis_group
 from dtensor_ring.dtensor.attention import CAUSAL, attend, check_tensors, scores_of
 from dtensor_ring.dtensor.sdpa import install_handlers
-from dtensor_ring.dtensor.sequence import local_positions, shard_sequence, unshard_sequence
+from dtensor_ring.dtensor.sequence import (
+    local_positions,
+    shard_sequence,
+    sum_over_sequence,
+    unshard_sequence,
+)
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.layout import Layout
@@ -155,6 +160,10 @@ class SequenceAxis:
     def unshard(self, dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
         """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
         return unshard_sequence(dtensor, dim, layout)
+
+    def sum(self, local: Tensor) -> Tensor:
+        """The sum of a tensor of each rank, such as its loss, see `sum_over_sequence`."""
+        return sum_over_sequence(local, self.mesh)
 
     def positions(self, seq_len: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `seq_len`, int64, `(L,)`.

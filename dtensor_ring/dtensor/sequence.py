@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
 from dtensor_ring.dtensor.sdpa import install_handlers
@@ -101,7 +101,10 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         layout: the one that it was sharded with, if that was a `Balanced` one.
 
     Returns:
-        The global tensor, on every rank. Backward keeps each rank's own part of the gradient.
+        The global tensor, on every rank. Backward sums the gradients of the ranks of the axis and
+        keeps this rank's tokens of the sum: if all ranks compute one loss of it, gradients of
+        parameters *average* over the axis, as over data-parallel ranks. Over other axes of the
+        mesh each rank keeps its own part, as `DTensor.full_tensor` does.
 
     Raises:
         TypeError: if the tensor is not a DTensor, or the given layout not `Balanced`.
@@ -131,10 +134,46 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         )
     group = dtensor.device_mesh.get_group(axes[0])
     chosen, world_size = _chosen_layout(group, layout), group.size()
-    full = dtensor.full_tensor()
+    full = _gathered(dtensor, axes[0])
     # Rank after rank is the layout's order; its inverse is that of the sequence.
     order = layout_order(chosen, world_size, full.shape[dim]).to(full.device)
     return full.index_select(dim, order.argsort())
+
+
+def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of a tensor of each rank over the axis, such as the loss of its tokens.
+
+    Args:
+        local: of one shape on all ranks.
+        mesh: the axis.
+
+    Returns:
+        The sum, on every rank. Backward sums too, as that of `unshard_sequence`: if all ranks
+        compute one loss of it, gradients of parameters average over the axis.
+
+    Raises:
+        TypeError: if `local` is not a plain tensor.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> sum_over_sequence(torch.tensor(2.0), mesh)
+        tensor(2.)
+    """
+    if not isinstance(local, Tensor) or isinstance(local, DTensor):
+        raise TypeError(
+            f"sum_over_sequence takes this rank's plain tensor, got {type(local).__name__}"
+        )
+    axis_group(mesh)  # which checks that it is one axis
+    # Gathered and then summed, for the backward of a gather.
+    parts = DTensor.from_local(local.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+    return _gathered(parts, 0).sum(0)
+
+
+def _gathered(dtensor: DTensor, axis: int) -> Tensor:
+    """The global tensor, whose gradient is summed over one axis of the mesh."""
+    placements: list[Placement] = [Replicate()] * dtensor.device_mesh.ndim
+    placements[axis] = Partial()
+    return dtensor.full_tensor(grad_placements=placements)
 
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:

@@ -44,11 +44,10 @@ def context_parallel_plan(
     `unshard_sequence` makes whole; under `torch.compile` they carry no gradient where `labels` ask
     for a loss.
 
-    Gradients: each rank gets those of its own tokens, so that their **sum** over the axis is the
-    gradient of one process. Data parallelism *averages* over its ranks. Under FSDP2 over the
-    flattened (dp, cp) mesh, call `set_gradient_divide_factor(dp_size)` on each FSDP module, so that
-    it divides by the data-parallel ranks only; under DDP over all ranks, call
-    `(cp_size * loss).backward()`. Without either, sum `param.grad` over the axis.
+    Gradients: all ranks of the axis have one loss, and the **mean** of their gradients is the
+    gradient of one process, as over data-parallel ranks. So DDP over all ranks, and FSDP2 over the
+    flattened (dp, cp) mesh, train as they are; without either, average `param.grad` over the axis.
+    That holds for a head or a term of your own on whole outputs, too.
 
     Args:
         model: a decoder or encoder of transformers 5.x that goes through its attention interface:
@@ -60,7 +59,6 @@ def context_parallel_plan(
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         policy: the dtypes in which messages travel, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
-            Parameters that use them have the whole gradient on each rank, not that of its tokens.
 
     Returns:
         A plan of one entry for the model itself.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.distributed.tensor import DTensor, Partial
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
 from dtensor_ring.dtensor.agreement import check_agreement
@@ -144,9 +143,7 @@ class Sharding:
         results = {}
         for name, x in parts.items():
             if name == "loss":
-                partial = DTensor.from_local(x, self.axis.mesh, [Partial()], run_check=False)
-                # In memory of its own: `Trainer` scales the loss in place, which no view allows.
-                results[name] = partial.full_tensor().clone()
+                results[name] = self.axis.sum(x)
             else:
                 results[name] = self._output(name, x, spec, detaches)
         return type(output)(**results)

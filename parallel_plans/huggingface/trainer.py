@@ -45,7 +45,7 @@ class ContextParallelTrainer(Trainer):
         >>> model = LlamaForCausalLM(config)
         >>> model = parallelize_module(model, mesh["cp"], context_parallel_plan(model))
         >>> arguments = TrainingArguments(use_cpu=True, report_to=[])
-        >>> ContextParallelTrainer(model, arguments, mesh=mesh).get_cp_size()
+        >>> ContextParallelTrainer(model, arguments, mesh=mesh).get_tp_size()
         1
     """
 
@@ -140,7 +140,8 @@ class ContextParallelTrainer(Trainer):
         self.gather_function: Any = self._gather_batches
         accelerator.gather_for_metrics = self._gather_batches
 
-    def get_cp_size(self) -> int:
+    def get_tp_size(self) -> int:
+        """Ranks that share a batch and its loss: to `Trainer` the axis is one of those."""
         return self._mesh["cp"].size()
 
     def get_train_dataloader(self) -> DataLoader:
@@ -151,23 +152,6 @@ class ContextParallelTrainer(Trainer):
             num_workers = self.args.dataloader_num_workers
             inner.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=rank)
         return loader
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        # Each rank of the axis has the loss of all of them, and the gradient of its own tokens.
-        return super().training_step(*args, **kwargs) / self.get_cp_size()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        result: Any = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss, outputs = result
-        if not model.training:
-            loss = loss / self.get_cp_size()
-        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
         self,
@@ -190,7 +174,7 @@ class ContextParallelTrainer(Trainer):
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # those of all ranks
         counted = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + counted // self.get_cp_size()
+        self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
 
     def _gather_batches(self, data: Any) -> Any:
         """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""

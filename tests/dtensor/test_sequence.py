@@ -14,12 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import (
     Balanced,
     Mask,
+    SequenceAxis,
     sequence_layout,
     sequence_runs,
     set_sequence_layout,
     shard_sequence,
+    sum_over_sequence,
     unshard_sequence,
 )
+from dtensor_ring.dtensor.sequence import from_local_tokens
+from tests.meshes import eager_and_compiled
 from tests.pool import Pool
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -107,13 +111,56 @@ def _check_gradients(layout: Balanced | str) -> None:
     whole = torch.randn(2, 8, 3, requires_grad=True)
     sharded = shard_sequence(whole, mesh, 1, layout)
     sharded.retain_grad()
-    (unshard_sequence(sharded, 1, again) * weight).sum().backward()
-    assert torch.equal(unshard_sequence(sharded.grad, 1, again), weight)
+    # Ranks weight their losses differently: what comes back is the sum of all.
+    (unshard_sequence(sharded, 1, again) * weight * (1 + dist.get_rank())).sum().backward()
+    torch.testing.assert_close(unshard_sequence(sharded.grad, 1, again), 10 * weight)
     # Each rank has the gradient of its own tokens, and zeros.
     mine = sequence_layout(mesh).positions(dist.get_rank(), 4, 8)
     expected = torch.zeros_like(weight)
-    expected[:, mine] = weight[:, mine]
-    assert torch.equal(whole.grad, expected)
+    expected[:, mine] = 10 * weight[:, mine]
+    torch.testing.assert_close(whole.grad, expected)
+
+
+def test_sum_over_the_axis(pool: Pool) -> None:
+    pool.run(3, _check_sum)
+
+
+def _check_sum() -> None:
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    axis = SequenceAxis(mesh, "zigzag")
+    for function in eager_and_compiled(axis.sum):
+        local = torch.tensor([1.0, 2.0]).mul_(10**rank).requires_grad_()
+        total = function(local)
+        (total * (1 + rank)).sum().backward()
+        assert total.tolist() == [111.0, 222.0]
+        assert local.grad.tolist() == [6.0, 6.0], "the sum of the ranks' gradients"
+    for wrong in (DTensor.from_local(local, mesh, [Shard(0)]), 1.0):
+        with pytest.raises(TypeError, match="takes this rank's plain tensor, got"):
+            sum_over_sequence(wrong, mesh)
+
+
+def test_gradients_average_over_the_axis(pool: Pool) -> None:
+    pool.run(2, _check_average)
+
+
+def _check_average() -> None:
+    """An embedding and a tied head around a sharded part: DDP's mean is the dense gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    weight, middle = torch.randn(5, 4), torch.randn(4, 4)
+    tokens = torch.arange(7) % 5
+    ours, dense = ([x.clone().requires_grad_() for x in (weight, middle)] for _ in range(2))
+    hidden = shard_sequence(ours[0][tokens], mesh, 0, "zigzag").to_local() @ ours[1]
+    whole = unshard_sequence(from_local_tokens(hidden, mesh, 0, 7), 0)
+    local = sum_over_sequence(hidden.square().sum(), mesh)
+    penalty = ours[1].square().sum()
+    ((whole @ ours[0].T).square().sum() + local + penalty).backward()
+    expected = dense[0][tokens] @ dense[1]
+    logits = expected @ dense[0].T
+    (logits.square().sum() + expected.square().sum() + dense[1].square().sum()).backward()
+    for mine, theirs in zip(ours, dense, strict=True):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad / 2, theirs.grad)
 
 
 def test_two_batches_on_one_mesh(pool: Pool) -> None:

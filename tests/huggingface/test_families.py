@@ -78,6 +78,7 @@ def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
         assert our_grads.keys() == grads.keys()
         for grad in our_grads.values():
             dist.all_reduce(grad)
+            grad /= dist.get_world_size()
         scale = torch.stack([x.norm() for x in grads.values()]).max() * 1e-2
         errors[name] = {
             "loss": ((our_loss - loss) / loss).abs().item(),

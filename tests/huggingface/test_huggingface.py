@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring import unshard_sequence
 from examples.train_hf import (
     MODELS,
+    average_gradients,
     batch_of,
     inputs_of,
     read_standard_library,
     small_model,
-    sum_gradients,
 )
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.eligibility import check_model
@@ -52,7 +52,7 @@ def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tu
         losses = [model(input_ids=tokens, labels=tokens).loss for model in (forward, stock)]
         for loss in losses:
             loss.backward()
-        sum_gradients(ring)
+        average_gradients(ring)
         pairs = zip(ring.parameters(), stock.parameters(), strict=True)
         gradient = largest(relative(ours.grad, theirs.grad) for ours, theirs in pairs)
         differences.append((abs(losses[0].item() - losses[1].item()), gradient))
@@ -103,7 +103,7 @@ def forward_cases(layout: str, seq_len: int) -> None:
     positional = ring(tokens).logits
     unshard_sequence(positional, 1).square().mean().backward()
     stock(tokens).logits.square().mean().backward()
-    sum_gradients(ring)
+    average_gradients(ring)
     for ours, theirs in zip(ring.parameters(), stock.parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < 1e-5
 

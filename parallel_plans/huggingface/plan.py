@@ -114,6 +114,8 @@ class ShardedModel(ParallelStyle):
         loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
         sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
+        # Found by the trainer also where others put a forward of theirs over this one.
+        model.context_parallel_mesh = device_mesh
         return model
 
 
@@ -156,5 +158,4 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     wrapper: Any = forward
     wrapper.__signature__ = signature(plain)
     del wrapper.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
-    wrapper.mesh = sharding.axis.mesh
     return wrapper

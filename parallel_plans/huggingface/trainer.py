@@ -112,8 +112,7 @@ class ContextParallelTrainer(Trainer):
 
     def _check_plan(self, model: Any) -> None:
         """Without the plan, gradients would be `cp` times too large: its ranks share a batch."""
-        forwards = (vars(module).get("forward") for module in model.modules())
-        meshes = [getattr(forward, "mesh", None) for forward in forwards]
+        meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
         if self._mesh["cp"].mesh.tolist() not in [x.mesh.tolist() for x in meshes if x]:
             raise ValueError(
                 'the model is not under a context_parallel_plan over mesh["cp"]: apply it before '

@@ -4,6 +4,7 @@ from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
+from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
     shard_sequence,
@@ -33,6 +34,7 @@ __all__ = [
     "available_kernels",
     "compare_layouts",
     "describe_schedule",
+    "next_token_labels",
     "register_kernel",
     "ring_attention",
     "sequence_layout",

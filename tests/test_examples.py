@@ -56,3 +56,37 @@ def test_profile(tmp_path: Path) -> None:
     run = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"wrote {tmp_path / 'ring-rank0.json'}\n"
+
+
+def printed_losses(world_size: int, script: str, *options: str) -> list[float]:
+    """The losses that an example prints, one for each step, under torchrun."""
+    torchrun = (*TORCHRUN[:-1], str(world_size))
+    run = subprocess.run(
+        [sys.executable, *torchrun, EXAMPLES / script, *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", run.stdout, re.M)]
+
+
+def test_train_own() -> None:
+    losses, expected = (printed_losses(n, "train_own.py") for n in (2, 1))
+    assert len(losses) == 10
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_train_fsdp(tmp_path: Path) -> None:
+    """Two ranks of one ring, then one rank that goes on from their checkpoint."""
+    small = "--seq-len", "64"
+    expected = printed_losses(
+        1, "train_fsdp.py", *small, "--cp=1", "--steps=4", "--folder", str(tmp_path / "whole")
+    )
+    folder = "--folder", str(tmp_path / "parts")
+    losses = printed_losses(2, "train_fsdp.py", *small, "--cp=2", "--steps=2", *folder)
+    losses += printed_losses(1, "train_fsdp.py", *small, "--cp=1", "--steps=4", "--resume", *folder)
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, rel=1e-5)

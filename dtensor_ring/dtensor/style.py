@@ -32,8 +32,8 @@ class ContextParallel(ParallelStyle):
     Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
     of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
     `parallelize_module`. Shards are taken to be of one length on all ranks: pad the sequence to a
-    multiple of twice the ranks. Each rank gets the gradients of its own tokens: their sum over the
-    ranks is the whole.
+    multiple of twice the ranks. The gradient of a loss that is the mean over a rank's tokens, or
+    that of all ranks (`sum_over_sequence`), averages over the axis, as over data-parallel ranks.
 
     Args:
         layout: order in which the tokens are dealt; a layout or its spelling.

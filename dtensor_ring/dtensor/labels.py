@@ -1,0 +1,69 @@
+"""Labels of a language model, made before its tokens are dealt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""The label of a token that has none, as in `torch.nn.functional.cross_entropy`."""
+
+
+def next_token_labels(
+    tokens: Tensor, cu_seqlens: Tensor | None = None, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """The token after each token, of the same document.
+
+    Shift the whole sequence, then shard it: the next token may be on another rank.
+
+    Args:
+        tokens: `(B, S)` or `(S,)`, whole.
+        cu_seqlens: boundaries of packed documents in tokens, `(D+1,)` or `(B, D+1)`, as those of
+            `ring_attention`; without, each row is one document.
+        ignore_index: the label of a token that has no next one.
+
+    Returns:
+        The labels, of the same shape and dtype.
+
+    Raises:
+        TypeError: if `tokens` or `cu_seqlens` are not tensors of integers.
+        ValueError: if they are of another shape, or a boundary is not in the sequence.
+
+    Example:
+        >>> next_token_labels(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 4]))
+        tensor([   6, -100,    8, -100])
+    """
+    _check(tokens, cu_seqlens)
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=ignore_index)[..., 1:]
+    if cu_seqlens is None:
+        return labels
+    # The token before a boundary is the last of its document; of empty ones it is so twice.
+    ends = cu_seqlens[..., 1:].to(tokens.device, torch.int64)
+    rows, seq_len = tokens.shape[:-1], tokens.shape[-1]
+    is_last = tokens.new_zeros(*rows, seq_len + 1, dtype=torch.bool)
+    is_last.scatter_(-1, ends.expand(*rows, -1), True)
+    return labels.masked_fill(is_last[..., 1:], ignore_index)
+
+
+def _check(tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+    for name, x in (("tokens", tokens), ("cu_seqlens", cu_seqlens)):
+        if x is None and name == "cu_seqlens":
+            continue
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a tensor of integers, got {given}")
+    if tokens.ndim not in (1, 2):
+        raise ValueError(f"tokens must be (B, S) or (S,), got {tuple(tokens.shape)}")
+    if cu_seqlens is None:
+        return
+    rows = tokens.shape[:-1]
+    if cu_seqlens.ndim != 1 and cu_seqlens.shape[:-1] != rows:
+        raise ValueError(
+            f"cu_seqlens must be (D+1,) or {(*rows, 'D+1')} for tokens {tuple(tokens.shape)}, got "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.numel() and not 0 <= cu_seqlens.min() <= cu_seqlens.max() <= tokens.shape[-1]:
+        raise ValueError(
+            f"cu_seqlens must lie in a sequence of {tokens.shape[-1]} tokens, got "
+            f"{cu_seqlens.min()} to {cu_seqlens.max()}"
+        )

@@ -53,7 +53,7 @@ class Pool:
         self._num_runs = 0
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 250
     ) -> list[Any]:
         """What `function(*args)` returns on each rank; it is importable, the rest picklable.
 
@@ -147,7 +147,7 @@ def _run_rank(
         store=dist.PrefixStore(place.prefix, store),
         rank=rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     try:
         with warnings.catch_warnings():  # what is ignored in one run is an error in the next

@@ -36,7 +36,8 @@ class GradientSum:
         """Add the gradient of a region of `(B, N, L)`."""
         if self._total is None and grad.shape == self._like.shape:
             # Often one launch returns all there is: its memory is the sum, without a copy.
-            self._total, self._filled = grad, WriteTracker(grad.shape, is_full=True)
+            self._total = grad
+            self._filled.fill()
             return
         # Several gradients add up, so the sum must be wide from here on.
         self._filled.add(self._wide(), at, grad)

@@ -56,7 +56,7 @@ class Partial:
         if self._out is None and out.shape == self._shape:
             # Often the first launch covers all rows: its memory becomes the accumulator.
             self._out, self._lse = out, lse
-            self._filled = WriteTracker(self._shape, is_full=True)
+            self._filled.fill()
             return
         is_last = is_last and self._sinks is None  # sinks still scale every row
         total, total_lse = self._accumulators(lse, is_last)

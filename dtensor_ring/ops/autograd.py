@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dtensor_ring.ops.options import LEAVES
-from dtensor_ring.ops.schema import BACKWARD, FORWARD, ring_backward_op, ring_op
+from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
 
 Result = tuple[Tensor, Tensor]
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+_PLAIN = {torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)}
 _SINKS = [leaf.name for leaf in LEAVES].index("sinks")
 
 
@@ -58,8 +59,13 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _below_autograd(keyset: Any, *inputs: Any) -> Result:
+    below = keyset & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
-        return ring_op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        # Plain tensors outside of any mode: the dispatcher would do no more than convert each
+        # argument twice.
+        if below.raw_repr() in _PLAIN:
+            return forward(*inputs)
+        return ring_op.redispatch(below, *inputs)
 
 
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:

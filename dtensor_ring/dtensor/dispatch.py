@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -76,7 +75,7 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
     if scores.sinks is not None or (scores.kernel is None and config.kernel is not None):
         sinks, kernel = _local_sinks(scores.sinks, ring), scores.kernel or config.kernel
-        scores = replace(scores, sinks=sinks, kernel=kernel)
+        scores = scores._replace(sinks=sinks, kernel=kernel)
     return Call(
         Batch(bounds, key_bounds, batch.runs),
         scores,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
-from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call
+from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call, group_of
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -67,7 +67,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         _check_heads(tensors, prod(map(mesh.size, by_head)))
     if mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not part of {mesh}: it has no ring there")
-    group = mesh.get_group(axis)
+    group = group_of(mesh, axis)
     return Ring(mesh, placements, group, config_of_call(group, with_runs))
 
 

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.annotation import annotation_of, group_of
 from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
@@ -101,9 +101,11 @@ def _unfused_handler(previous: Handler | None) -> Handler:
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:
     """Whether `x` is sharded in that dimension over an axis that has a layout."""
-    is_here = isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
-    return is_here and any(
-        where == Shard(dim) and annotation_of(x.device_mesh.get_group(axis)).layout is not None
+    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
+        return False
+    mesh = x.device_mesh
+    return any(
+        where == Shard(dim) and annotation_of(group_of(mesh, axis)).layout is not None
         for axis, where in enumerate(x.placements)
     )
 

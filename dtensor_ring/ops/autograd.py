@@ -15,7 +15,10 @@ from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op
 Result = tuple[Tensor, Tensor]
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
-_PLAIN = {torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)}
+_PLAIN = tuple(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+)
 _SINKS = [leaf.name for leaf in LEAVES].index("sinks")
 
 

@@ -97,7 +97,7 @@ class Partial:
             # Every lse in the kernel's order: merging two orders reads memory across its rows.
             order = order_of(like.unsqueeze(-1))[:-1]
             self._lse = empty(like, self._shape[:3], order).fill_(-torch.inf)
-        if not is_last:
+        if not is_last and self._out.dtype != like.dtype:
             # More is merged later: from here on these rows must not be rounded.
             self._out = self._out.to(like.dtype)
         return self._out, self._lse

@@ -183,14 +183,15 @@ def _builder(owner: Any, start: int = 0) -> Callable[[tuple[Any, ...]], Any]:
     """A function that builds a value of that type from the leaves, its own from `start` on."""
     # Values that check themselves are made once: layers pass the same ones in every call.
     make = lru_cache(maxsize=256)(owner) if owner in (Mask, TransferPolicy) else owner
-    parts: list[Callable[[tuple[Any, ...]], Any]] = []
-    end = start
-    for _, kind in _members(owner):
-        nested = _NESTED.get(kind)
-        parts.append(_builder(nested, end) if nested else itemgetter(end))
-        end += sum(1 for _ in _leaves(nested)) if nested else 1
-    if len(parts) == end - start:  # nothing is nested: one slice serves
+    kinds = [kind for _, kind in _members(owner)]
+    if not any(kind in _NESTED for kind in kinds):
+        end = start + len(kinds)
         return lambda leaves: make(*leaves[start:end])
+    parts: list[Callable[[tuple[Any, ...]], Any]] = []
+    for kind in kinds:
+        nested = _NESTED.get(kind)
+        parts.append(_builder(nested, start) if nested else itemgetter(start))
+        start += len(list(_leaves(nested))) if nested else 1
     return lambda leaves: make(*[part(leaves) for part in parts])
 
 

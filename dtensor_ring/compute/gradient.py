@@ -36,7 +36,8 @@ class GradientSum:
         """Add the gradient of a region of `(B, N, L)`."""
         if self._total is None and grad.shape == self._like.shape:
             # Often one launch returns all there is: its memory is the sum, without a copy.
-            self._total, self._filled = grad, WriteTracker(grad.shape, is_full=True)
+            self._total = grad
+            self._filled.fill()
             return
         # Several gradients add up, so the sum must be wide from here on.
         self._filled.add(self._wide(), at, grad)
@@ -60,10 +61,11 @@ class GradientSum:
 
     def _wide(self) -> Tensor:
         """The memory to add to, float32 or wider; a narrow sum so far is cast."""
-        wide = torch.promote_types(self._like.dtype, torch.float32)
+        like, wide = self._like, torch.promote_types(self._like.dtype, torch.float32)
         if self._total is None:
-            self._total = empty(self._like, self._like.shape, TOKEN_MAJOR, wide)
-        self._total = self._total.to(wide)
+            self._total = empty(like, like.shape, TOKEN_MAJOR, wide)
+        elif self._total.dtype != wide:
+            self._total = self._total.to(wide)
         return self._total
 
 

@@ -23,15 +23,18 @@ HEAD_MAJOR: Order = (0, 1, 2, 3)
 def order_of(x: Tensor) -> Order:
     """The order of `x`, whose last stride is 1."""
     # Of equal strides, as in dimensions of size 1, the order of the dimensions stays.
-    return (*sorted(range(x.ndim - 1), key=x.stride, reverse=True), x.ndim - 1)
+    stride = x.stride()
+    return (*sorted(range(x.ndim - 1), key=stride.__getitem__, reverse=True), x.ndim - 1)
 
 
 def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """`x` in that dtype, dense and in that order; `x` itself where it is so already."""
-    ordered = x.permute(order)
-    if x.dtype == dtype and ordered.is_contiguous():
+    # Strides say it without a view, which costs the host as much as a small kernel.
+    if x.dtype == dtype and x.stride() == strides(x.shape, order):
         return x
-    return ordered.to(dtype).contiguous().permute(_inverse(order))
+    if order == HEAD_MAJOR:
+        return x.to(dtype).contiguous()
+    return x.permute(order).to(dtype).contiguous().permute(_inverse(order))
 
 
 def empty(
@@ -102,6 +105,10 @@ class WriteTracker:
         self._num_tokens = shape[2]
         self._ends = [self._num_tokens if is_full else 0] * shape[0]
 
+    def fill(self) -> None:
+        """All of the memory is written."""
+        self._ends = [self._num_tokens] * len(self._ends)
+
     def reach(self, memory: Tensor, at: Region) -> bool:
         """Whether the region is new, so that the caller must copy; else the caller may add."""
         start, end, _ = at[2].indices(self._num_tokens)
@@ -125,4 +132,5 @@ class WriteTracker:
 
     def finish(self, memory: Tensor) -> None:
         """Write zeros to the tokens that nothing was written to."""
-        self.reach(memory, region(None, (self._num_tokens, self._num_tokens)))
+        if min(self._ends, default=self._num_tokens) < self._num_tokens:
+            self.reach(memory, region(None, (self._num_tokens, self._num_tokens)))

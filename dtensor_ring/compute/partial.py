@@ -56,7 +56,7 @@ class Partial:
         if self._out is None and out.shape == self._shape:
             # Often the first launch covers all rows: its memory becomes the accumulator.
             self._out, self._lse = out, lse
-            self._filled = WriteTracker(self._shape, is_full=True)
+            self._filled.fill()
             return
         is_last = is_last and self._sinks is None  # sinks still scale every row
         total, total_lse = self._accumulators(lse, is_last)
@@ -97,7 +97,7 @@ class Partial:
             # Every lse in the kernel's order: merging two orders reads memory across its rows.
             order = order_of(like.unsqueeze(-1))[:-1]
             self._lse = empty(like, self._shape[:3], order).fill_(-torch.inf)
-        if not is_last:
+        if not is_last and self._out.dtype != like.dtype:
             # More is merged later: from here on these rows must not be rounded.
             self._out = self._out.to(like.dtype)
         return self._out, self._lse

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
@@ -215,4 +217,18 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
         raise ValueError(
             f"this rank, {dist.get_rank()}, is not part of {mesh}: it has no ring there"
         )
-    return mesh.get_group()
+    return group_of(mesh, 0)
+
+
+def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
+    """The group of an axis of a mesh that contains this rank.
+
+    The mesh keeps its names, as it keeps our specs: to find a name takes it longer than to find the
+    group of that name. A group that was destroyed is not found, as without this.
+    """
+    if torch.compiler.is_compiling():  # a compiler takes groups for inputs of its graph
+        return mesh.get_group(axis)
+    names = mesh.__dict__.setdefault("_dtensor_ring_groups", {})
+    if axis not in names:
+        names[axis] = mesh.get_group(axis).group_name
+    return _resolve_process_group(names[axis])

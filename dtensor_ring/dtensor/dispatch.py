@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -70,13 +69,12 @@ def ring_backward_dtensor(
 def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     """The call on this rank's tensors: its rows of the boundaries, and the sinks of its heads."""
     batch, scores, config = call.batch, call.scores, ring.config
-    bounds, key_bounds = (
-        _local_rows(x, query, ring) for x in (batch.cu_seqlens, batch.key_cu_seqlens)
-    )
+    bounds = _local_rows(batch.cu_seqlens, query, ring)
+    key_bounds = _local_rows(batch.key_cu_seqlens, query, ring)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
     if scores.sinks is not None or (scores.kernel is None and config.kernel is not None):
         sinks, kernel = _local_sinks(scores.sinks, ring), scores.kernel or config.kernel
-        scores = replace(scores, sinks=sinks, kernel=kernel)
+        scores = scores._replace(sinks=sinks, kernel=kernel)
     return Call(
         Batch(bounds, key_bounds, batch.runs),
         scores,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
-from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call
+from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call, group_of
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -48,18 +49,19 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         TypeError: if some are DTensors and others are not.
         ValueError: if they are not sharded alike, as a ring needs it.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    if not all(isinstance(x, DTensor) for x in tensors.values()):
-        kinds = ", ".join(f"{name} {type(x).__name__}" for name, x in tensors.items())
+    tensors = query, key, value
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
+        kinds = _by_name(lambda x: type(x).__name__, tensors)
         raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
-    mesh, placements = query._spec.mesh, query._spec.placements
+    spec = query._spec
+    mesh, placements = spec.mesh, spec.placements
     for x in (key._spec, value._spec):
         # Most often they are the same objects: comparing meshes costs more than all the rest.
         is_same = x.mesh is mesh and x.placements is placements
         if not is_same and (x.mesh != mesh or x.placements != placements):
-            found = ", ".join(f"{name} {describe(x)}" for name, x in tensors.items())
             raise ValueError(
-                f"query, key and value must be sharded alike on one mesh, got {found}; "
+                "query, key and value must be sharded alike on one mesh, got "
+                f"{_by_name(describe, tensors)}; "
                 "redistribute them to the same placements"
             )
     axis, by_head = _axes(placements)
@@ -67,7 +69,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         _check_heads(tensors, prod(map(mesh.size, by_head)))
     if mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not part of {mesh}: it has no ring there")
-    group = mesh.get_group(axis)
+    group = group_of(mesh, axis)
     return Ring(mesh, placements, group, config_of_call(group, with_runs))
 
 
@@ -90,8 +92,15 @@ def _axes(placements: Placements) -> tuple[int, tuple[int, ...]]:
     return axes[0], tuple(axis for axis, where in enumerate(placements) if where == Shard(HEADS))
 
 
-def _check_heads(tensors: dict[str, DTensor], ways: int) -> None:
-    heads = {name: x.shape[HEADS] for name, x in tensors.items()}
+def _by_name(say: Callable[[Any], str], tensors: tuple[Any, Any, Any]) -> str:
+    """What there is to say of each tensor, for an error."""
+    names = "query", "key", "value"
+    return ", ".join(f"{name} {say(x)}" for name, x in zip(names, tensors, strict=True))
+
+
+def _check_heads(tensors: tuple[DTensor, DTensor, DTensor], ways: int) -> None:
+    query, key, value = tensors
+    heads = {"query": query.shape[HEADS], "key": key.shape[HEADS], "value": value.shape[HEADS]}
     if any(count % ways for count in heads.values()):
         raise ValueError(
             f"heads can be sharded {ways} ways only if that divides the query and the key/value "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.annotation import annotation_of, group_of
 from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.tile import CAUSAL, FULL
 
 aten = torch.ops.aten
 
@@ -101,9 +102,11 @@ def _unfused_handler(previous: Handler | None) -> Handler:
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:
     """Whether `x` is sharded in that dimension over an axis that has a layout."""
-    is_here = isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
-    return is_here and any(
-        where == Shard(dim) and annotation_of(x.device_mesh.get_group(axis)).layout is not None
+    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
+        return False
+    mesh = x.device_mesh
+    return any(
+        where == Shard(dim) and annotation_of(group_of(mesh, axis)).layout is not None
         for axis, where in enumerate(x.placements)
     )
 
@@ -142,8 +145,9 @@ def _refuse(bound: dict[str, Any]) -> None:
             f"dropout cannot be served over a sharded sequence, got dropout_p="
             f"{bound['dropout_p']}; set it to 0"
         )
-    heads = [bound[name].shape[-3:-2] for name in ("query", "key")]
-    if bound.get("enable_gqa") is False and heads[0] != heads[1]:  # only the composite op says it
+    if bound.get("enable_gqa") is not False:  # only the composite op says it
+        return
+    if bound["query"].shape[-3:-2] != bound["key"].shape[-3:-2]:
         raise ValueError(
             f"query and key must have as many heads without enable_gqa=True, got shapes "
             f"{tuple(bound['query'].shape)} and {tuple(bound['key'].shape)}"
@@ -152,7 +156,7 @@ def _refuse(bound: dict[str, Any]) -> None:
 
 def _call(bound: dict[str, Any]) -> Call:
     """The ring's call for the arguments of an aten attention."""
-    mask = Mask.causal() if bound["is_causal"] else Mask.full()
+    mask = CAUSAL if bound["is_causal"] else FULL
     scale = bound["scale"]
     if scale is None:
         scale = default_scale(bound["query"].shape[3])
@@ -161,9 +165,16 @@ def _call(bound: dict[str, Any]) -> Call:
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:
     """The results in the op's form: out, lse, and the state of a dropout that did not happen."""
+    rest = _rest_of_returns(op)
+    if rest is None:
+        return out
+    return out, lse, *(out.shape[SEQUENCE] if is_length else None for is_length in rest)
+
+
+@cache
+def _rest_of_returns(op: OpOverload) -> tuple[bool, ...] | None:
+    """Whether each return after out and lse is a length; `None` if out is the only one."""
     returns = op._schema.returns
     if len(returns) == 1:
-        return out
-    length = out.shape[SEQUENCE]
-    rest = [length if str(value.type) != "Tensor" else None for value in returns[2:]]
-    return (out, lse, *rest)
+        return None
+    return tuple(str(value.type) != "Tensor" for value in returns[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,9 +10,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dtensor_ring.ops.options import LEAVES
-from dtensor_ring.ops.schema import BACKWARD, FORWARD, ring_backward_op, ring_op
+from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
+
+Result = tuple[Tensor, Tensor]
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+_PLAIN = tuple(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+)
 _SINKS = [leaf.name for leaf in LEAVES].index("sinks")
 
 
@@ -20,18 +27,17 @@ class _RingFunction(torch.autograd.Function):
 
     Written out because `torch.library.register_autograd` looks at every argument of the schema in
     the light of every other, which at this many takes longer than all else a call costs the host.
+    For the same reason the options come as one argument; of them only sinks have a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _below_autograd(keyset, *inputs)
-        query, key, value, *options = inputs
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
+    ) -> Result:
+        output = _below_autograd(keyset, query, key, value, *options)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        saved = [options[i] for i in _TENSORS]
-        ctx.save_for_backward(query, key, value, *output, *saved)
-        for i in _TENSORS:
-            options[i] = None
-        ctx.options = options
+        ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
+        ctx.options = [None if i in _TENSORS else x for i, x in enumerate(options)]
         ctx.set_materialize_grads(False)
         return output
 
@@ -39,7 +45,7 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_out, grad_lse = grads
         if grad_out is None and grad_lse is None:
-            return (None,) * (4 + len(LEAVES))
+            return (None,) * 6
         query, key, value, out, lse, *saved = ctx.saved_tensors
         options = list(ctx.options)
         for i, x in zip(_TENSORS, saved, strict=True):
@@ -47,27 +53,32 @@ class _RingFunction(torch.autograd.Function):
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        *of_inputs, grad_sinks = ring_backward_op(
-            grad_out, grad_lse, query, key, value, out, lse, *options
-        )
-        of_options: list[Tensor | None] = [None] * len(LEAVES)
-        # Of the options only sinks have a gradient.
-        if options[_SINKS] is not None:
-            of_options[_SINKS] = grad_sinks
-        return None, *of_inputs, *of_options
+        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+        # Without `create_graph` nothing is recorded, and autograd need not look at the arguments.
+        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+            *of_inputs, grad_sinks = ring_backward_op(*inputs)
+        # Without sinks their gradient is an empty tensor.
+        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
 
 
-def _below_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+def _below_autograd(keyset: Any, *inputs: Any) -> Result:
+    below = keyset & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
-        return ring_op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        # Plain tensors outside of any mode: the dispatcher would do no more than convert each
+        # argument twice.
+        if below.raw_repr() in _PLAIN:
+            return forward(*inputs)
+        return ring_op.redispatch(below, *inputs)
 
 
-def _autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
     # Saving tensors costs: not in inference.
-    is_recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-    if forward_ad._current_level >= 0 and not is_recorded:
+    inputs = query, key, value, options[_SINKS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return _RingFunction.apply(*inputs, keyset, options)
+    if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    return (_RingFunction.apply if is_recorded else _below_autograd)(keyset, *inputs)
+    return _below_autograd(keyset, query, key, value, *options)
 
 
 def _refuse_tangents(inputs: tuple[Any, ...]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+Tensors = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
+
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
     """Refuse what ring attention cannot serve.
@@ -11,38 +14,56 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     Raises:
         ValueError: with what was given and what is supported.
     """
-    tensors = {"query": query, "key": key, "value": value}
+    tensors = query, key, value
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(f"query, key and value must be (B, N, L, H), got {_shapes(tensors)}")
-    # Named one by one: the error shows which of the three differs.
-    for what in ("dtype", "device"):
-        found = getattr(query, what), getattr(key, what), getattr(value, what)
-        if not found[0] == found[1] == found[2]:
-            listed = ", ".join(f"{name} {kind}" for name, kind in zip(tensors, found, strict=True))
-            raise ValueError(f"query, key and value must have one {what}, got {listed}; use .to()")
-    if not query.dtype.is_floating_point or query.dtype.itemsize < 2:
-        raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {query.dtype}")
-    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        raise ValueError(_differ("dtype", tensors))
+    if not query.device == key.device == value.device:
+        raise ValueError(_differ("device", tensors))
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {dtype}")
+    # A shape is made anew whenever it is asked for.
+    batch, num_heads, _, head_dim = query.shape
+    key_batch, num_key_heads, _, key_head_dim = key.shape
+    if batch != key_batch or key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"query, key and value disagree in batch, heads or length: {_shapes(tensors)}"
         )
-    if query.shape[3] != key.shape[3]:
+    if head_dim != key_head_dim:
         raise ValueError(f"query and key must have one head dim, got {_shapes(tensors)}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+    if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(
             f"the query heads must be a multiple of the key heads, got {_shapes(tensors)}; "
             "grouped-query heads are shared in order and need not be repeated"
         )
-    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+    if sinks is not None:
+        _check_sinks(query, sinks)
+
+
+def _check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Refuse sinks that are not one logit for each head of the query."""
+    if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
             f"sinks must hold one logit per query head, shape ({query.shape[1]},), "
             f"got {tuple(sinks.shape)}; where heads are sharded, pass a DTensor or this rank's own"
         )
-    if sinks is not None and sinks.device != query.device:
+    if sinks.device != query.device:
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
-    if sinks is not None and not sinks.is_floating_point():
+    if not sinks.is_floating_point():
         raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
 
 
-def _shapes(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+_NAMES = "query", "key", "value"
+
+
+def _shapes(tensors: Tensors) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(_NAMES, tensors, strict=True))
+
+
+def _differ(what: str, tensors: Tensors) -> str:
+    # Named one by one: the error shows which of the three differs.
+    found = zip(_NAMES, tensors, strict=True)
+    listed = ", ".join(f"{name} {getattr(x, what)}" for name, x in found)
+    return f"query, key and value must have one {what}, got {listed}; use .to()"

@@ -7,10 +7,9 @@ and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import sqrt
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_ring.compute.kernels import Kernel, Problem, Scores, select_kernel
+from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.ops.boundaries import documents_of, run_table
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.mask import Mask
@@ -33,8 +32,7 @@ Length = int
 """A global length in tokens, which a compiler may have as a symbol."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """Options that differ from batch to batch: int32 tensors on the CPU, see `ring_attention`."""
 
     cu_seqlens: Tensor | None = None
@@ -42,8 +40,7 @@ class Batch:
     runs: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the tokens are, and how they get to where they are needed.
 
     On DTensors, placements and the axis say it: then only a default `Place` is given.
@@ -110,30 +107,25 @@ class Call(NamedTuple):
         )
         # The plan relies on it: a shard of another length would be read out of bounds.
         for x, whole in ((query, seq_len), (key, key_seq_len)):
-            expected = shard_length(rank, world_size, whole)
-            if x.shape[2] != expected:
+            num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
+            if num_tokens != expected:
                 raise ValueError(
-                    f"rank {rank} of {world_size} holds {x.shape[2]} tokens, but its shard of a "
+                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of a "
                     f"sequence of {whole} has {expected}"
                 )
         return result
 
     def select(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Kernel:
         """The kernel to use: the named one, or the first that can."""
-        batch, scores = self.batch, self.scores
-        problem = Problem(
-            query.device.type,
-            query.dtype,
-            query.shape[3],
-            value.shape[3],
-            scores.scale,
-            scores.softcap,
-            differentiable_lse,
-            windowed=scores.mask.left is not None,  # the planner cuts other bands into squares
-            grouped=query.shape[1] != value.shape[1],
-            packed=batch.cu_seqlens is not None or scores.mask.chunk is not None,
+        mask, scale, softcap, _, kernel = self.scores
+        _, num_heads, _, head_dim = query.shape
+        _, num_key_heads, _, value_head_dim = value.shape
+        is_windowed = mask.left is not None  # the planner cuts other bands into squares
+        is_packed = self.batch.cu_seqlens is not None or mask.chunk is not None
+        return kernel_for(
+            *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
+            *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),
         )
-        return select_kernel(scores.kernel, problem)
 
 
 class _Leaf(NamedTuple):
@@ -171,9 +163,12 @@ _SCHEMA_TYPES = {
 
 def _members(owner: Any) -> list[tuple[str, str]]:
     """Name and annotated type of each field."""
-    if owner is Call:
-        return [("batch", "Batch"), ("scores", "Scores"), ("place", "Place")]
-    return [(field.name, str(field.type)) for field in fields(owner)]
+    return [(name, _spelled(kind)) for name, kind in owner.__annotations__.items()]
+
+
+def _spelled(kind: Any) -> str:
+    """An annotation as its file spells it, which a `NamedTuple` wraps."""
+    return getattr(kind, "__forward_arg__", kind)
 
 
 def _leaves(owner: Any, path: str = "") -> Iterator[_Leaf]:
@@ -184,11 +179,19 @@ def _leaves(owner: Any, path: str = "") -> Iterator[_Leaf]:
             yield _Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
 
-def _builder(owner: Any) -> Callable[[Iterator[Any]], Any]:
-    """A function that builds a value of that type from the next leaves."""
-    parts = [_builder(_NESTED[kind]) if kind in _NESTED else next for _, kind in _members(owner)]
+def _builder(owner: Any, start: int = 0) -> Callable[[tuple[Any, ...]], Any]:
+    """A function that builds a value of that type from the leaves, its own from `start` on."""
     # Values that check themselves are made once: layers pass the same ones in every call.
     make = lru_cache(maxsize=256)(owner) if owner in (Mask, TransferPolicy) else owner
+    kinds = [kind for _, kind in _members(owner)]
+    if not any(kind in _NESTED for kind in kinds):
+        end = start + len(kinds)
+        return lambda leaves: make(*leaves[start:end])
+    parts: list[Callable[[tuple[Any, ...]], Any]] = []
+    for kind in kinds:
+        nested = _NESTED.get(kind)
+        parts.append(_builder(nested, start) if nested else itemgetter(start))
+        start += len(list(_leaves(nested))) if nested else 1
     return lambda leaves: make(*[part(leaves) for part in parts])
 
 
@@ -209,7 +212,7 @@ def flatten(call: Call) -> tuple[Any, ...]:
 
 def unflatten(arguments: tuple[Any, ...]) -> Call:
     """The call that `flatten` made the arguments of."""
-    return _build_call(iter(arguments))
+    return _build_call(arguments)
 
 
 def default_scale(head_dim: int) -> float:

@@ -30,8 +30,8 @@ ring_op = torch.ops.dtensor_ring.ring_attention.default
 ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 
 
-@torch.library.impl(FORWARD, "CompositeExplicitAutograd")
-def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The ring op on plain tensors."""
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
     plan, kernel = call.plan(query, key), call.select(query, value)
@@ -39,6 +39,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[
     return ring_forward(
         query, (key, value), plan, kernel, call.scores, call.transport, call.place.policy
     )
+
+
+torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
 
 
 @torch.library.impl(BACKWARD, "CompositeExplicitAutograd")

@@ -27,10 +27,10 @@ def as_layout(layout: Layout | str) -> Layout:
     >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
     (BlockCyclic(block=128), 'zigzag')
     """
-    if not isinstance(layout, Layout | str):
-        raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
     if isinstance(layout, str):
         return _spelled(layout)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
     # A layout of another class is not in the table, so its spelling would not lead back to it.
     if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_spellings())}")

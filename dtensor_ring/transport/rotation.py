@@ -59,6 +59,8 @@ class Rotation:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not (self._resident or self._idle):
+            return
         # What is still in flight, as when a kernel raised, may be written to at any time: such a
         # buffer goes to nobody else.
         in_flight = {id(packet.buffer) for packet in self._in_flight()}

@@ -25,10 +25,11 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.dtensor.annotation import config_of_call
+from dtensor_ring.dtensor.annotation import axis_group, config_of_call, group_of
 from dtensor_ring.planning.layout import Layout
 from tests.meshes import SEQUENCE
 from tests.pool import Pool
+from tests.rings import fake_group
 
 SIZES, NAMES = (2, 2), ("dp", "cp")
 
@@ -78,6 +79,21 @@ def _check_forgotten(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sequence_layout(mesh) is None
     set_sequence_layout(mesh, layout)
+
+
+def test_groups_are_those_of_the_mesh(pool: Pool) -> None:
+    pool.run(1, _check_groups)
+
+
+def _check_groups() -> None:
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
+        for axis in (0, 1, 0, 1):
+            assert group_of(mesh, axis) is mesh.get_group(axis)
+        assert axis_group(mesh["cp"]) is mesh.get_group("cp")
+    # Destroyed, and not yet made again: what was found once is not kept alive.
+    with fake_group(4), pytest.raises(RuntimeError, match="(?i)process group"):
+        group_of(mesh, 1)
 
 
 BALANCED = Balanced(Mask.causal(), 16, 2, (0, 10, 16), block=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,8 +59,8 @@ def changed(call: Call, changes: dict[str, Any]) -> Call:
     """Fields of batch, scores and place."""
     values, left = {}, dict(changes)
     for name, value in call._asdict().items():
-        here = {field.name for field in fields(value)} & left.keys()
-        values[name] = replace(value, **{field: left.pop(field) for field in here})
+        here = {*value._fields} & left.keys()
+        values[name] = value._replace(**{field: left.pop(field) for field in here})
     assert not left, f"no option is called {list(left)}"
     return Call(**values)
 

@@ -63,24 +63,24 @@ class ThreeAttentions(nn.Module):
 
 
 def test_three_attentions_are_three_nodes_forward_and_backward(pool: Pool) -> None:
-    """Boundaries of documents and runs are inputs of the graph: in0 and in1."""
+    """Boundaries of documents and runs are inputs of the graph: in0 and in4."""
     forward, backward = pool.run(1, _graphs)[0]
     assert_expected_inline(
         forward,
         """\
-x0 = dtensor_ring.ring_attention.default(in2, in3, in4, in0, in1)
-x1 = dtensor_ring.ring_attention.default(x0[0], in3, in4, in0, in1)
-x2 = dtensor_ring.ring_attention.default(x1[0], in3, in4, in0, in1)
+x0 = dtensor_ring.ring_attention.default(in1, in2, in3, in0, in4)
+x1 = dtensor_ring.ring_attention.default(x0[0], in2, in3, in0, in4)
+x2 = dtensor_ring.ring_attention.default(x1[0], in2, in3, in0, in4)
 return x2[0]""",
     )
     assert_expected_inline(
         backward,
         """\
-x0 = dtensor_ring.ring_attention_backward.default(in13, in8, in3, in4, in11, in12, in0, in1)
-x1 = dtensor_ring.ring_attention_backward.default(x0[0], in5, in3, in4, in9, in10, in0, in1)
+x0 = dtensor_ring.ring_attention_backward.default(in13, in8, in2, in3, in11, in12, in0, in4)
+x1 = dtensor_ring.ring_attention_backward.default(x0[0], in5, in2, in3, in9, in10, in0, in4)
 x2 = aten.add.Tensor(x0[1], x1[1])
 x3 = aten.add.Tensor(x0[2], x1[2])
-x4 = dtensor_ring.ring_attention_backward.default(x1[0], in2, in3, in4, in6, in7, in0, in1)
+x4 = dtensor_ring.ring_attention_backward.default(x1[0], in1, in2, in3, in6, in7, in0, in4)
 x5 = aten.add.Tensor(x2, x4[1])
 x6 = aten.add.Tensor(x3, x4[2])
 return x4[0]""",

@@ -10,6 +10,7 @@ from dtensor_ring.compute.kernels.registry import (
     available_kernels,
     check_kernel,
     clear_kernel_cache,
+    kernel_for,
     register_kernel,
     select_kernel,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "available_kernels",
     "check_kernel",
     "clear_kernel_cache",
+    "kernel_for",
     "register_kernel",
     "select_kernel",
 ]

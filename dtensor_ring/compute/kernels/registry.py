@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
 from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
 from dtensor_ring.compute.kernels.flash_attn4 import FlashAttn4
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.problem import Determinism, Problem, determinism
 from dtensor_ring.compute.kernels.reference import Reference
 
 _ORDER = (
@@ -112,15 +113,32 @@ def select_kernel(name: str | None, problem: Problem) -> Kernel:
     Raises:
         ValueError: if there is no kernel of that name, or it cannot serve the problem.
     """
-    # What is missing may differ from GPU to GPU of a machine.
-    of_gpu = problem.device_type == "cuda" and torch.cuda.is_available()
-    return _select(name, problem, torch.cuda.current_device() if of_gpu else None)
+    return _select(name, problem, _gpu(problem.device_type))
+
+
+def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
+    """`select_kernel` for `Problem(device_type, *facts)`, which later calls need not build."""
+    return _kernel_for(name, _gpu(device_type), determinism(), device_type, *facts)
 
 
 def clear_kernel_cache() -> None:
     """Ask kernels anew what they support and miss, after packages or devices have changed."""
+    _kernel_for.cache_clear()
     _select.cache_clear()
     _missing.cache_clear()
+
+
+def _gpu(device_type: str) -> int | None:
+    """The current GPU, if the tensors are on one."""
+    # What is missing may differ from GPU to GPU of a machine.
+    is_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.current_device() if is_gpu else None
+
+
+@lru_cache(maxsize=1024)
+def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts: Any) -> Kernel:
+    """`_select`, by facts that are cheaper to compare than a problem is to build."""
+    return _select(name, Problem(*facts, determinism=setting), gpu)
 
 
 @lru_cache(maxsize=1024)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class Scores(NamedTuple):
     """How a query scores a key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k`.
 
     A kernel reads `scale` and `softcap` only. The mask of a launch is in its `Launch`, and sinks

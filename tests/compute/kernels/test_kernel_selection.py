@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,11 +153,11 @@ def test_what_a_ring_asks_for(
 ) -> None:
     asked: list[Problem] = []
 
-    def select(name: str | None, problem: Problem) -> Kernel:
-        asked.append(problem)
+    def select(name: str | None, *facts: Any) -> Kernel:
+        asked.append(Problem(*facts))
         return KERNELS["reference"]
 
-    monkeypatch.setattr(options, "select_kernel", select)
+    monkeypatch.setattr(options, "kernel_for", select)
     call = options.Call(options.Batch(), Scores(mask, 0.5), options.Place())
     call.select(torch.empty(1, 2, 8, 4), torch.empty(1, kv_heads, 8, 6))
     expected = Problem("cpu", torch.float32, 4, 6, 0.5, windowed=windowed, grouped=kv_heads == 1)

@@ -67,10 +67,10 @@ def projected_cross_entropy(
     return op(hidden, weight, bias, labels, scale, softcap)[0]
 
 
-@torch.library.impl(FORWARD, "CompositeExplicitAutograd")
-def _forward(
+def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
 ) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and its log-sum-exp, which backward needs."""
     is_ignored = labels == IGNORE_INDEX
     is_known = is_ignored | ((labels >= 0) & (labels < len(weight)))
     torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
@@ -88,8 +88,7 @@ def _forward(
     return (lse - found).masked_fill_(is_ignored, 0), lse
 
 
-@torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
-def _backward(
+def backward(
     grad: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -100,6 +99,7 @@ def _backward(
     softcap: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden states, weight and bias, empty where not needed."""
     grads = _empty_grads(hidden, weight, needs)
     total = torch.zeros_like(grads[0], dtype=_wide(hidden))
     # Scores less infinity: the gradient of tokens without a label is zero.
@@ -204,4 +204,6 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *found, None, None, None
 
 
+torch.library.impl(FORWARD, "CompositeExplicitAutograd", forward)
+torch.library.impl(BACKWARD, "CompositeExplicitAutograd", backward)
 torch.library.register_autograd(FORWARD, _gradients, setup_context=_keep)

@@ -46,7 +46,8 @@ class LossHead(nn.Linear):
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
         found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.tail)
-        self.losses = found.view(*input.shape[:-1], 1)
+        # Of its own memory: FSDP2 warns of views.
+        self.losses = found.view(*input.shape[:-1], 1).clone()
         return self.losses
 
 

@@ -33,12 +33,13 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning and, as root, hosts
+bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
+	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs without one, small, so that it runs where there is one."""
+"""Benchmarks that can run anywhere do, small: that of a GPU without one, and that of the loss."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def test_gpu_benchmark(tmp_path: Path) -> None:
         assert len(row["single"]) == len(row["ours"]) == 2, "forward, and with backward"
     assert [row["torch"] is not None for row in rows] == [True, False]
     assert (tmp_path / "out" / "gpu.png").stat().st_size
+
+
+def test_benchmark_of_the_loss(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "loss.py", "--quick"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    costs = json.loads((tmp_path / "out" / "loss.json").read_text())["costs"]
+    assert [cost["name"] for cost in costs[:2]] == ["whole logits", "ours"]
+    assert all(len(cost["both"]) == 2 for cost in costs)
+    assert costs[0]["logits"] > 1, "they were counted"

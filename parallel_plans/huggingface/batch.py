@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.planning.layout import Layout
-from parallel_plans.huggingface.loss import IGNORE_INDEX
+from parallel_plans.huggingface.cross_entropy import IGNORE_INDEX
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel_plans.huggingface.cross_entropy import IGNORE_INDEX
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
-IGNORE_INDEX = -100
 NUM_ITEMS = 5
 """Divisor of a probe's loss; not the number of its labels, to tell the two apart."""
 

@@ -20,6 +20,7 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
@@ -42,7 +43,8 @@ def context_parallel_plan(
     runs as ring attention. Of the outputs, `loss` is the mean over all valid tokens, the same
     number on every rank, and `logits` and hidden states are DTensors with `Shard(1)`, which
     `unshard_sequence` makes whole; under `torch.compile` they carry no gradient where `labels` ask
-    for a loss.
+    for a loss. With `labels` a language model returns logits only if it is called with
+    `output_logits=True`: its loss does without them, where its head is a plain projection.
 
     Gradients: all ranks of the axis have one loss, and the **mean** of their gradients is the
     gradient of one process, as over data-parallel ranks. So DDP over all ranks, and FSDP2 over the
@@ -108,9 +110,11 @@ class ShardedModel(ParallelStyle):
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
-        layer_masks, why_no_loss = _examine(model)
+        layer_masks, why_no_loss, tail = _examine(model)
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
+        if tail is not None:
+            install_head(model, tail)
         loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
         sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
@@ -119,8 +123,8 @@ class ShardedModel(ParallelStyle):
         return model
 
 
-def _examine(model: Any) -> tuple[LayerMasks, str | None]:
-    """The masks of the model's layers, and why a ring cannot serve its loss, if it cannot.
+def _examine(model: Any) -> tuple[LayerMasks, str | None, Tail | None]:
+    """The masks of the model's layers, why a ring cannot serve its loss, and the tail of its head.
 
     Leaves the model as it was.
     """
@@ -128,7 +132,8 @@ def _examine(model: Any) -> tuple[LayerMasks, str | None]:
     try:
         layer_masks = read_patterns(model)
         check_locality(model)
-        return layer_masks, other_loss(model)
+        why_no_loss = other_loss(model)
+        return layer_masks, why_no_loss, None if why_no_loss else find_tail(model)
     finally:
         model.set_attn_implementation(before)
 
@@ -153,7 +158,10 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch, outcome = sharding.inputs(self, args, kwargs)
-        return sharding.outputs(plain(self, **batch), outcome)
+        if outcome.head_labels is None:
+            return sharding.outputs(plain(self, **batch), outcome)
+        output, losses = call_for_losses(plain, self, batch, outcome.head_labels)
+        return sharding.outputs(output, outcome, losses)
 
     wrapper: Any = forward
     wrapper.__signature__ = signature(plain)

@@ -27,6 +27,7 @@ from parallel_plans.huggingface.batch import (
     pad,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
+from parallel_plans.huggingface.head import loss_head
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 
@@ -40,6 +41,9 @@ class OutputSpec(NamedTuple):
     local_length: int
     labels: Tensor | None
     num_items: Any
+    head_labels: Tensor | None
+    """Those of which the head makes losses, see `LossHead`."""
+    has_logits: bool
 
 
 class Sharding:
@@ -75,6 +79,7 @@ class Sharding:
         """This rank's part of the batch, all by keyword."""
         _check_implementation(model.config)
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        has_logits = _pops_logits(model, given)
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
@@ -88,13 +93,26 @@ class Sharding:
         positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
         batch = pad({"position_ids": positions} | batch, ring.seq_len - seq_len)
         batch = local_batch(batch, self.axis.mesh, layout)
-        labels = None if self._predicts_next else batch.pop("labels", None)
+        is_projected = not has_logits and loss_head(model) is not None
+        labels = self._own_labels(batch, is_projected)
         # They say where documents are in the whole batch, and attention knows.
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         batch |= {"attention_mask": ones, "use_cache": False, "ring": ring}
-        return batch, OutputSpec(seq_len, ring.seq_len, layout, len(ring.indices), labels, count)
+        lengths = seq_len, ring.seq_len, layout, len(ring.indices)
+        of_head = (None, count, labels) if is_projected else (labels, count, None)
+        return batch, OutputSpec(*lengths, *of_head, has_logits)
+
+    def _own_labels(self, batch: dict[str, Any], is_projected: bool) -> Tensor | None:
+        """Take the labels that the model does not see out of the batch."""
+        if not self._predicts_next:
+            return batch.pop("labels", None)
+        if not is_projected:
+            return None
+        for name in ("labels", "num_items_in_batch"):
+            batch.pop(name)
+        return batch.pop("shift_labels")
 
     def _check_agreement(self, batch: dict[str, Any]) -> None:
         """Once in training and once without gradients: whether all ranks got the same."""
@@ -132,12 +150,19 @@ class Sharding:
         mask = max(self._masks, key=self._masks.count, default=Mask.causal())
         return Balanced(mask, seq_len, world_size, documents.packed)
 
-    def outputs(self, output: Any, spec: OutputSpec) -> Any:
-        """The loss of all ranks, and the rest as sharded DTensors or whole."""
+    def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
+        """The loss of all ranks, and the rest as sharded DTensors or whole.
+
+        Those of a head that makes the losses of its tokens come with them.
+        """
         parts = dict(output.items())
-        if spec.labels is not None:
+        if losses is not None:
+            parts = {"loss": losses.sum() / spec.num_items} | parts
+        elif spec.labels is not None:
             loss = token_loss(output.logits, spec.labels, spec.num_items)
             parts = {"loss": loss} | parts
+        if not spec.has_logits:
+            del parts["logits"]
         # See Note [Gradients of compiled outputs].
         detaches = "loss" in parts and torch.compiler.is_compiling()
         results = {}
@@ -165,6 +190,16 @@ class Sharding:
             return sharded
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
+
+
+def _pops_logits(model: Any, given: dict[str, Any]) -> bool:
+    """Whether logits are to be returned; takes what asks for them out of the arguments.
+
+    Those of a language model with labels have to be asked for: they are the largest tensor.
+    """
+    is_asked = given.pop("output_logits", None)
+    is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
+    return bool(is_asked) or not is_large
 
 
 def _check_implementation(config: Any) -> None:

@@ -160,6 +160,8 @@ class ContextParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """The outputs whole, in the order of the tokens, if more than the loss is asked for."""
+        if not prediction_loss_only:
+            inputs = inputs | {"output_logits": True}
         loss, outputs, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
         )

@@ -51,7 +51,8 @@ def batches() -> dict[str, dict[str, Tensor]]:
 def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, logits of real tokens, and gradients by parameter."""
     model.zero_grad()
-    output = model(**batch, use_cache=False)  # with a cache, stock models see no documents
+    asked = {"output_logits": True} if hasattr(model, "context_parallel_mesh") else {}
+    output = model(**batch, **asked, use_cache=False)  # with a cache, stock models see no documents
     output.loss.backward()
     logits = output.logits[batch["labels"] != -100].detach()
     grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}

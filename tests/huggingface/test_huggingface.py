@@ -90,7 +90,7 @@ def forward_cases(layout: str, seq_len: int) -> None:
         {"input_ids": tokens, "labels": labels, "output_hidden_states": True},
         {"inputs_embeds": embeds, "attention_mask": ones, "position_ids": positions},
     ):
-        ours, theirs = ring(**case), stock(**case)
+        ours, theirs = ring(**case, output_logits=True), stock(**case)
         assert isinstance(ours.logits, DTensor)
         assert ours.logits.placements == (Shard(1),)
         torch.testing.assert_close(unshard_sequence(ours.logits, 1), theirs.logits)

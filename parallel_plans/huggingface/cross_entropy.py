@@ -1,0 +1,209 @@
+"""The cross-entropy of a linear projection, in tiles of words: all logits are never there at once.
+
+Note [Tiles of words]: forward keeps the log-sum-exp of each token only, and backward projects
+again: four matrix products where logits that are kept take three. A tile holds all tokens, so the
+gradient of its words is one product, rounded once, as in the plain projection. Tiles of tokens
+would do with three, but add up the gradient of the whole weight, in 16 bits in a float32 copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+FORWARD = "dtensor_ring::projected_cross_entropy"
+BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
+TILE_BYTES = 16 * 2**20
+"""Of the scores of a tile: what a cache holds."""
+MAX_TILES = 64
+"""Of large problems, whose tiles are larger: narrow matrix products are slow."""
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
+_TAIL = "float scale, float softcap"
+
+torch.library.define(FORWARD, f"({_HEAD}, {_TAIL}) -> (Tensor losses, Tensor lse)")
+torch.library.define(
+    BACKWARD,
+    f"(Tensor grad, {_HEAD}, Tensor lse, {_TAIL}, bool[] needs) "
+    "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+)
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The cross-entropy of each token, without its logits.
+
+    Args:
+        hidden: `(N, H)`, of the dtype of the weight. Under autocast all are cast to its dtype.
+        weight: `(V, H)`, of the projection.
+        bias: `(V,)`.
+        labels: `(N,)`, int64; a token with `IGNORE_INDEX` has no loss.
+        scale: factor of the logits.
+        softcap: if positive, logits are `softcap * tanh(scale * x / softcap)`.
+
+    Returns:
+        `(N,)`, in float32, or float64 if `hidden` is.
+
+    Example:
+        >>> labels = torch.tensor([1, -100])
+        >>> projected_cross_entropy(torch.zeros(2, 3), torch.ones(4, 3), None, labels)
+        tensor([1.3863, 0.0000])
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = bias if bias is None else bias.to(dtype)
+    op = torch.ops.dtensor_ring.projected_cross_entropy.default
+    return op(hidden, weight, bias, labels, scale, softcap)[0]
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and its log-sum-exp, which backward needs."""
+    is_ignored = labels == IGNORE_INDEX
+    is_known = is_ignored | ((labels >= 0) & (labels < len(weight)))
+    torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
+    largest = hidden.new_full(labels.shape, -torch.inf, dtype=_wide(hidden))
+    total, found = torch.zeros_like(largest), torch.zeros_like(largest)
+    for start, _, scores in _tiles(hidden, weight, bias, *tail):
+        column, is_here = _columns(labels, start, scores)
+        found = torch.where(is_here, scores.gather(1, column).squeeze(1), found)
+        before, largest = largest, torch.maximum(largest, scores.amax(1))
+        # A row of -inf so far stays a sum of zeros, not of NaN.
+        shift = largest.masked_fill(largest == -torch.inf, 0)
+        here = scores.sub_(shift.unsqueeze(1)).exp_().sum(1)
+        total.mul_((before - shift).exp_()).add_(here)
+    lse = largest + total.log_()
+    return (lse - found).masked_fill_(is_ignored, 0), lse
+
+
+def backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden states, weight and bias, empty where not needed."""
+    grads = _empty_grads(hidden, weight, needs)
+    total = torch.zeros_like(grads[0], dtype=_wide(hidden))
+    # Scores less infinity: the gradient of tokens without a label is zero.
+    lse = lse.masked_fill(labels == IGNORE_INDEX, torch.inf).unsqueeze(1)
+    for start, narrow, scores in _tiles(hidden, weight, bias, scale, softcap):
+        words = slice(start, start + scores.shape[1])
+        # The derivative of the softcap, of the scores that are overwritten next.
+        slope = (scores / softcap).square_().neg_().add_(1) if softcap else None
+        column, is_here = _columns(labels, start, scores)
+        scores.sub_(lse).exp_()
+        scores.scatter_add_(1, column, is_here.to(scores.dtype).neg_().unsqueeze(1))
+        scores.mul_((grad * scale).unsqueeze(1))
+        if slope is not None:
+            scores.mul_(slope)
+        if needs[2]:
+            grads[2][words] = scores.sum(0)
+        products = scores if scores.dtype == hidden.dtype else narrow.copy_(scores)
+        if needs[0] and scores is products:
+            total.addmm_(products, weight[words])
+        elif needs[0]:
+            total.add_(products @ weight[words])
+        if needs[1]:
+            torch.mm(products.T, hidden, out=grads[1][words])
+    return total.to(hidden.dtype), grads[1], grads[2]
+
+
+def _tiles(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """First word, logits in their own dtype, and scores, `(N, words)`; a tile overwrites another.
+
+    Of logits in float32 or float64, both are one.
+    """
+    num_words = _words_of_a_tile(len(hidden), len(weight))
+    narrow = hidden.new_empty(len(hidden) * num_words)
+    wide = narrow if narrow.dtype == _wide(hidden) else narrow.to(_wide(hidden))
+    for start in range(0, len(weight), num_words):
+        part = weight[start : start + num_words]
+        shape, length = (len(hidden), len(part)), len(hidden) * len(part)
+        logits, scores = narrow[:length].view(shape), wide[:length].view(shape)
+        if bias is None:
+            torch.mm(hidden, part.T, out=logits)
+        else:
+            torch.addmm(bias[start : start + num_words], hidden, part.T, out=logits)
+        if wide is not narrow:
+            scores.copy_(logits)
+        if scale != 1:
+            scores.mul_(scale)
+        if softcap:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        yield start, logits, scores
+
+
+def _words_of_a_tile(num_tokens: int, num_words: int) -> int:
+    fitting = TILE_BYTES // (torch.float32.itemsize * max(num_tokens, 1))
+    return min(num_words, max(fitting, -(-num_words // MAX_TILES)))
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    """Of sums and exponentials."""
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _columns(labels: Tensor, start: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """By token: a column of the tile, and whether the label is there."""
+    column, last = labels - start, scores.shape[1] - 1
+    return column.clamp(0, last).unsqueeze(1), (column >= 0) & (column <= last)
+
+
+def _empty_grads(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, ...]:
+    """For gradients of hidden states, weight and bias; those that nobody needs have no element."""
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
+    return tuple(
+        weight.new_empty(shape if is_needed else [0] * len(shape))
+        for shape, is_needed in zip(shapes, needs, strict=True)
+    )
+
+
+@torch.library.register_fake(FORWARD)
+def _fake_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
+) -> tuple[Tensor, Tensor]:
+    losses = hidden.new_empty(hidden.shape[:1], dtype=_wide(hidden))
+    return losses, torch.empty_like(losses)
+
+
+@torch.library.register_fake(BACKWARD)
+def _fake_backward(grad: Tensor, hidden: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    return _empty_grads(hidden, weight, more[-1])
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    op = torch.ops.dtensor_ring.projected_cross_entropy_backward.default
+    grads = op(grad, *ctx.saved_tensors, ctx.scale, ctx.softcap, needs)
+    found = [x if is_needed else None for x, is_needed in zip(grads, needs, strict=True)]
+    return *found, None, None, None
+
+
+torch.library.impl(FORWARD, "CompositeExplicitAutograd", forward)
+torch.library.impl(BACKWARD, "CompositeExplicitAutograd", backward)
+torch.library.register_autograd(FORWARD, _gradients, setup_context=_keep)

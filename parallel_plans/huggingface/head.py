@@ -1,0 +1,135 @@
+"""The head of a language model, which makes the loss of its tokens without their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import isclose
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel_plans.huggingface.cross_entropy import projected_cross_entropy
+from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
+
+LADDER = 60.0
+"""The largest logit that is tried: beyond the caps of models, where tanh is not linear."""
+
+
+class Tail(NamedTuple):
+    """What a model does to the logits of its head."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scaled = logits * self.scale
+        return (scaled / self.softcap).tanh() * self.softcap if self.softcap else scaled
+
+
+class LossHead(nn.Linear):
+    """A projection that returns a loss for each token in place of its logits, if it has labels.
+
+    Note [Losses in place of logits]: the loss is made inside of the head, where FSDP2 has gathered
+    the weight, and returned, so that it is gathered again in backward. The model goes on with the
+    losses as if they were logits of one word, of which nothing is used.
+    """
+
+    tail: Tail
+    labels: Tensor | None
+    losses: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.labels is None:
+            return super().forward(input)
+        hidden, labels = input.flatten(0, -2), self.labels.flatten()
+        found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.tail)
+        # Of its own memory: FSDP2 warns of views.
+        self.losses = found.view(*input.shape[:-1], 1).clone()
+        return self.losses
+
+
+def install_head(model: Any, tail: Tail) -> None:
+    """Let the model's head, of which `find_tail` has found the tail, make losses."""
+    head = model.get_output_embeddings()
+    # A class of its own, not a method: copies of the model, and what wraps the head, work.
+    head.__class__ = LossHead
+    head.tail, head.labels, head.losses = tail, None, None
+
+
+def loss_head(model: Any) -> LossHead | None:
+    """The model's head, if nothing was put around it or into it since the plan."""
+    head = model.get_output_embeddings()
+    # Adapters take the head's place.
+    if not isinstance(head, LossHead) or any(_added(head)):
+        return None
+    return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
+
+
+def _added(head: nn.Module) -> Iterator[Any]:
+    """What libraries add to a module that computes something else then, but for FSDP2."""
+    yield from (name for name in ("forward", "parametrizations") if name in vars(head))
+    if nn.utils.parametrize.is_parametrized(head):
+        yield "parametrizations"
+    hooks = chain(head._forward_pre_hooks.values(), head._forward_hooks.values())
+    yield from (x for x in hooks if not x.__module__.startswith("torch.distributed.fsdp"))
+
+
+def _is_plain(head: nn.Linear) -> bool:
+    """Whether its tensors are no subclass, as of tensor parallelism or quantization."""
+    tensors = [head.weight] if head.bias is None else [head.weight, head.bias]
+    return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+
+
+def call_for_losses(
+    plain: Callable[..., Any], model: Any, batch: dict[str, Any], labels: Tensor
+) -> tuple[Any, Tensor]:
+    """The output of a model with a `LossHead`, without logits, and the losses of its tokens."""
+    head = model.get_output_embeddings()
+    head.labels = labels
+    try:
+        output, losses = plain(model, **batch), head.losses
+    finally:
+        head.labels = head.losses = None
+    return output, losses
+
+
+def find_tail(model: Any) -> Tail | None:
+    """What the model does to the logits of its head, by what it makes of a ladder of them.
+
+    `None` if that is something else than a `Tail`, or the head is no plain projection.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not _is_plain(head) or any(_added(head)):
+        return None
+    ladders: list[Tensor] = []
+
+    def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        options = {"device": output.device, "dtype": torch.float64}
+        ladder = torch.linspace(-LADDER, LADDER, output.numel(), **options)
+        ladders.append(ladder.view(output.shape))
+        return ladders[-1]
+
+    hook = head.register_forward_hook(replace)
+    try:
+        with frozen(model):
+            logits = probe(model, tuple(range(NUM_TOKENS))).logits.double()
+    finally:
+        hook.remove()
+    if len(ladders) != 1 or logits.shape != ladders[0].shape:
+        return None
+    cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
+    tails = (_fitted(ladders[0], logits, cap) for cap in (0.0, cap))
+    return next((x for x in tails if torch.allclose(x(ladders[0]), logits, rtol=1e-5)), None)
+
+
+def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> Tail:
+    """By the logits between -1 and 1, where a softcap can be undone."""
+    is_small = ladder.abs() <= 1
+    x, y = ladder[is_small], logits[is_small]
+    if softcap:
+        y = (y / softcap).atanh() * softcap
+    scale = float(x.dot(y) / x.dot(x))
+    return Tail(1.0 if isclose(scale, 1, rel_tol=1e-6) else scale, softcap)

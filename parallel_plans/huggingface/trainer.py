@@ -22,7 +22,12 @@ from transformers.trainer_utils import seed_worker
 from dtensor_ring.dtensor.sequence import unshard_sequence
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
-from parallel_plans.huggingface.trainer_options import check_launch, check_options, fsdp_plugin
+from parallel_plans.huggingface.trainer_options import (
+    check_launch,
+    check_options,
+    check_weights,
+    fsdp_plugin,
+)
 
 
 class ContextParallelTrainer(Trainer):
@@ -58,8 +63,8 @@ class ContextParallelTrainer(Trainer):
         ...     num_hidden_layers=1, num_attention_heads=2)
         >>> model = LlamaForCausalLM(config)
         >>> arguments = TrainingArguments(use_cpu=True, report_to=[])
-        >>> trainer = ContextParallelTrainer(model, arguments, mesh=mesh, plan={"layout": "striped"})
-        >>> trainer.get_tp_size()
+        >>> plan = {"layout": "striped"}
+        >>> ContextParallelTrainer(model, arguments, mesh=mesh, plan=plan).get_tp_size()
         1
     """
 
@@ -73,12 +78,6 @@ class ContextParallelTrainer(Trainer):
         self._given_mesh, self._plan = mesh, plan
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())
-        if getattr(self, "is_distributed_loading_by_transformers", False):
-            raise ValueError(
-                "the model was sharded when it was loaded, by distributed_config, and gradients "
-                "would not be averaged over cp; leave it out, and shard by "
-                "TrainingArguments(fsdp=True)"
-            )
         self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
         self.add_callback(GlooReduction)
 
@@ -118,11 +117,17 @@ class ContextParallelTrainer(Trainer):
 
     def _apply_plan(self, model: Any) -> None:
         """Without the plan, a rank would compute all tokens, and `cp` were of no use."""
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(
+                "the model was sharded when it was loaded, by distributed_config, and gradients "
+                "would not be averaged over cp; leave it out, and shard by "
+                "TrainingArguments(fsdp=True)"
+            )
         meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
         found = [x.mesh.flatten().tolist() for x in meshes if x is not None]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
         if not found:
-            base = model.get_base_model() if hasattr(model, "peft_config") else model
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
             plan = context_parallel_plan(base, **self._plan or {})
             parallelize_module(base, self._mesh["cp"], plan)
         elif self._plan is not None:
@@ -135,6 +140,8 @@ class ContextParallelTrainer(Trainer):
                 f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
                 f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
+        if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
+            check_weights(model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

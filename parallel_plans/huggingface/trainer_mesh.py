@@ -43,8 +43,8 @@ def trainer_mesh(
         return _mesh_of(config, device_type)
     if config.total_size > 1:
         raise ValueError(
-            "a mesh and a parallelism config (TrainingArguments(parallelism_config=...), or that of "
-            f"`accelerate launch`: {_sizes(config)}) were given; leave one of them out"
+            f"a mesh and a parallelism config were given ({_sizes(config)}, from TrainingArguments("
+            "parallelism_config=...) or accelerate launch); leave one of them out"
         )
     names = mesh.mesh_dim_names or ()
     if "cp" not in names or list(names) != [axis for axis in AXES if axis in names]:
@@ -66,13 +66,13 @@ def _sizes(config: ParallelismConfig) -> dict[str, int]:
 
 
 def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
-    if config.sp_size > 1:
+    if (config.sp_size or 1) > 1:
         raise ValueError(
             f"sp_size={config.sp_size} is the sequence parallelism of DeepSpeed; say "
             f"cp_size={config.sp_size}"
         )
-    strategy = getattr(config.cp_handler, "cp_comm_strategy", None)
-    if strategy not in (None, ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy):
+    strategy = getattr(config.cp_handler, "cp_comm_strategy", "allgather")
+    if strategy != "allgather":  # the default, which nobody needs to have said
         raise ValueError(
             f"cp_comm_strategy={strategy!r} is one of torch's own context parallelism; leave "
             "cp_handler out and give plan={'strategy': ...}, see SequenceAxis"

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.agreement import check_agreement
 
 DEEPSPEED = (
     "deepspeed shards the model and averages gradients in ways of its own, and knows no ranks that "
@@ -66,12 +72,16 @@ def check_launch(args: Any, state: Any, mesh: DeviceMesh) -> None:
 
 def fsdp_plugin(args: Any, state: Any) -> Any:
     """Accelerate's options of FSDP, `None` without it; accelerate drops them on a CPU."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
 
     found = getattr(state, "fsdp_plugin", None)
-    if found is None and args.fsdp_plugin_args is not None:
+    if found is not None:
+        return found
+    if args.fsdp_plugin_args is not None:
         return FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-    return found
+    # What `accelerate launch` was told, the plugin reads itself.
+    is_launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    return FullyShardedDataParallelPlugin() if is_launched else None
 
 
 def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
@@ -125,3 +135,19 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
     ):
         if is_given:
             raise ValueError(why)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse ranks whose weights differ, of which FSDP2 would make one model.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    # A few values of each tell models of other seeds apart; reading all would take long.
+    plain = [x for x in model.parameters() if not isinstance(x, DTensor)]
+    begins = repr([x.detach().flatten()[:4].tolist() for x in plain])
+    check_agreement(
+        dist.distributed_c10d._get_default_group(),
+        {"weights": f"checksum {crc32(begins.encode()):08x}"},
+        "start from the same weights (load them, or set a seed before the model is made)",
+    )

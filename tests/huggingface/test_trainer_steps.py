@@ -1,4 +1,4 @@
-"""Ten steps of `ContextParallelTrainer` on (dp, cp) ranks, under DDP and FSDP2, and of one process."""
+"""Ten steps of `ContextParallelTrainer`, under DDP and FSDP2, are those of one process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def arguments(folder: str, batch: int, **options: Any) -> Any:
         logging_steps=1,
         save_steps=RESUMED,
         learning_rate=1e-2,
-        adam_epsilon=1e-4,
+        adam_epsilon=1e-2,  # far from zero gradients, whose sign is a matter of rounding
         max_grad_norm=1.0,
         use_cpu=True,
         report_to=[],
@@ -159,15 +159,14 @@ CASES = [
     Case(SHARDED, "padded", "tied", is_sharded=True, has_checkpoints=True),
     Case(SHARDED, "packed", "lora", is_sharded=True, resumes=True),
     Case(SHARDED, "packed", "head", is_sharded=True),
-    Case(DDP, "packed", "head"),
-    Case(DDP, "packed", "untied", is_sharded=True),
 ]
 SLOW = [
+    Case(DDP, "packed", "head"),
+    Case(DDP, "packed", "untied", is_sharded=True),  # sharded over cp, replicated over dp
     Case(DDP, "padded", "lora", resumes=True),
     Case(DDP, "packed", "untied", has_checkpoints=True),
     Case(SHARDED, "padded", "head", is_sharded=True, has_checkpoints=True),
     Case((("cp", 4),), "padded", "untied", is_sharded=True),
-    Case((("dp_shard", 4), ("cp", 1)), "packed", "tied", is_sharded=True),
 ]
 
 
@@ -212,7 +211,8 @@ def test_ten_steps_equal_one_process(
     expected = stock(case.data, case.kind, tmp_path_factory.getbasetemp())
     world_size = int(np.prod([size for _, size in case.axes]))
     found = pool.run(world_size, under_torchrun, train, str(tmp_path), case)[0]
-    assert len(found.losses) == STEPS and found.parameters.keys() >= expected.parameters.keys()
+    assert len(found.losses) == STEPS
+    assert found.parameters.keys() == expected.parameters.keys()
     check(found, expected)
     if case.resumes:
         (data, dp_size), _ = case.axes

@@ -65,7 +65,9 @@ def model_of(kind: str, mesh: Any = None) -> Any:
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapters = LoraConfig(
+            r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
         torch.manual_seed(1)
         model = get_peft_model(model, adapters)
     return model

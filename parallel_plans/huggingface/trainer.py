@@ -123,6 +123,8 @@ class ContextParallelTrainer(Trainer):
                 "would not be averaged over cp; leave it out, and shard by "
                 "TrainingArguments(fsdp=True)"
             )
+        if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
+            check_weights(model)
         meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
         found = [x.mesh.flatten().tolist() for x in meshes if x is not None]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
@@ -140,8 +142,6 @@ class ContextParallelTrainer(Trainer):
                 f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
                 f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
-        if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
-            check_weights(model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

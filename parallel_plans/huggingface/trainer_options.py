@@ -50,11 +50,6 @@ def check_launch(args: Any, state: Any, mesh: DeviceMesh) -> None:
             "fsdp_config={'version': 2}, or fsdp_version: 2 in the YAML of accelerate",
         ),
         (
-            plugin is not None and plugin.cpu_ram_efficient_loading,
-            "cpu_ram_efficient_loading=True gives weights to one rank only, and the plan looks at "
-            "what the model computes on each; say fsdp_config={'cpu_ram_efficient_loading': False}",
-        ),
-        (
             plugin is None and any(size > 1 for size in sharded.values()),
             f"the sizes {sharded} shard the model, and DDP keeps it whole; say "
             "TrainingArguments(fsdp=True), or for DDP give a mesh with the axes "
@@ -144,10 +139,11 @@ def check_weights(model: nn.Module) -> None:
         ValueError: on every rank.
     """
     # A few values of each tell models of other seeds apart; reading all would take long.
-    plain = [x for x in model.parameters() if not isinstance(x, DTensor)]
+    plain = [x for x in model.parameters() if not isinstance(x, DTensor) and not x.is_meta]
     begins = repr([x.detach().flatten()[:4].tolist() for x in plain])
     check_agreement(
         dist.distributed_c10d._get_default_group(),
         {"weights": f"checksum {crc32(begins.encode()):08x}"},
-        "start from the same weights (load them, or set a seed before the model is made)",
+        "start from the same weights (set a seed before the model is made, or load them with "
+        "fsdp_config={'cpu_ram_efficient_loading': False}, as the plan needs them on every rank)",
     )

@@ -43,7 +43,11 @@ def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
         warnings.filterwarnings("ignore", message)
     with mock.patch.dict(os.environ, LAUNCHED if how == "launcher" else {}):
         config = ParallelismConfig(**RING_CONFIG) if how == "arguments" else None
-        options = arguments(folder, BATCH // 2, fsdp=True, parallelism_config=config)
+        # Sharded on the meta device, and filled with the weights of one rank.
+        lazy = {"cpu_ram_efficient_loading": how == "arguments"}
+        options = arguments(
+            folder, BATCH // 2, fsdp=True, fsdp_config=lazy, parallelism_config=config
+        )
         mesh = None
         if how == "mesh":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
@@ -143,7 +147,6 @@ def loaded_in_shards(model: Any) -> Any:
 
 
 FSDP1 = {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False}}
-LAZY = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}
 OTHER_STRATEGY = {"cp_handler": TorchContextParallelConfig(cp_comm_strategy="alltoall")}
 # How the trainer is asked for, and what it says on every rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -158,7 +161,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other strategy": ({"config": {"cp_size": 2, **OTHER_STRATEGY}}, "give plan={'strategy'"),
     "shards without FSDP": ({"config": {"dp_shard_size": 2}}, "for DDP give a mesh"),
     "FSDP1": ({"mesh": ("cp",), **FSDP1}, r"say fsdp_config=\{'version': 2\}"),
-    "weights on one rank": ({"mesh": ("cp",), **LAZY}, "'cpu_ram_efficient_loading': False"),
     "unknown layout": ({"mesh": ("cp",), "plan": {"layout": "diagonal"}}, "diagonal"),
     "weights that differ": (
         {"mesh": ("cp",), "fsdp": True, "model": (other_weights,)},

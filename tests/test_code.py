@@ -18,7 +18,11 @@ LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor")
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
 OPTIONAL |= {"matplotlib", "rich", "triton"}
-SUBCLASSES = ("parallel_plans.huggingface.trainer", "parallel_plans.torchtitan")
+SUBCLASSES = (
+    "parallel_plans.huggingface.trainer",
+    "parallel_plans.huggingface.trainer_mesh",
+    "parallel_plans.torchtitan",
+)
 """Of classes of an optional package, which they import first: nobody imports them but users."""
 ON_FIRST_USE = {"dtensor_ring.compute.merge_triton"}
 """Need an optional package, and are imported in functions only."""

@@ -104,8 +104,8 @@ class ShardedModel(ParallelStyle):
         check_model(model)
         if "forward" in vars(model):
             raise ValueError(
-                "the forward of this model was replaced already, by this plan or by another "
-                "library (device_map, mixed precision); apply the plan once, and before those"
+                f"the forward of this model was replaced already, by {_origin(vars(model))}; apply "
+                "the plan once, and before other libraries (device_map, mixed precision, trainers)"
             )
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
@@ -136,6 +136,16 @@ def _examine(model: Any) -> tuple[LayerMasks, str | None, Tail | None]:
         return layer_masks, why_no_loss, None if why_no_loss else find_tail(model)
     finally:
         model.set_attn_implementation(before)
+
+
+def _origin(attributes: dict[str, Any]) -> str:
+    """Who replaced a forward: this plan, or where the function that did was written."""
+    if "context_parallel_mesh" in attributes:
+        return "a context_parallel_plan"
+    forward = attributes["forward"]
+    function = getattr(forward, "__func__", getattr(forward, "func", forward))
+    module = getattr(function, "__module__", type(function).__module__)
+    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _own_config(model: Any) -> None:

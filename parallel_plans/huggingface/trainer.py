@@ -7,121 +7,145 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
+from accelerate import PartialState
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
 from dtensor_ring.dtensor.sequence import unshard_sequence
-
-AXES = ("dp_replicate", "cp")
+from parallel_plans.huggingface.plan import context_parallel_plan
+from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
+from parallel_plans.huggingface.trainer_options import (
+    check_launch,
+    check_options,
+    check_weights,
+    fsdp_plugin,
+)
 
 
 class ContextParallelTrainer(Trainer):
     """A `Trainer` whose ranks along an axis share each batch, and its sequence.
 
-    The ranks of `dp_replicate` get different batches, those of `cp` the same one. Loss, evaluation,
-    predictions and gradients are those of a `Trainer` on the ranks of `dp_replicate` alone, whose
-    model takes `num_items_in_batch`: batches that are accumulated are weighted by their labels.
+    The ranks of `dp_replicate` and `dp_shard` get different batches, those of `cp` the same one.
+    Loss, evaluation, predictions and gradients are those of a `Trainer` on the data-parallel ranks
+    alone, whose model takes `num_items_in_batch`: batches that are accumulated are weighted by
+    their labels.
+
+    With `TrainingArguments(fsdp=True)` the model is sharded by FSDP2 over the ranks of `dp_shard`
+    and `cp`, and replicated over `dp_replicate`; clipping, checkpoints and `save_model` are those
+    of `Trainer` and accelerate. Without it the model is whole on every rank, under DDP.
 
     Args:
-        mesh: all ranks, 2-D, with the axes `dp_replicate` and `cp`; the model is under
-            `context_parallel_plan` over `mesh["cp"]`.
+        mesh: all ranks, with the axis `cp` and any of `dp_replicate`, `dp_shard` before it and `tp`
+            after it. `None` makes it of `TrainingArguments(parallelism_config=...)`, or of the
+            config that `accelerate launch` was given.
+        plan: keywords of `context_parallel_plan`, for a model that is not under a plan yet: the
+            trainer then applies one before the model is sharded. For a head of your own behind
+            whole outputs apply the plan to its backbone yourself.
         args, kwargs: those of `Trainer`.
 
     Raises:
-        ValueError: if the mesh has other axes, the model is not under the plan, tokens are not
-            averaged across devices, the loss is another than the model's own, or an option deals
-            batches or the model to ranks differently.
+        ValueError: if the mesh has other axes or ranks, the model is under the plan of another
+            mesh or cannot be under one, tokens are not averaged across devices, the loss is
+            another than the model's own, or an option deals batches or the model to ranks
+            differently.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
         >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2)
         >>> model = LlamaForCausalLM(config)
-        >>> model = parallelize_module(model, mesh["cp"], context_parallel_plan(model))
         >>> arguments = TrainingArguments(use_cpu=True, report_to=[])
-        >>> ContextParallelTrainer(model, arguments, mesh=mesh).get_tp_size()
+        >>> plan = {"layout": "striped"}
+        >>> ContextParallelTrainer(model, arguments, mesh=mesh, plan=plan).get_tp_size()
         1
     """
 
-    def __init__(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"the mesh of a trainer is a DeviceMesh, got {type(mesh).__name__}")
-        if mesh.mesh_dim_names != AXES:
-            raise ValueError(
-                f"the mesh of a trainer has the axes {AXES}, got {mesh.mesh_dim_names}; see "
-                "init_device_mesh(..., mesh_dim_names=...)"
-            )
-        self._mesh = mesh
+    def __init__(
+        self,
+        *args: Any,
+        mesh: DeviceMesh | None = None,
+        plan: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._given_mesh, self._plan = mesh, plan
         super().__init__(*args, **kwargs)
-        self._refuse()
-        self._check_plan(self.model)
+        check_options(self.args, self.compute_loss_func is not None, self._adapters())
         self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
+        self.add_callback(GlooReduction)
 
-    def _refuse(self) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         args: Any = self.args
-        for is_given, why in (
-            (
-                not args.average_tokens_across_devices,
-                "average_tokens_across_devices=False would weight tokens by the batch they are in; "
-                "leave it True",
-            ),
-            (
-                args.label_smoothing_factor or self.compute_loss_func is not None,
-                "a rank has the logits of its own tokens, so the loss is the model's own; leave "
-                "label_smoothing_factor and compute_loss_func out",
-            ),
-            (
-                args.eval_use_gather_object,
-                "eval_use_gather_object=True would gather from every rank, and those of cp share a "
-                "batch; leave it False, predictions are gathered as tensors",
-            ),
-            (
-                args.accelerator_config.dispatch_batches
-                or args.train_sampling_strategy == "batch_rebalance",
-                "dispatch_batches=True and train_sampling_strategy='batch_rebalance' deal rows to "
-                "every rank, and those of cp share a batch; leave them out",
-            ),
-            (
-                args.neftune_noise_alpha is not None or args.use_liger_kernel,
-                "neftune_noise_alpha scales noise by the tokens that a rank holds, and "
-                "use_liger_kernel replaces the forward that the plan wraps; leave them out",
-            ),
-            (
-                any(getattr(x, "alora_invocation_tokens", None) for x in self._adapters()),
-                "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; "
-                "leave alora_invocation_tokens out",
-            ),
-            (
-                args.fsdp
-                or self.is_fsdp_enabled
-                or args.deepspeed
-                or self.is_deepspeed_enabled
-                or args.parallelism_config is not None,
-                "fsdp, deepspeed and parallelism_config deal the model or batches to ranks in ways "
-                "of their own; leave them out, or train with fully_shard in a loop of yours",
-            ),
-        ):
-            if is_given:
-                raise ValueError(why)
+        if args.accelerator_config.dispatch_batches is None:  # for iterable datasets that is True
+            args.accelerator_config.dispatch_batches = False
+        device = args.device  # starts the process group, which a mesh needs
+        self._mesh = trainer_mesh(self._given_mesh, args.parallelism_config, device.type)
+        self._data_mesh = flattened(self._mesh, DATA_AXES, "dp")
+        super().create_accelerator_and_postprocess()
+        self._tell_accelerate()
+        if self.model is not None:
+            self._apply_plan(self.model)
 
-    def _check_plan(self, model: Any) -> None:
-        """Without the plan, gradients would be `cp` times too large: its ranks share a batch."""
-        meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
-        if self._mesh["cp"].mesh.tolist() not in [x.mesh.tolist() for x in meshes if x]:
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built = super()._build_accelerator_args(**kwargs)
+        return built | {"parallelism_config": mesh_config(self._mesh, is_sharded=False)}
+
+    def _tell_accelerate(self) -> None:
+        """Which ranks share a batch, over which to shard, and FSDP2 on CPUs, too."""
+        accelerator: Any = self.accelerator
+        state = accelerator.state
+        check_launch(self.args, state, self._mesh)
+        plugin = fsdp_plugin(self.args, state)
+        state.device_mesh = self._mesh
+        state.parallelism_config = mesh_config(self._mesh, plugin is not None)
+        if plugin is not None and state.distributed_type != DistributedType.FSDP:
+            if state.mixed_precision != "no":
+                plugin.set_mixed_precision(state.mixed_precision)
+            state.fsdp_plugin = plugin
+            # Each new view of accelerate's state copies the type from the other one.
+            state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
+        self.gather_function: Any = self._gather_batches
+        accelerator.gather_for_metrics = self._gather_batches
+
+    def _apply_plan(self, model: Any) -> None:
+        """Without the plan, a rank would compute all tokens, and `cp` were of no use."""
+        if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                'the model is not under a context_parallel_plan over mesh["cp"]: apply it before '
-                "the trainer is made, or in the model_init that you give it"
+                "the model was sharded when it was loaded, by distributed_config, and gradients "
+                "would not be averaged over cp; leave it out, and shard by "
+                "TrainingArguments(fsdp=True)"
+            )
+        if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
+            check_weights(model)
+        meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
+        found = [x.mesh.flatten().tolist() for x in meshes if x is not None]
+        ranks = self._mesh["cp"].mesh.flatten().tolist()
+        if not found:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+            plan = context_parallel_plan(base, **self._plan or {})
+            parallelize_module(base, self._mesh["cp"], plan)
+        elif self._plan is not None:
+            raise ValueError(
+                "the model is under a context_parallel_plan already, so plan= would have no "
+                "effect; leave one of them out"
+            )
+        elif ranks not in found:
+            raise ValueError(
+                f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
+                f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
-        self._check_plan(model)
+        self._apply_plan(model)
         return model
 
     def _adapters(self) -> list[Any]:
@@ -129,25 +153,15 @@ class ContextParallelTrainer(Trainer):
         model: Any = self.model
         return list(getattr(model, "peft_config", {}).values())
 
-    def create_accelerator_and_postprocess(self) -> None:
-        config: Any = self.args.accelerator_config
-        if config.dispatch_batches is None:  # which for iterable datasets would mean True
-            config.dispatch_batches = False
-        super().create_accelerator_and_postprocess()
-        self.accelerator.state.device_mesh = self._mesh  # says which ranks share a batch
-        accelerator: Any = self.accelerator
-        self.gather_function: Any = self._gather_batches
-        accelerator.gather_for_metrics = self._gather_batches
-
     def get_tp_size(self) -> int:
         """Ranks that share a batch and its loss: to `Trainer` the axis is one of those."""
-        return self._mesh["cp"].size()
+        return self._mesh.size() // (self._data_mesh.size() if self._data_mesh else 1)
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
         inner: Any = getattr(loader, "base_dataloader", loader)
         if inner.worker_init_fn is not None:  # workers of ranks that share a batch draw alike
-            rank = self._mesh["dp_replicate"].get_local_rank()
+            rank = self._data_mesh.get_local_rank() if self._data_mesh else 0
             num_workers = self.args.dataloader_num_workers
             inner.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=rank)
         return loader
@@ -179,13 +193,24 @@ class ContextParallelTrainer(Trainer):
 
     def _gather_batches(self, data: Any) -> Any:
         """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
-        group, state = self._mesh["dp_replicate"].get_group(), self.accelerator.gradient_state
+        group = self._data_mesh.get_group() if self._data_mesh else None
+        state = self.accelerator.gradient_state
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
 
         def gather(x: Tensor) -> Tensor:
             x = torch.atleast_1d(x).contiguous()
-            parts = [torch.empty_like(x) for _ in range(group.size())]
-            dist.all_gather(parts, x, group)
+            parts = [torch.empty_like(x) for _ in range(group.size())] if group else [x]
+            if group:
+                dist.all_gather(parts, x, group)
             return torch.cat(parts)[: state.remainder if is_cut else None]
 
         return recursively_apply(gather, data, error_on_other_type=True)
+
+
+class GlooReduction(TrainerCallback):
+    """Has FSDP2 sum gradients and divide them itself: gloo, the backend of CPUs, has no means."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for module in kwargs["model"].modules():
+            if isinstance(module, FSDPModule) and args.device.type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)

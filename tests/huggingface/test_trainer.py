@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -172,53 +171,6 @@ def test_trains_evaluates_and_resumes_as_one_process(
         for found, logits in runs:
             assert found == pytest.approx(expected, rel=1e-5)
             torch.testing.assert_close(logits, predicted, atol=1e-4, rtol=1e-4)
-
-
-def refuse(folder: str) -> None:
-    from parallel_plans.huggingface.trainer import ContextParallelTrainer
-
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
-    with pytest.raises(ValueError, match=r"has the axes .*, got \('cp',\)"):
-        ContextParallelTrainer(small_model("Llama"), mesh=mesh["cp"])
-    with pytest.raises(TypeError, match="is a DeviceMesh, got NoneType"):
-        ContextParallelTrainer(small_model("Llama"), mesh=None)  # pyrefly: ignore[bad-argument-type]
-    losses = "leave label_smoothing_factor and compute_loss_func"
-    for options, function, message in (
-        ({"label_smoothing_factor": 0.1}, None, losses),
-        ({}, torch.add, losses),
-        ({"eval_use_gather_object": True}, None, "eval_use_gather_object=True would"),
-        ({"accelerator_config": {"dispatch_batches": True}}, None, "leave them out"),
-        ({"train_sampling_strategy": "batch_rebalance"}, None, "leave them out"),
-        ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha scales noise"),
-        ({"use_liger_kernel": True}, None, "use_liger_kernel replaces the forward"),
-        ({"fsdp": True}, None, "fsdp, deepspeed and parallelism_config deal the model"),
-        ({"average_tokens_across_devices": False}, None, "weight tokens by the batch they are in"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ContextParallelTrainer(
-                small_model("Llama"),
-                arguments(folder, BATCH, **options),
-                mesh=mesh,
-                compute_loss_func=function,
-            )
-    with pytest.raises(ValueError, match="not under a context_parallel_plan"):
-        ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh)
-    with pytest.raises(ValueError, match="or in the model_init that you give it"):
-        ContextParallelTrainer(
-            args=arguments(folder, BATCH), mesh=mesh, model_init=lambda: small_model("Llama")
-        )
-    options = arguments(folder, BATCH)
-    options.deepspeed = "deepspeed.json"
-    with pytest.raises(ValueError, match="fsdp, deepspeed and parallelism_config deal"):
-        ContextParallelTrainer(small_model("Llama"), options, mesh=mesh)
-    model: Any = small_model("Llama")
-    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[3, 4])}
-    with pytest.raises(ValueError, match="adapters that begin at a token"):
-        ContextParallelTrainer(model, arguments(folder, BATCH), mesh=mesh)
-
-
-def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, under_torchrun, refuse, str(tmp_path))
 
 
 def unwrap() -> None:

@@ -1,0 +1,149 @@
+"""Options of a `Trainer` that deal batches or models to ranks in ways of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.agreement import check_agreement
+
+DEEPSPEED = (
+    "deepspeed shards the model and averages gradients in ways of its own, and knows no ranks that "
+    "share a batch; leave it out, and shard with FSDP2: TrainingArguments(fsdp=True)"
+)
+
+
+def check_launch(args: Any, state: Any, mesh: DeviceMesh) -> None:
+    """Refuse ways to distribute a model other than FSDP2 and DDP.
+
+    Args:
+        args: the training arguments.
+        state: accelerate's, which has what its launcher was told, too.
+        mesh: that of the trainer.
+
+    Raises:
+        ValueError: naming the option and what to do.
+    """
+    plugin = fsdp_plugin(args, state)
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    sharded = {name: size for name, size in sizes.items() if name in ("dp_shard", "tp")}
+    for is_given, why in (
+        (args.deepspeed or getattr(state, "deepspeed_plugin", None) is not None, DEEPSPEED),
+        (
+            getattr(state, "megatron_lm_plugin", None) is not None,
+            "Megatron-LM has a model and a loop of its own; leave it out, and shard with FSDP2: "
+            "TrainingArguments(fsdp=True)",
+        ),
+        (
+            args.fsdp and args.fsdp_config.get("xla"),
+            "fsdp_config={'xla': True} shards by XLA, which has no context-parallel axis; leave "
+            "it out",
+        ),
+        (
+            plugin is not None and plugin.fsdp_version != 2,
+            "FSDP1 flattens the parameters that the plan's forward reads; say "
+            "fsdp_config={'version': 2}, or fsdp_version: 2 in the YAML of accelerate",
+        ),
+        (
+            plugin is None and any(size > 1 for size in sharded.values()),
+            f"the sizes {sharded} shard the model, and DDP keeps it whole; say "
+            "TrainingArguments(fsdp=True), or for DDP give a mesh with the axes "
+            "('dp_replicate', 'cp')",
+        ),
+        (
+            args.n_gpu > 1,
+            f"one process drives {args.n_gpu} GPUs; start one for each, by torchrun or accelerate "
+            "launch",
+        ),
+    ):
+        if is_given:
+            raise ValueError(why)
+
+
+def fsdp_plugin(args: Any, state: Any) -> Any:
+    """Accelerate's options of FSDP, `None` without it; accelerate drops them on a CPU."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
+
+    found = getattr(state, "fsdp_plugin", None)
+    if found is not None:
+        return found
+    if args.fsdp_plugin_args is not None:
+        return FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    # What `accelerate launch` was told, the plugin reads itself.
+    is_launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    return FullyShardedDataParallelPlugin() if is_launched else None
+
+
+def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
+    """Refuse options whose result over a sharded sequence would be another.
+
+    Args:
+        args: the training arguments.
+        has_loss: whether a loss function was given.
+        adapters: configs of what peft added to the model.
+
+    Raises:
+        ValueError: naming the option and what to do.
+    """
+    for is_given, why in (
+        (
+            not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False would weight tokens by the batch they are in; "
+            "leave it True",
+        ),
+        (
+            args.label_smoothing_factor or has_loss,
+            "a rank has the logits of its own tokens, so the loss is the model's own; leave "
+            "label_smoothing_factor and compute_loss_func out",
+        ),
+        (
+            args.eval_use_gather_object,
+            "eval_use_gather_object=True would gather from every rank, and those of cp share a "
+            "batch; leave it False, predictions are gathered as tensors",
+        ),
+        (
+            args.accelerator_config.dispatch_batches
+            or args.train_sampling_strategy == "batch_rebalance",
+            "dispatch_batches=True and train_sampling_strategy='batch_rebalance' deal rows to "
+            "every rank, and those of cp share a batch; leave them out",
+        ),
+        (
+            args.neftune_noise_alpha is not None or args.use_liger_kernel,
+            "neftune_noise_alpha scales noise by the tokens that a rank holds, and "
+            "use_liger_kernel replaces the forward that the plan wraps; leave them out",
+        ),
+        (
+            getattr(args, "predict_with_generate", False),
+            "predict_with_generate=True needs a cache of the whole sequence; leave it out, and "
+            "generate with the stock model",
+        ),
+        (
+            any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters),
+            "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; "
+            "leave alora_invocation_tokens out",
+        ),
+    ):
+        if is_given:
+            raise ValueError(why)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse ranks whose weights differ, of which FSDP2 would make one model.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    # A few values of each tell models of other seeds apart; reading all would take long.
+    plain = [x for x in model.parameters() if not isinstance(x, DTensor) and not x.is_meta]
+    begins = repr([x.detach().flatten()[:4].tolist() for x in plain])
+    check_agreement(
+        dist.distributed_c10d._get_default_group(),
+        {"weights": f"checksum {crc32(begins.encode()):08x}"},
+        "start from the same weights (set a seed before the model is made, or load them with "
+        "fsdp_config={'cpu_ram_efficient_loading': False}, as the plan needs them on every rank)",
+    )

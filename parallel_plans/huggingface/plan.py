@@ -76,7 +76,7 @@ def context_parallel_plan(
         >>> model = LlamaForCausalLM(config)
         >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
         >>> tokens = torch.arange(8).unsqueeze(0)
-        >>> output = model(input_ids=tokens, labels=tokens)
+        >>> output = model(input_ids=tokens, labels=tokens, output_logits=True)
         >>> output.loss.shape, unshard_sequence(output.logits, 1).shape
         (torch.Size([]), torch.Size([1, 8, 8]))
     """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
@@ -67,11 +69,16 @@ class Sharding:
     ) -> None:
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(model)
-        self.axis, self._unshards = axis, unshard_outputs
+        self.axis, self.unshards_outputs = axis, unshard_outputs
+        self.returns_logits = False  # beside a loss, without being asked in the call
         self._layer_masks, self._loss = layer_masks, loss
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """Copies of a model share it, as they share the forward that calls it."""
+        return self
 
     def inputs(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,7 +86,7 @@ class Sharding:
         """This rank's part of the batch, all by keyword."""
         _check_implementation(model.config)
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        has_logits = _pops_logits(model, given)
+        has_logits = _pops_logits(model, given) or self.returns_logits
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
@@ -186,7 +193,7 @@ class Sharding:
             )
         local = x.detach() if detaches else x
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        if not self._unshards:
+        if not self.unshards_outputs:
             return sharded
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
@@ -200,6 +207,24 @@ def _pops_logits(model: Any, given: dict[str, Any]) -> bool:
     is_asked = given.pop("output_logits", None)
     is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
     return bool(is_asked) or not is_large
+
+
+@contextmanager
+def whole_outputs(model: nn.Module) -> Iterator[None]:
+    """Have a model, or what of it is under a plan, return all its outputs whole, on every rank.
+
+    Only the plan knows in which order a layout that belongs to a batch dealt its tokens.
+    """
+    found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
+    shardings = [x for x in found if x is not None]
+    before = [(x.unshards_outputs, x.returns_logits) for x in shardings]
+    for sharding in shardings:
+        sharding.unshards_outputs = sharding.returns_logits = True
+    try:
+        yield
+    finally:
+        for sharding, were in zip(shardings, before, strict=True):
+            sharding.unshards_outputs, sharding.returns_logits = were
 
 
 def _check_implementation(config: Any) -> None:

@@ -23,6 +23,7 @@ from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
+from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding
 
 
@@ -108,10 +109,10 @@ class ShardedModel(ParallelStyle):
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
-        layer_masks, why_no_loss = _examine(model)
+        layer_masks, why_no_loss, why_no_balance = _examine(model)
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
-        loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
+        loss = Loss(getattr(model, "_loss_function", None), why_no_loss, why_no_balance)
         sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         # Found by the trainer also where others put a forward of theirs over this one.
@@ -119,16 +120,16 @@ class ShardedModel(ParallelStyle):
         return model
 
 
-def _examine(model: Any) -> tuple[LayerMasks, str | None]:
-    """The masks of the model's layers, and why a ring cannot serve its loss, if it cannot.
+def _examine(model: Any) -> tuple[LayerMasks, str | None, str | None]:
+    """The masks of the model's layers, and why a ring cannot serve its losses, if it cannot.
 
-    Leaves the model as it was.
+    They are that of its labels, and that of its routers. Leaves the model as it was.
     """
     before = model.config._attn_implementation
     try:
         layer_masks = read_patterns(model)
         check_locality(model)
-        return layer_masks, other_loss(model)
+        return layer_masks, other_loss(model), other_balance(model)
     finally:
         model.set_attn_implementation(before)
 

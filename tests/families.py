@@ -95,12 +95,12 @@ TEXT = ("Gemma3", "Llama4")
 """Their configs of language models are named so."""
 
 
-def small_model(family: str, **changes: Any) -> Any:
+def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
     name, options = FAMILIES[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
-    head = "ForMaskedLM" if family in ENCODERS else "ForCausalLM"
+    head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")
     torch.manual_seed(0)
     model = getattr(transformers, name + head)(config)
     with torch.no_grad():

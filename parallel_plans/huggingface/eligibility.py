@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from parallel_plans.huggingface.classification import WHOLE_HEADS, backbone_of
 from parallel_plans.huggingface.positions import (
     FROM_TOKENS,
     LENGTH_DEPENDENT_ROPE,
@@ -35,7 +36,7 @@ def check_model(model: Any) -> None:
             f"a context-parallel plan is for models of transformers 5.x, got {name}; "
             "dtensor_ring.ContextParallel serves any module that takes query, key and value"
         )
-    for reason in _reasons(model, config):
+    for reason in _reasons(backbone_of(model), config):
         raise ValueError(f"no context-parallel plan for {name}: {reason}")
 
 
@@ -56,7 +57,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if not _has_known_head(model):
         yield (
             "its head reads the sequence as a whole; supported are base models and heads "
-            f"{', '.join(HEADS[1:])}"
+            f"{', '.join(HEADS[1:] + WHOLE_HEADS)}"
         )
     if poolers := [
         name for name, x in model.named_modules() if type(x).__name__.endswith("Pooler")

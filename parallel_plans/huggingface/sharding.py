@@ -80,6 +80,7 @@ class Sharding:
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
         self._counts, self._largest = counter_of(model), LargestPosition(model)
+        self._spec: OutputSpec | None = None
 
     def inputs(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,6 +170,7 @@ class Sharding:
     def outputs(self, output: Any, spec: OutputSpec) -> Any:
         """The loss of all ranks, and the rest as sharded DTensors or whole."""
         self._largest.clear()
+        self._spec = spec
         parts = dict(output.items())
         if spec.labels is not None:
             loss = token_loss(output.logits, spec.labels, spec.num_items)
@@ -215,9 +217,17 @@ class Sharding:
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x
+        if self._unshards:
+            return self._joined(local, spec)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+
+    def join(self, local: Tensor) -> Tensor:
+        """The whole of what was made of this rank's outputs of the last batch, token by token."""
+        assert self._spec is not None, "nothing was sharded yet"
+        return self._joined(local, self._spec)
+
+    def _joined(self, local: Tensor, spec: OutputSpec) -> Tensor:
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        if not self._unshards:
-            return sharded
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 

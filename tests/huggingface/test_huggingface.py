@@ -182,8 +182,11 @@ UNSUPPORTED = {
         "Bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=4, mamba_d_state=4
     ),
     r"MambaForCausalLM: backbone\.layers\.0 \(.*, .*\) carry a state": lambda: small("Mamba"),
-    "LlamaForSequenceClassification: its head reads the sequence as a whole": lambda: small(
-        "Llama", "ForSequenceClassification"
+    "LlamaForQuestionAnswering: its head reads the sequence as a whole": lambda: small(
+        "Llama", "ForQuestionAnswering"
+    ),
+    "BertForSequenceClassification: pooler pools one rank's": lambda: small(
+        "Bert", "ForSequenceClassification"
     ),
     "pooler pools one rank's tokens.*add_pooling_layer=False": lambda: small("Bert", "Model"),
     r"model\.position counts .* method create_position.* of LlamaModel": lambda: with_positions(),

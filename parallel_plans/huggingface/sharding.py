@@ -27,11 +27,21 @@ from parallel_plans.huggingface.batch import (
     next_tokens,
     num_items,
     pad,
+    take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.head import loss_head
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
+from parallel_plans.huggingface.positions import LargestPosition, counter_of
+from parallel_plans.huggingface.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.router import (
+    OF_ROUTERS,
+    RouterSpec,
+    asks_router_logits,
+    load_balancing_loss,
+    router_spec,
+)
 
 
 class OutputSpec(NamedTuple):
@@ -46,6 +56,7 @@ class OutputSpec(NamedTuple):
     head_labels: Tensor | None
     """Those of which the head makes losses, see `LossHead`."""
     has_logits: bool
+    router: RouterSpec | None
 
 
 class Sharding:
@@ -75,6 +86,8 @@ class Sharding:
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
+        self._counts, self._largest = counter_of(model), LargestPosition(model)
+        self._spec: OutputSpec | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copies of a model share it, as they share the forward that calls it."""
@@ -97,11 +110,15 @@ class Sharding:
         # Of all ranks, so it is counted before the batch is dealt.
         count = num_items(batch)
         ring, layout = self._deal(batch, seq_len)
-        positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
-        batch = pad({"position_ids": positions} | batch, ring.seq_len - seq_len)
+        positions = self._positions(batch, seq_len)
+        self._largest.set(positions)
+        batch = pad(batch | {"position_ids": positions}, ring.seq_len - seq_len)
         batch = local_batch(batch, self.axis.mesh, layout)
         is_projected = not has_logits and loss_head(model) is not None
-        labels = self._own_labels(batch, is_projected)
+        routers = self._routers(model, batch, ring.indices < seq_len)
+        # Beside labels, the model would add the load-balancing loss of this rank's tokens.
+        is_ours = is_projected or routers is not None or not self._predicts_next
+        labels = take_labels(batch) if is_ours else None
         # They say where documents are in the whole batch, and attention knows.
         for name in BOUNDARIES:
             batch.pop(name, None)
@@ -109,17 +126,25 @@ class Sharding:
         batch |= {"attention_mask": ones, "use_cache": False, "ring": ring}
         lengths = seq_len, ring.seq_len, layout, len(ring.indices)
         of_head = (None, count, labels) if is_projected else (labels, count, None)
-        return batch, OutputSpec(*lengths, *of_head, has_logits)
+        return batch, OutputSpec(*lengths, *of_head, has_logits, routers)
 
-    def _own_labels(self, batch: dict[str, Any], is_projected: bool) -> Tensor | None:
-        """Take the labels that the model does not see out of the batch."""
-        if not self._predicts_next:
-            return batch.pop("labels", None)
-        if not is_projected:
+    def _routers(self, model: Any, batch: dict[str, Any], is_token: Tensor) -> RouterSpec | None:
+        """Whose tokens count in the load-balancing loss, if there is to be one."""
+        if not asks_router_logits(model, batch, self._loss.why_no_balance):
             return None
-        for name in ("labels", "num_items_in_batch"):
-            batch.pop(name)
-        return batch.pop("shift_labels")
+        batch[ROUTER_LOGITS] = True
+        mask = batch.get("attention_mask")
+        weights = is_token.expand(_tokens(batch).shape[:2]) if mask is None else mask
+        return router_spec(model, weights)
+
+    def _positions(self, batch: dict[str, Any], seq_len: int) -> Tensor:
+        """Those that are given, else as the model counts them, else from zero."""
+        given = batch.get("position_ids")
+        if given is not None:
+            return given
+        if self._counts is not None:
+            return self._counts(batch)
+        return torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
 
     def _check_agreement(self, batch: dict[str, Any]) -> None:
         """Once in training and once without gradients: whether all ranks got the same."""
@@ -162,6 +187,8 @@ class Sharding:
 
         Those of a head that makes the losses of its tokens come with them.
         """
+        self._largest.clear()
+        self._spec = spec
         parts = dict(output.items())
         if losses is not None:
             parts = {"loss": losses.sum() / spec.num_items} | parts
@@ -176,9 +203,29 @@ class Sharding:
         for name, x in parts.items():
             if name == "loss":
                 results[name] = self.axis.sum(x)
-            else:
+            elif spec.router is None or name not in OF_ROUTERS:
                 results[name] = self._output(name, x, spec, detaches)
+        if spec.router is not None:
+            results |= self._of_routers(parts, spec.router, spec, detaches)
+        if spec.router is not None and {"loss", "aux_loss"} <= results.keys():
+            # Whole on every rank, so it is added once, after the sum.
+            results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
         return type(output)(**results)
+
+    def _of_routers(
+        self, parts: dict[str, Any], router: RouterSpec, spec: OutputSpec, detaches: bool
+    ) -> dict[str, Any]:
+        """The load-balancing loss of all ranks, and the logits of routers by token."""
+        results: dict[str, Any] = {}
+        if "aux_loss" in parts:
+            results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
+        if "router_logits" in parts:
+            by_token = tuple(router.by_token(x) for x in parts["router_logits"])
+            logits = self._output("router_logits", by_token, spec, detaches)
+            # Whole ones are those of the model, (B * S, E).
+            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards_outputs else logits
+            results["router_logits"] = whole
+        return results
 
     def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool) -> Any:
         if isinstance(x, tuple):
@@ -192,9 +239,17 @@ class Sharding:
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x
+        if self.unshards_outputs:
+            return self._joined(local, spec)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+
+    def join(self, local: Tensor) -> Tensor:
+        """The whole of what was made of this rank's outputs of the last batch, token by token."""
+        assert self._spec is not None, "nothing was sharded yet"
+        return self._joined(local, self._spec)
+
+    def _joined(self, local: Tensor, spec: OutputSpec) -> Tensor:
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        if not self.unshards_outputs:
-            return sharded
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 

@@ -57,7 +57,7 @@ class Cost:
     logits: float
 
 
-PROBLEMS = Problem(512, 16384, 512), Problem(2048, 65536, 256)
+PROBLEMS = Problem(512, 16384, 512), Problem(1024, 32768, 256)
 
 
 def stock(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

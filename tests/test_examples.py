@@ -56,3 +56,17 @@ def test_profile(tmp_path: Path) -> None:
     run = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"wrote {tmp_path / 'ring-rank0.json'}\n"
+
+
+def test_finetune_sft(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    launch = ("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file")
+    options = ("--steps", "3", "--seq-len", "128", "--files", "3", "--lora", "--out", tmp_path)
+    command = [sys.executable, *launch, EXAMPLES / "finetune_sft.yaml"]
+    command += [EXAMPLES / "finetune_sft.py", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    first, *_, last = (float(x) for x in re.findall(r"{'loss': '([0-9.]+)'", run.stdout))
+    assert 4 < last < first < 6  # of 257 bytes, at random 5.5
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size

@@ -116,6 +116,7 @@ class ShardedModel(ParallelStyle):
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         # Found by the trainer also where others put a forward of theirs over this one.
         model.context_parallel_mesh = device_mesh
+        model.context_parallel_sharding = sharding
         return model
 
 

@@ -160,10 +160,14 @@ class Sharding:
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x
-        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        if not self._unshards:
-            return sharded
+        if self._unshards:
+            return self.whole(local, spec)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+
+    def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
+        """What all ranks have of their tokens, `(B, L, ...)`, in the order of the batch."""
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
+        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 
 

@@ -177,11 +177,16 @@ class ContextParallelTrainer(Trainer):
         loss, outputs, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
         )
+        outputs = tree_map_only(
+            DTensor, lambda x: unshard_sequence(x, 1)[:, : self._seq_len(inputs)], outputs
+        )
+        return loss, outputs, labels
+
+    def _seq_len(self, inputs: dict[str, Any]) -> int:
+        """Length of the model's outputs, in tokens."""
         tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
         prompts = (getattr(x, "num_virtual_tokens", None) or 0 for x in self._adapters())
-        seq_len = tokens.shape[1] + sum(prompts)
-        outputs = tree_map_only(DTensor, lambda x: unshard_sequence(x, 1)[:, :seq_len], outputs)
-        return loss, outputs, labels
+        return tokens.shape[1] + sum(prompts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -191,16 +196,20 @@ class ContextParallelTrainer(Trainer):
 
     def _gather_batches(self, data: Any) -> Any:
         """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
-        group = self._data_mesh.get_group() if self._data_mesh else None
         state = self.accelerator.gradient_state
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
+        return self._gather_replicas(data, state.remainder if is_cut else None)
+
+    def _gather_replicas(self, data: Any, keep: int | None = None) -> Any:
+        """The first rows of those of all replicas, from one of the ranks that share theirs."""
+        group = self._data_mesh.get_group() if self._data_mesh else None
 
         def gather(x: Tensor) -> Tensor:
             x = torch.atleast_1d(x).contiguous()
             parts = [torch.empty_like(x) for _ in range(group.size())] if group else [x]
             if group:
                 dist.all_gather(parts, x, group)
-            return torch.cat(parts)[: state.remainder if is_cut else None]
+            return torch.cat(parts)[:keep]
 
         return recursively_apply(gather, data, error_on_other_type=True)
 

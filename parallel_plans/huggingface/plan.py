@@ -115,8 +115,7 @@ class ShardedModel(ParallelStyle):
         sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
         model.forward = MethodType(_sharded_forward(model, sharding), model)
         # Found by the trainer also where others put a forward of theirs over this one.
-        model.context_parallel_mesh = device_mesh
-        model.context_parallel_sharding = sharding
+        model.context_parallel_mesh, model.context_parallel_sharding = device_mesh, sharding
         return model
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
@@ -63,11 +65,15 @@ class Sharding:
     ) -> None:
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(model)
-        self.axis, self._unshards = axis, unshard_outputs
+        self.axis, self.unshards_outputs = axis, unshard_outputs
         self._layer_masks, self._loss = layer_masks, loss
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """Copies of a model share it, as they share the forward that calls it."""
+        return self
 
     def inputs(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,7 +166,7 @@ class Sharding:
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x
-        if self._unshards:
+        if self.unshards_outputs:
             return self.whole(local, spec)
         return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
 
@@ -169,6 +175,23 @@ class Sharding:
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
+
+
+@contextmanager
+def whole_outputs(model: nn.Module) -> Iterator[None]:
+    """Have a model, or what of it is under a plan, return its outputs whole, on every rank.
+
+    Only the plan knows in which order a layout that belongs to a batch dealt its tokens.
+    """
+    found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
+    changed = [x for x in found if x is not None and not x.unshards_outputs]
+    for sharding in changed:
+        sharding.unshards_outputs = True
+    try:
+        yield
+    finally:
+        for sharding in changed:
+            sharding.unshards_outputs = False
 
 
 def _check_implementation(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,13 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from dtensor_ring.dtensor.sequence import unshard_sequence
 from parallel_plans.huggingface.plan import context_parallel_plan
+from parallel_plans.huggingface.sharding import whole_outputs
 from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
 from parallel_plans.huggingface.trainer_options import (
     check_launch,
@@ -174,19 +173,8 @@ class ContextParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """The outputs whole, in the order of the tokens, if more than the loss is asked for."""
-        loss, outputs, labels = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys
-        )
-        outputs = tree_map_only(
-            DTensor, lambda x: unshard_sequence(x, 1)[:, : self._seq_len(inputs)], outputs
-        )
-        return loss, outputs, labels
-
-    def _seq_len(self, inputs: dict[str, Any]) -> int:
-        """Length of the model's outputs, in tokens."""
-        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        prompts = (getattr(x, "num_virtual_tokens", None) or 0 for x in self._adapters())
-        return tokens.shape[1] + sum(prompts)
+        with nullcontext() if prediction_loss_only else whole_outputs(model):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

@@ -131,6 +131,7 @@ CASES = [
     Case(1, 2, "zigzag", 3, is_streamed=True),
     Case(2, 2, "contiguous", 4, is_streamed=True),
     Case(1, 1, "zigzag", 3),
+    Case(1, 2, "balanced", 3),
     Case(1, 2, "contiguous", 3, options=(("activation_checkpointing", True),)),
 ]
 Found = tuple[list[float], list[torch.Tensor]]

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.test_families_trained import TENSOR_PARALLEL
 from tests.huggingface.test_trainer import SEQ_LEN, packed_rows, under_torchrun
 from tests.pool import Pool
 
@@ -169,6 +170,7 @@ SLOW = [
     Case(DDP, "packed", "untied", has_checkpoints=True),
     Case(SHARDED, "padded", "head", is_sharded=True, has_checkpoints=True),
     Case((("cp", 4),), "padded", "untied", is_sharded=True),
+    Case((("cp", 2), ("tp", 2)), "packed", "untied", is_sharded=True),
 ]
 
 
@@ -179,13 +181,19 @@ def train(folder: str, case: Case, resume: str | None = None) -> Record:
         warnings.filterwarnings("ignore", message)
     names, sizes = zip(*case.axes, strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    dp_size = mesh.size() // mesh["cp"].size()
+    dp_size = int(np.prod([size for name, size in case.axes if name not in ("cp", "tp")]))
+    model = model_of(case.kind, mesh)
+    if "tp" in names:
+        for layer in model.model.layers:
+            styles = {name: style() for name, style in TENSOR_PARALLEL.items()}
+            parallelize_module(layer, mesh["tp"], styles)
+            layer.self_attn.num_key_value_groups = 2
     options: dict[str, Any] = {"fsdp": True} if case.is_sharded else {}
     if case.has_checkpoints:
         options |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": POLICY}
     rows = ROWS[case.data]()
     trainer = ContextParallelTrainer(
-        model_of(case.kind, mesh),
+        model,
         arguments(folder, BATCH // dp_size, **options),
         mesh=mesh,
         train_dataset=rows,

@@ -17,10 +17,12 @@ LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor")
 """A module imports from its own layer and those before it, and never in a circle."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
-OPTIONAL |= {"matplotlib", "rich", "triton"}
+OPTIONAL |= {"matplotlib", "rich", "triton", "trl"}
 SUBCLASSES = (
+    "parallel_plans.huggingface.grpo",
     "parallel_plans.huggingface.trainer",
     "parallel_plans.huggingface.trainer_mesh",
+    "parallel_plans.huggingface.trl",
     "parallel_plans.torchtitan",
 )
 """Of classes of an optional package, which they import first: nobody imports them but users."""

@@ -90,3 +90,17 @@ def test_train_fsdp(tmp_path: Path) -> None:
     losses += printed_losses(1, "train_fsdp.py", *small, "--cp=1", "--steps=4", "--resume", *folder)
     assert len(losses) == 4
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_finetune_sft(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    launch = ("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file")
+    options = ("--steps", "3", "--seq-len", "128", "--files", "3", "--lora", "--out", tmp_path)
+    command = [sys.executable, *launch, EXAMPLES / "finetune_sft.yaml"]
+    command += [EXAMPLES / "finetune_sft.py", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    first, *_, last = (float(x) for x in re.findall(r"{'loss': '([0-9.]+)'", run.stdout))
+    assert 4 < last < first < 6  # of 257 bytes, at random 5.5
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size

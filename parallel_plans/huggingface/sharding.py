@@ -240,17 +240,18 @@ class Sharding:
             )
         local = x.detach() if detaches else x
         if self.unshards_outputs:
-            return self._joined(local, spec)
+            return self.whole(local, spec)
         return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
 
     def join(self, local: Tensor) -> Tensor:
         """The whole of what was made of this rank's outputs of the last batch, token by token."""
         assert self._spec is not None, "nothing was sharded yet"
-        return self._joined(local, self._spec)
+        return self.whole(local, self._spec)
 
-    def _joined(self, local: Tensor, spec: OutputSpec) -> Tensor:
-        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+    def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
+        """What all ranks have of their tokens, `(B, L, ...)`, in the order of the batch."""
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
+        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 
 

@@ -184,16 +184,20 @@ class ContextParallelTrainer(Trainer):
 
     def _gather_batches(self, data: Any) -> Any:
         """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
-        group = self._data_mesh.get_group() if self._data_mesh else None
         state = self.accelerator.gradient_state
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
+        return self._gather_replicas(data, state.remainder if is_cut else None)
+
+    def _gather_replicas(self, data: Any, keep: int | None = None) -> Any:
+        """The first rows of those of all replicas, from one of the ranks that share theirs."""
+        group = self._data_mesh.get_group() if self._data_mesh else None
 
         def gather(x: Tensor) -> Tensor:
             x = torch.atleast_1d(x).contiguous()
             parts = [torch.empty_like(x) for _ in range(group.size())] if group else [x]
             if group:
                 dist.all_gather(parts, x, group)
-            return torch.cat(parts)[: state.remainder if is_cut else None]
+            return torch.cat(parts)[:keep]
 
         return recursively_apply(gather, data, error_on_other_type=True)
 

@@ -56,6 +56,12 @@ def check_launch(args: Any, state: Any, mesh: DeviceMesh) -> None:
             "('dp_replicate', 'cp')",
         ),
         (
+            state.num_processes != mesh.size(),
+            f"accelerate counts {state.num_processes} processes of the {mesh.size()} of the mesh; "
+            "on CPUs say TrainingArguments(use_cpu=True), and start by torchrun or accelerate "
+            "launch",
+        ),
+        (
             args.n_gpu > 1,
             f"one process drives {args.n_gpu} GPUs; start one for each, by torchrun or accelerate "
             "launch",

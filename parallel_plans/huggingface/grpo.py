@@ -1,0 +1,156 @@
+"""TRL's `GRPOTrainer` for models under a context-parallel plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import is_peft_model
+from torch import Tensor
+
+from parallel_plans.huggingface.trl import ContextParallelMixin
+
+NO_GENERATION = (
+    "a sharded sequence cannot generate: completions come from elsewhere; give "
+    "rollout_func=..., which asks a server for them, and leave use_vllm, tools and environments out"
+)
+
+
+class ContextParallelGRPOMixin(ContextParallelMixin):
+    """Context parallelism for TRL's `GRPOTrainer`, with completions from a `rollout_func`.
+
+    Put it before the trainer of TRL. The first rank of each axis calls `rollout_func`, and its
+    completions and rewards hold on all ranks of the axis. Rewards, advantages, losses and metrics
+    are those of that trainer on the ranks of `dp_replicate` alone.
+
+    Args:
+        mesh: see `ContextParallelTrainer`.
+        args, kwargs: those of TRL's trainer, `rollout_func` among them. `model` is under
+            `context_parallel_plan`. With `beta`, train an adapter: TRL makes a reference model that
+            is not under the plan.
+
+    Raises:
+        TypeError: if it is mixed into another trainer.
+        ValueError: see `ContextParallelMixin`; and if the trainer would generate, completions are
+            logged, or the completions of a prompt would be split between replicas.
+
+    Example:
+        >>> from trl import GRPOTrainer
+        >>> class Trainer(ContextParallelGRPOMixin, GRPOTrainer):
+        ...     pass
+        >>> trainer = Trainer(
+        ...     model, reward, config, train_dataset=rows, rollout_func=ask, mesh=mesh
+        ... )  # doctest: +SKIP
+    """
+
+    _served: tuple[str, ...] = ("GRPOTrainer",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_generation()
+        config: Any = self.args
+        # TRL counts all ranks, of which those of an axis share their rows.
+        rows = config.per_device_train_batch_size * config.steps_per_generation
+        config.generation_batch_size = rows * self._num_replicas()
+        ask = self.rollout_func
+        self.rollout_func: Any = lambda prompts, trainer: self._share(lambda: ask(prompts, trainer))
+
+    def _makes_reference(self) -> bool:
+        args: Any = self.args
+        return args.beta != 0 and not is_peft_model(self.model)
+
+    def _num_replicas(self) -> int:
+        return self._data_mesh.size() if self._data_mesh else 1
+
+    def _check_generation(self) -> None:
+        trainer: Any = self
+        config = trainer.args
+        rows = config.per_device_train_batch_size * config.steps_per_generation
+        if trainer.rollout_func is None or trainer.use_vllm:
+            raise ValueError(NO_GENERATION)
+        if "tp" in (self._mesh.mesh_dim_names or ()):
+            raise ValueError("GRPO shares completions along cp only; leave tp out of the mesh")
+        if config.log_completions:
+            raise ValueError(
+                "log_completions=True would log those of every rank, and the ranks of cp share "
+                "theirs; leave it out"
+            )
+        for name, given, group in (
+            ("per_device_train_batch_size * steps_per_generation", rows, trainer.num_generations),
+            (
+                "per_device_eval_batch_size",
+                config.per_device_eval_batch_size if config.do_eval else 0,
+                trainer.num_generations_eval,
+            ),
+        ):
+            if given % group:
+                raise ValueError(
+                    f"all completions of a prompt belong to one replica: {name} is a multiple of "
+                    f"the {group} generations of a prompt, got {given}"
+                )
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(NO_GENERATION)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        parent: Any = super()
+        with self._counting_replicas():
+            batch = parent._generate_and_score_completions(inputs)
+        # TRL shuffles the batch next, and a rollout may have drawn numbers on its rank only.
+        torch.set_rng_state(self._share(torch.get_rng_state))
+        return batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of the first rank of each axis; functions of the user's may differ between ranks."""
+        parent: Any = super()
+        rewards = parent._calculate_rewards(*args, **kwargs)
+        by_rank = rewards.view(dist.get_world_size(), -1, rewards.shape[-1])
+        first = self._mesh.mesh.view(self._num_replicas(), -1)[:, 0]
+        return by_rank[first].flatten(0, 1)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counting_replicas():
+            return super().compute_loss(*args, **kwargs)
+
+    @contextmanager
+    def _counting_replicas(self) -> Iterator[None]:
+        """While TRL joins what the processes have, these are the replicas."""
+        accelerator = self.accelerator
+        self.accelerator: Any = _Replicas(self)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+
+    def _share(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of the axis makes, or its error, on all of them."""
+        group = self._mesh["cp"].get_group()
+        made: list[Any] = [None, None]
+        if group.rank() == 0:
+            try:
+                made[0] = make()
+            except Exception as error:  # of the user's: the others wait for an answer
+                made[1] = f"{type(error).__name__}: {error}"
+                dist.broadcast_object_list(made, group=group, group_src=0)
+                raise
+        dist.broadcast_object_list(made, group=group, group_src=0)
+        if made[1] is not None:
+            raise RuntimeError(f"the first rank of the axis failed with {made[1]}")
+        return made[0]
+
+
+class _Replicas:
+    """An accelerator whose processes are the data-parallel replicas."""
+
+    def __init__(self, trainer: ContextParallelGRPOMixin) -> None:
+        replicas = trainer._data_mesh
+        self._accelerator = trainer.accelerator
+        self.process_index = replicas.get_local_rank() if replicas else 0
+        self.num_processes = trainer._num_replicas()
+        self.gather = trainer._gather_replicas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)

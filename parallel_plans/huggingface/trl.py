@@ -1,0 +1,150 @@
+"""TRL's trainers for models under a context-parallel plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface.plan import context_parallel_plan
+from parallel_plans.huggingface.sharding import Sharding
+from parallel_plans.huggingface.trainer import ContextParallelTrainer
+
+SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+
+class ContextParallelMixin(ContextParallelTrainer):
+    """Context parallelism for TRL's `SFTTrainer`, `DPOTrainer`, `KTOTrainer` and `RewardTrainer`.
+
+    Put it before the trainer of TRL. Losses, metrics and gradients are those of that trainer on the
+    ranks of `dp_replicate` alone. Each rank projects its own tokens only through the LM head: TRL
+    makes every loss of per-token log-probabilities, and these are gathered, `(B, S)` numbers.
+
+    Args:
+        mesh, plan: see `ContextParallelTrainer`. `ref_model` comes under the plan of the model.
+        args, kwargs: those of TRL's trainer.
+
+    Raises:
+        TypeError: if it is mixed into another trainer.
+        ValueError: see `ContextParallelTrainer`; and if TRL would make a reference model itself, or
+            a load-balancing loss is asked for.
+
+    Example:
+        >>> class Trainer(ContextParallelMixin, trl.SFTTrainer):
+        ...     pass
+        >>> trainer = Trainer(model, config, train_dataset=rows, mesh=mesh)  # doctest: +SKIP
+    """
+
+    _served: tuple[str, ...] = SERVED
+    _deals_tokens = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, tuple(getattr(trl, name) for name in self._served)):
+            raise TypeError(
+                f"{_mixin(self)} is for TRL's {', '.join(self._served)}, got "
+                f"{type(self).__name__}; write class X({_mixin(self)}, trl.{self._served[0]})"
+            )
+        second = args[1] if len(args) > 1 else None
+        self._reference: Any = kwargs.get("ref_model", second) if self._has_reference() else None
+        super().__init__(*args, **kwargs)
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(
+                "router_aux_loss_coef asks for a load-balancing loss, a statistic of all tokens, "
+                "of which a rank sees its own only; set router_aux_loss_coef=0.0"
+            )
+        self._deal_tokens()
+
+    def _has_reference(self) -> bool:
+        return isinstance(self, (trl.DPOTrainer, trl.KTOTrainer))
+
+    def _makes_reference(self) -> bool:
+        """Whether TRL would load a reference model, which it does where no plan can be applied."""
+        if not self._has_reference() or self._reference is not None or is_peft_model(self.model):
+            return False
+        args: Any = self.args
+        return not args.precompute_ref_log_probs or self.is_fsdp_enabled
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._makes_reference():
+            raise ValueError(
+                "TRL would make a reference model that is not under a plan; give ref_model=... (it "
+                "comes under the plan of the model) where the trainer takes one, or train an "
+                "adapter, which needs none"
+            )
+        if self._reference is not None and not _shardings(self._reference):
+            layout = _shardings(self.model)[0].axis.layout  # the axis knows all else
+            plan = context_parallel_plan(self._reference, layout)
+            parallelize_module(self._reference, self._mesh["cp"], plan)
+
+    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the reference model, which TRL may ask for before its trainer is complete."""
+        self._deal_tokens()
+        parent: Any = super()
+        return parent.compute_ref_log_probs(*args, **kwargs)
+
+    def _deal_tokens(self) -> None:
+        """Over TRL's forwards, once it has put them over those of the plan."""
+        if self._deals_tokens:
+            return
+        self._deals_tokens = True
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                _deal_tokens(model)
+
+
+def _mixin(trainer: Any) -> str:
+    """The mixin that a trainer was made with, by name."""
+    return next(x.__name__ for x in type(trainer).__mro__ if "_served" in vars(x))
+
+
+def _shardings(model: Any) -> list[Sharding]:
+    """Of what is under a plan in a model."""
+    found = [getattr(part, "context_parallel_sharding", None) for part in model.modules()]
+    return [x for x in found if x is not None]
+
+
+def _deal_tokens(model: Any) -> None:
+    """Deal the batch where TRL's fused head calls the backbone, which has no plan of its own."""
+    causal = model.get_base_model() if is_peft_model(model) else model
+    sharding = getattr(causal, "context_parallel_sharding", None)
+    if sharding is not None:  # else a module within is under the plan, and its outputs are whole
+        causal.forward = MethodType(_dealt(causal.forward, sharding), causal)
+
+
+def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
+    """TRL's forward on this rank's tokens, its results per token whole on every rank."""
+
+    def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return inner(*args, **kwargs)
+        # As for logits: TRL's head takes the labels, not that of the plan.
+        batch, spec = sharding.inputs(self, args, kwargs | {"output_logits": True})
+        output = inner(**batch, fused_lm_head=True)
+        # Of tokens that predict one: the last does if labels came shifted.
+        length = spec.seq_len - (kwargs.get("shift_labels") is None)
+        fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}
+        for name, x in _gathered(fields, sharding, spec).items():
+            setattr(output, name, x[:, :length])
+        # Not gathered apart: DDP sends no gradient to what is not used, which a gather cannot take.
+        output.loss = -output.log_probs.sum() / torch.as_tensor(spec.num_items).clamp(min=1)
+        return output
+
+    wrapper: Any = forward
+    wrapper.__signature__ = signature(inner)  # generation and columns are checked against it
+    return wrapper
+
+
+def _gathered(fields: dict[str, Tensor], sharding: Sharding, spec: Any) -> dict[str, Tensor]:
+    """Values of each token `(B, L)`, all in one message, in the order of the tokens `(B, S)`."""
+    local = torch.stack([x.float() for x in fields.values()], -1)
+    whole = sharding.whole(local, spec).unbind(-1)
+    return {name: y.to(x.dtype) for (name, x), y in zip(fields.items(), whole, strict=True)}

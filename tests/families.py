@@ -52,7 +52,6 @@ LONG_ROPE = {
     "factor": 4.0,
     "short_factor": [1.0, 1.5],
     "long_factor": [1.0, 4.0],
-    "original_max_position_embeddings": 17,  # plain batches are longer, packed ones are not
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
@@ -76,7 +75,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HEAD_DIM | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Phi-3": ("Phi3", {"sliding_window": 7}),
-    "Phi-3, longrope": ("Phi3", {"rope_parameters": LONG_ROPE}),
+    "Phi-3, longrope": (
+        "Phi3",  # plain batches are longer than 17, packed ones are not
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 17},
+    ),
     "Llama, dynamic": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 17},

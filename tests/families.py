@@ -46,6 +46,14 @@ LLAMA4 = {
     "floor_scale": 7,
     "attn_scale": 0.3,
 }
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [1.0, 4.0],
+    "original_max_position_embeddings": 17,  # plain batches are longer, packed ones are not
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Mistral, short window": ("Mistral", {"sliding_window": 3}),
@@ -53,6 +61,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2", {}),
     "Qwen3": ("Qwen3", HEAD_DIM),
     "Qwen3-MoE": ("Qwen3Moe", HEAD_DIM | EXPERTS),
+    "Qwen3-MoE, router loss": (
+        "Qwen3Moe",
+        HEAD_DIM | EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    "Mixtral, router loss": (
+        "Mixtral",
+        {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
     "Gemma 2": ("Gemma2", HEAD_DIM | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
     "Gemma 3": ("Gemma3", HEAD_DIM | {"sliding_window": 5, "sliding_window_pattern": 2}),
     "gpt-oss": (
@@ -60,24 +76,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HEAD_DIM | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Phi-3": ("Phi3", {"sliding_window": 7}),
+    "Phi-3, longrope": ("Phi3", {"rope_parameters": LONG_ROPE}),
+    "Llama, dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 17},
+    ),
     "OLMo 2": ("Olmo2", {}),
     "Granite": ("Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
     "Llama 4": ("Llama4", HEAD_DIM | LLAMA4),
     "DeepSeek-V3": ("DeepseekV3", LATENT | ROUTED),
     "ModernBERT": ("ModernBert", {"local_attention": 6, "global_attn_every_n_layers": 2}),
-    "BERT": ("Bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "BERT": ("Bert", NO_DROPOUT),
+    "RoBERTa": ("Roberta", NO_DROPOUT),
+    "OPT": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
 }
-ENCODERS = ("ModernBERT", "BERT")
+ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
 TEXT = ("Gemma3", "Llama4")
 """Their configs of language models are named so."""
 
 
-def small_model(family: str, **changes: Any) -> Any:
+def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
     name, options = FAMILIES[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
-    head = "ForMaskedLM" if family in ENCODERS else "ForCausalLM"
+    head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")
     torch.manual_seed(0)
     model = getattr(transformers, name + head)(config)
     with torch.no_grad():

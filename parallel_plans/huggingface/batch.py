@@ -20,7 +20,6 @@ SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
     "data-parallel ranks only)"
 )
-NO_STATISTICS = "output_router_logits"
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
@@ -64,11 +63,6 @@ def check_batch(given: dict[str, Any]) -> int:
         raise ValueError(
             f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
             "give such labels that number"
-        )
-    if given.get(NO_STATISTICS):
-        raise ValueError(
-            f"{NO_STATISTICS} asks for a load-balancing loss, a statistic of all tokens, of which "
-            "a rank sees its own only; leave it out"
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
@@ -117,6 +111,13 @@ def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     if targets is None:
         targets = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
     return {"shift_labels": targets, "num_items_in_batch": num_items(batch | {"labels": targets})}
+
+
+def take_labels(batch: dict[str, Any]) -> Tensor | None:
+    """Labels that the model shall not see, shifted where it predicts the next token."""
+    labels = batch.pop("labels", None)
+    batch.pop("num_items_in_batch", None)
+    return batch.pop("shift_labels", labels)
 
 
 def num_items(batch: dict[str, Any]) -> Any:

@@ -9,8 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from parallel_plans.huggingface.classification import WHOLE_HEADS, backbone_of
+from parallel_plans.huggingface.positions import (
+    FROM_TOKENS,
+    LENGTH_DEPENDENT_ROPE,
+    counts_mask,
+    length_dependent,
+)
+
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
@@ -29,7 +36,7 @@ def check_model(model: Any) -> None:
             f"a context-parallel plan is for models of transformers 5.x, got {name}; "
             "dtensor_ring.ContextParallel serves any module that takes query, key and value"
         )
-    for reason in _reasons(model, config):
+    for reason in _reasons(backbone_of(model), config):
         raise ValueError(f"no context-parallel plan for {name}: {reason}")
 
 
@@ -50,32 +57,34 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if not _has_known_head(model):
         yield (
             "its head reads the sequence as a whole; supported are base models and heads "
-            f"{', '.join(HEADS[1:])}"
+            f"{', '.join(HEADS[1:] + WHOLE_HEADS)}"
         )
     if poolers := [
         name for name, x in model.named_modules() if type(x).__name__.endswith("Pooler")
     ]:
         yield f"{poolers[0]} pools one rank's tokens; make the model with add_pooling_layer=False"
-    if types := _rope_types(config) & set(LENGTH_DEPENDENT_ROPE):
+    types = _rope_types(config) & set(LENGTH_DEPENDENT_ROPE)
+    if types and not any(length_dependent(model)):
         yield (
-            f"rotary embeddings of type {types.pop()!r} depend on the largest position, which a "
-            "rank that holds a part of the sequence does not see; default, linear, llama3 and yarn "
-            "are supported"
+            f"rotary embeddings of type {types.pop()!r} depend on the largest position, and none "
+            "of its modules has that rope_type, so that it cannot be told that of the batch; "
+            "default, linear, llama3 and yarn need nothing of it"
         )
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and "position" in path and _counts_itself(module):
-            yield f"{path} counts positions by itself, from the tokens it sees or from an offset"
+        if isinstance(module, nn.Embedding) and "position" in path:
+            owner = model.get_submodule(path.rpartition(".")[0])
+            if _counts_itself(module, owner):
+                yield (
+                    f"{path} counts positions by itself, from the tokens it sees or from an "
+                    f"offset, and not by a method {FROM_TOKENS} of {type(owner).__name__} or an "
+                    "attention_mask, which would be called with the whole batch"
+                )
     if getattr(config, "return_dict", True) is False:
         yield "it returns tuples, in which nothing has a name; set config.return_dict = True"
     if getattr(config, "token_dropout", False):
         yield (
             "token_dropout scales embeddings by the share of masked tokens, of which a rank sees "
             "its own only; set config.token_dropout = False before the model is made"
-        )
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "the load-balancing loss is a statistic of all tokens, of which a rank sees its own "
-            "only; set output_router_logits=False"
         )
 
 
@@ -113,5 +122,8 @@ def _rope_types(config: Any) -> set[str]:
     return {x["rope_type"] for x in (given, *nested) if x.get("rope_type")}
 
 
-def _counts_itself(embedding: nn.Embedding) -> bool:
+def _counts_itself(embedding: nn.Embedding, owner: nn.Module) -> bool:
+    """Whether it may count in a way that cannot be asked of it."""
+    if hasattr(owner, FROM_TOKENS) or counts_mask(embedding):
+        return False
     return type(embedding) is not nn.Embedding or embedding.padding_idx is not None

@@ -22,6 +22,8 @@ class Loss(NamedTuple):
     function: Any
     why_not: str | None
     """Why it cannot be made of shards."""
+    why_no_balance: str | None = None
+    """Why that of its routers cannot."""
 
     def check(self, model: Any) -> None:
         """Refuse labels where the loss is another than the cross-entropy of tokens."""

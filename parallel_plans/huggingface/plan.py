@@ -19,10 +19,12 @@ from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
+from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
+from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding
 
 
@@ -51,8 +53,8 @@ def context_parallel_plan(
 
     Args:
         model: a decoder or encoder of transformers 5.x that goes through its attention interface:
-            a base model, or one with a head `ForCausalLM`, `ForMaskedLM` or
-            `ForTokenClassification`.
+            a base model, or one with a head `ForCausalLM`, `ForMaskedLM`,
+            `ForTokenClassification` or `ForSequenceClassification`, whose logits are whole.
         layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
             deals each batch anew by its documents (not under `torch.compile`).
         strategy: how keys and values travel, see `SequenceAxis`.
@@ -100,7 +102,8 @@ class ShardedModel(ParallelStyle):
         AttentionMaskInterface.register(IMPLEMENTATION, pattern_of)
         model: Any = module
         check_model(model)
-        if "forward" in vars(model):
+        backbone = backbone_of(model)
+        if "forward" in vars(model) or "forward" in vars(backbone):
             raise ValueError(
                 f"the forward of this model was replaced already, by {_origin(vars(model))}; apply "
                 "the plan once, and before other libraries (device_map, mixed precision, trainers)"
@@ -108,27 +111,32 @@ class ShardedModel(ParallelStyle):
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         _own_config(model)
-        layer_masks, why_no_loss = _examine(model)
+        layer_masks, why_no_loss, why_no_balance = _examine(backbone)
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
-        loss = Loss(getattr(model, "_loss_function", None), why_no_loss)
-        sharding = Sharding(model, axis, layer_masks, loss, self.unshard_outputs)
-        model.forward = MethodType(_sharded_forward(model, sharding), model)
+        loss = Loss(getattr(backbone, "_loss_function", None), why_no_loss, why_no_balance)
+        head = None if self.unshard_outputs else linear_head(model, backbone)
+        # Any other head gets the hidden states whole.
+        unshards = self.unshard_outputs or (head is None and backbone is not model)
+        sharding = Sharding(backbone, axis, layer_masks, loss, unshards)
+        backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
+        if head is not None:
+            join_behind(head, sharding.join)
         # Found by the trainer also where others put a forward of theirs over this one.
         model.context_parallel_mesh, model.context_parallel_sharding = device_mesh, sharding
         return model
 
 
-def _examine(model: Any) -> tuple[LayerMasks, str | None]:
-    """The masks of the model's layers, and why a ring cannot serve its loss, if it cannot.
+def _examine(model: Any) -> tuple[LayerMasks, str | None, str | None]:
+    """The masks of the model's layers, and why a ring cannot serve its losses, if it cannot.
 
-    Leaves the model as it was.
+    They are that of its labels, and that of its routers. Leaves the model as it was.
     """
     before = model.config._attn_implementation
     try:
         layer_masks = read_patterns(model)
         check_locality(model)
-        return layer_masks, other_loss(model)
+        return layer_masks, other_loss(model), other_balance(model)
     finally:
         model.set_attn_implementation(before)
 

@@ -13,6 +13,7 @@ from parallel_plans.huggingface.attention import at_positions
 from parallel_plans.huggingface.patterns import PROBE, pattern_of
 
 NUM_TOKENS = 8
+ROUTER_LOGITS = "output_router_logits"
 
 
 @contextmanager
@@ -43,6 +44,8 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
     AttentionInterface.register(PROBE, _alone)
     AttentionMaskInterface.register(PROBE, pattern_of)
     model.set_attn_implementation(PROBE)
+    if hasattr(model.config, ROUTER_LOGITS):  # a config may ask for them
+        inputs = {ROUTER_LOGITS: False} | inputs
     return model(
         input_ids=index % model.config.vocab_size,
         position_ids=positions,

@@ -27,10 +27,20 @@ from parallel_plans.huggingface.batch import (
     next_tokens,
     num_items,
     pad,
+    take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
+from parallel_plans.huggingface.positions import LargestPosition, counter_of
+from parallel_plans.huggingface.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.router import (
+    OF_ROUTERS,
+    RouterSpec,
+    asks_router_logits,
+    load_balancing_loss,
+    router_spec,
+)
 
 
 class OutputSpec(NamedTuple):
@@ -42,6 +52,7 @@ class OutputSpec(NamedTuple):
     local_length: int
     labels: Tensor | None
     num_items: Any
+    router: RouterSpec | None
 
 
 class Sharding:
@@ -70,6 +81,8 @@ class Sharding:
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
+        self._counts, self._largest = counter_of(model), LargestPosition(model)
+        self._spec: OutputSpec | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copies of a model share it, as they share the forward that calls it."""
@@ -91,16 +104,38 @@ class Sharding:
         # Of all ranks, so it is counted before the batch is dealt.
         count = num_items(batch)
         ring, layout = self._deal(batch, seq_len)
-        positions = torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
-        batch = pad({"position_ids": positions} | batch, ring.seq_len - seq_len)
+        positions = self._positions(batch, seq_len)
+        self._largest.set(positions)
+        batch = pad(batch | {"position_ids": positions}, ring.seq_len - seq_len)
         batch = local_batch(batch, self.axis.mesh, layout)
-        labels = None if self._predicts_next else batch.pop("labels", None)
+        routers = self._routers(model, batch, ring.indices < seq_len)
+        # Beside labels, the model would add the load-balancing loss of this rank's tokens.
+        labels = take_labels(batch) if routers or not self._predicts_next else None
         # They say where documents are in the whole batch, and attention knows.
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         batch |= {"attention_mask": ones, "use_cache": False, "ring": ring}
-        return batch, OutputSpec(seq_len, ring.seq_len, layout, len(ring.indices), labels, count)
+        lengths = seq_len, ring.seq_len, layout, len(ring.indices)
+        return batch, OutputSpec(*lengths, labels, count, routers)
+
+    def _routers(self, model: Any, batch: dict[str, Any], is_token: Tensor) -> RouterSpec | None:
+        """Whose tokens count in the load-balancing loss, if there is to be one."""
+        if not asks_router_logits(model, batch, self._loss.why_no_balance):
+            return None
+        batch[ROUTER_LOGITS] = True
+        mask = batch.get("attention_mask")
+        weights = is_token.expand(_tokens(batch).shape[:2]) if mask is None else mask
+        return router_spec(model, weights)
+
+    def _positions(self, batch: dict[str, Any], seq_len: int) -> Tensor:
+        """Those that are given, else as the model counts them, else from zero."""
+        given = batch.get("position_ids")
+        if given is not None:
+            return given
+        if self._counts is not None:
+            return self._counts(batch)
+        return torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
 
     def _check_agreement(self, batch: dict[str, Any]) -> None:
         """Once in training and once without gradients: whether all ranks got the same."""
@@ -140,6 +175,7 @@ class Sharding:
 
     def outputs(self, output: Any, spec: OutputSpec) -> Any:
         """The loss of all ranks, and the rest as sharded DTensors or whole."""
+        self.finish(spec)
         parts = dict(output.items())
         if spec.labels is not None:
             loss = token_loss(output.logits, spec.labels, spec.num_items)
@@ -150,9 +186,29 @@ class Sharding:
         for name, x in parts.items():
             if name == "loss":
                 results[name] = self.axis.sum(x)
-            else:
+            elif spec.router is None or name not in OF_ROUTERS:
                 results[name] = self._output(name, x, spec, detaches)
+        if spec.router is not None:
+            results |= self._of_routers(parts, spec.router, spec, detaches)
+        if spec.router is not None and {"loss", "aux_loss"} <= results.keys():
+            # Whole on every rank, so it is added once, after the sum.
+            results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
         return type(output)(**results)
+
+    def _of_routers(
+        self, parts: dict[str, Any], router: RouterSpec, spec: OutputSpec, detaches: bool
+    ) -> dict[str, Any]:
+        """The load-balancing loss of all ranks, and the logits of routers by token."""
+        results: dict[str, Any] = {}
+        if "aux_loss" in parts:
+            results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
+        if "router_logits" in parts:
+            by_token = tuple(router.by_token(x) for x in parts["router_logits"])
+            logits = self._output("router_logits", by_token, spec, detaches)
+            # Whole ones are those of the model, (B * S, E).
+            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards_outputs else logits
+            results["router_logits"] = whole
+        return results
 
     def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool) -> Any:
         if isinstance(x, tuple):
@@ -169,6 +225,16 @@ class Sharding:
         if self.unshards_outputs:
             return self.whole(local, spec)
         return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+
+    def finish(self, spec: OutputSpec) -> None:
+        """Forget a batch that the model has seen, but for what joins its outputs."""
+        self._largest.clear()
+        self._spec = spec
+
+    def join(self, local: Tensor) -> Tensor:
+        """The whole of what was made of this rank's outputs of the last batch, token by token."""
+        assert self._spec is not None, "nothing was sharded yet"
+        return self.whole(local, self._spec)
 
     def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
         """What all ranks have of their tokens, `(B, L, ...)`, in the order of the batch."""

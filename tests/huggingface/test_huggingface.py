@@ -148,7 +148,7 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
         ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
         ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
-        ("load-balancing", {"output_router_logits": True}),
+        ("output_router_logits=True .* no routers", {"output_router_logits": True}),
         ("return_dict", {"return_dict": False}),
         ("ignore_index is -100.*got 3", {"ignore_index": 3}),
         (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
@@ -171,22 +171,30 @@ def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
         return getattr(transformers, name + head)(config)
 
 
+def with_positions() -> Any:
+    model = small("Llama")
+    model.model.position = nn.Embedding(8, 8, padding_idx=0)
+    return model
+
+
 UNSUPPORTED = {
     r"BambaForCausalLM: model\.layers\.0 \(linear_attention\) carry a state": lambda: small(
         "Bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=4, mamba_d_state=4
     ),
     r"MambaForCausalLM: backbone\.layers\.0 \(.*, .*\) carry a state": lambda: small("Mamba"),
-    "LlamaForSequenceClassification: its head reads the sequence as a whole": lambda: small(
-        "Llama", "ForSequenceClassification"
+    "LlamaForQuestionAnswering: its head reads the sequence as a whole": lambda: small(
+        "Llama", "ForQuestionAnswering"
+    ),
+    "BertForSequenceClassification: pooler pools one rank's": lambda: small(
+        "Bert", "ForSequenceClassification"
     ),
     "pooler pools one rank's tokens.*add_pooling_layer=False": lambda: small("Bert", "Model"),
-    "position_embeddings counts positions by itself": lambda: small("Roberta", "ForMaskedLM"),
+    r"model\.position counts .* method create_position.* of LlamaModel": lambda: with_positions(),
     "GPT2DoubleHeadsModel: its head": lambda: transformers.GPT2DoubleHeadsModel(
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     ),
     "T5ForConditionalGeneration: .*has an encoder": lambda: small("T5", "ForConditionalGeneration"),
     "returns tuples.*return_dict = True": lambda: small("Llama", return_dict=False),
-    "load-balancing loss is a statistic": lambda: small("Mixtral", output_router_logits=True),
     "token_dropout scales embeddings": lambda: small(
         "Esm",
         "ForMaskedLM",

@@ -1,0 +1,115 @@
+"""Logits of routers of experts, and their load-balancing loss over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isclose, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_plans.huggingface.loss import predicts_next
+from parallel_plans.huggingface.probe import NUM_TOKENS, ROUTER_LOGITS, frozen, probe
+
+OF_ROUTERS = ("aux_loss", "router_logits")
+"""Outputs that a model has where router logits are asked for."""
+
+
+class RouterSpec(NamedTuple):
+    """What the load-balancing loss of a batch needs."""
+
+    weights: Tensor
+    """`(B, L)`: 1 for this rank's tokens, 0 for padding."""
+    top_k: int
+    coefficient: float
+
+    def by_token(self, logits: Tensor) -> Tensor:
+        """`(B, L, E)` of what a router makes of all rows at once, `(B * L, E)`."""
+        return logits.view(*self.weights.shape, logits.shape[-1])
+
+
+def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
+    """Whether the call, or else the config, asks for router logits.
+
+    Raises:
+        ValueError: if the model has no routers, or `why_not` says that shards cannot have its
+            load-balancing loss.
+    """
+    default = getattr(model.config, ROUTER_LOGITS, None)
+    asks = bool(batch.get(ROUTER_LOGITS, default))
+    if asks and default is None:
+        why_not = "it has no routers"
+    if asks and why_not:
+        raise ValueError(
+            f"{type(model).__name__} cannot take {ROUTER_LOGITS}=True over a sharded sequence: "
+            f"{why_not}; leave it out, also in the config"
+        )
+    return asks
+
+
+def router_spec(model: Any, weights: Tensor) -> RouterSpec:
+    """What the load-balancing loss needs; a base model has logits only."""
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0)
+    return RouterSpec(weights, getattr(model, "num_experts_per_tok", 1), coefficient)
+
+
+def load_balancing_loss(
+    router_logits: tuple[Tensor, ...], spec: RouterSpec, total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """How unevenly tokens are routed, over all layers and ranks (Fedus et al., 2021, eq. 4 to 6).
+
+    It is the number of experts times the sum over them of the share of tokens that an expert gets
+    and its mean probability.
+
+    Args:
+        router_logits: of each layer, `(B * L, E)`.
+        spec: whose tokens count.
+        total: the sum of a tensor over the ranks.
+    """
+    num_experts, weights = router_logits[0].shape[-1], spec.weights.flatten().float()
+    of_choices = weights.repeat_interleave(spec.top_k)
+    assigned = weights.new_zeros(num_experts)
+    probability = weights.new_zeros(num_experts)
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(spec.top_k, -1).indices.flatten()
+        assigned = assigned.scatter_add(0, chosen, of_choices)
+        probability = probability + weights @ probabilities.float()
+    count = weights.sum().unsqueeze(0) * len(router_logits)
+    # Both are means over tokens, so the ranks add what they sum, in one message.
+    sums = total(torch.cat([assigned, probability, count]))
+    assigned, probability, count = sums.split([num_experts, num_experts, 1])
+    return num_experts * (assigned / count * (probability / count)).sum()
+
+
+def other_balance(model: Any) -> str | None:
+    """Why the load-balancing loss of a model cannot be made of shards; `None` if it can.
+
+    By that of a few tokens, as transformers has several.
+    """
+    if not hasattr(model.config, ROUTER_LOGITS) or not hasattr(model, "router_aux_loss_coef"):
+        return None
+    labels = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
+    given = {"labels": labels % model.config.vocab_size}
+    if predicts_next(model):
+        given["shift_labels"] = given["labels"].flip(1)
+    with frozen(model):
+        plain, routed = (
+            probe(model, tuple(range(NUM_TOKENS)), **given, output_router_logits=asks)
+            for asks in (False, True)
+        )
+    if getattr(routed, "aux_loss", None) is None:
+        return None
+    spec = router_spec(model, labels.new_ones(routed.router_logits[0].shape[0], 1))
+    expected = float(load_balancing_loss(routed.router_logits, spec, lambda x: x))
+    found, added = float(routed.aux_loss), float(routed.loss - plain.loss)
+    term = spec.coefficient * found
+    if not isfinite(expected) or (
+        isclose(found, expected, rel_tol=0.01) and isclose(added, term, rel_tol=0.05, abs_tol=1e-5)
+    ):
+        return None
+    return (
+        f"the load-balancing loss of a few tokens is {found:.4f} and adds {added:.6f} to the loss, "
+        f"where that of the Switch Transformer is {expected:.4f} and would add {term:.6f}"
+    )

@@ -1,0 +1,93 @@
+"""Heads that read the sequence as a whole equal those of one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.dense import largest
+from tests.families import small_model
+from tests.huggingface.test_families import SEQ_LEN, batches
+from tests.pool import Pool
+
+CLASS = torch.tensor([2, 0])
+SCORE = torch.tensor([0.3, -1.0])
+HEADS: dict[str, tuple[str, int, Tensor]] = {
+    # family, number of labels, labels
+    "classes": ("Llama", 3, CLASS),
+    "reward": ("Qwen2", 1, SCORE),
+    "several classes": ("OPT", 3, torch.eye(2, 3)),
+    "first token": ("RoBERTa", 3, CLASS),
+    "mean": ("ModernBERT", 3, CLASS),
+}
+
+
+def outputs_of(model: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and logits, and all gradients."""
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    logits = [x.detach() for name, x in output.items() if name.endswith("logits")]
+    grads = [x.grad for x in model.parameters() if x.grad is not None]
+    return [output.loss.detach(), *logits], grads
+
+
+def errors_of(name: str, layout: str, unshards: bool, compiled: bool) -> dict[str, list[float]]:
+    """By batch: relative, of gradients to the norm of the largest."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    family, num_labels, labels = HEADS[name]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    pooling = {"classifier_pooling": "mean"} if name == "mean" else {}
+    ring, stock = (
+        small_model(
+            family, "ForSequenceClassification", num_labels=num_labels, use_cache=False, **pooling
+        )
+        for _ in range(2)
+    )
+    parallelize_module(ring, mesh, context_parallel_plan(ring, layout, unshard_outputs=unshards))
+    if compiled:
+        ring.compile(backend="aot_eager", fullgraph=True)
+    errors = {}
+    given: dict[str, dict[str, Tensor]] = batches()
+    if name == "first token":  # which is padding: each kernel makes something else of that
+        del given["padded left"]
+    if not compiled:  # stock models log a warning, which breaks a graph
+        given["embeddings"] = {"inputs_embeds": torch.randn(2, SEQ_LEN, 16)}
+    for kind, batch in given.items():
+        inputs = batch | {"labels": labels}
+        (ours, our_grads), (theirs, grads) = (outputs_of(model, inputs) for model in (ring, stock))
+        for grad in our_grads:
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+        scale = torch.stack([x.norm() for x in grads]).max()
+        errors[kind] = [
+            *(((x - y).norm() / y.norm()).item() for x, y in zip(ours, theirs, strict=True)),
+            *(((x - y).norm() / scale).item() for x, y in zip(our_grads, grads, strict=True)),
+        ]
+    return errors
+
+
+CASES = [
+    *((name, 2, "zigzag", False, False) for name in HEADS),
+    ("classes", 4, "striped", False, False),
+    ("reward", 2, "balanced", False, False),
+    ("reward", 2, "striped", True, False),
+    ("reward", 2, "striped", False, True),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "layout", "unshards", "compiled"), CASES)
+def test_heads_equal_one_process(
+    pool: Pool, name: str, world_size: int, layout: str, unshards: bool, compiled: bool
+) -> None:
+    for found in pool.run(world_size, errors_of, name, layout, unshards, compiled):
+        worst = largest(error for errors in found.values() for error in errors)
+        assert worst < 1e-5, found

@@ -187,8 +187,7 @@ class Sharding:
 
         Those of a head that makes the losses of its tokens come with them.
         """
-        self._largest.clear()
-        self._spec = spec
+        self.finish(spec)
         parts = dict(output.items())
         if losses is not None:
             parts = {"loss": losses.sum() / spec.num_items} | parts
@@ -242,6 +241,11 @@ class Sharding:
         if self.unshards_outputs:
             return self.whole(local, spec)
         return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+
+    def finish(self, spec: OutputSpec) -> None:
+        """Forget a batch that the model has seen, but for what joins its outputs."""
+        self._largest.clear()
+        self._spec = spec
 
     def join(self, local: Tensor) -> Tensor:
         """The whole of what was made of this rank's outputs of the last batch, token by token."""

@@ -129,6 +129,7 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         # As for logits: TRL's head takes the labels, not that of the plan.
         batch, spec = sharding.inputs(self, args, kwargs | {"output_logits": True})
         output = inner(**batch, fused_lm_head=True)
+        sharding.finish(spec)
         # Of tokens that predict one: the last does if labels came shifted.
         length = spec.seq_len - (kwargs.get("shift_labels") is None)
         fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}

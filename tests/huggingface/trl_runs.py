@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import SMALL, VOCABULARY, small_model
 
 NUM_ROWS, BATCH, STEPS = 32, 4, 10
@@ -169,10 +167,6 @@ def trainer_of(run: Run, folder: str, sizes: Sizes = None, **changes: Any) -> An
         options = {"fsdp": run.fsdp}
     config = config_of(run, folder, BATCH // (sizes or (1, 1))[0], **options)
     model = changes.pop("model", None) or model_of(run)
-    if run.trainer == "Reward" and sizes is not None:
-        # Its head pools the sequence, which the plan of a whole model does not.
-        plan = context_parallel_plan(model.model, unshard_outputs=True)
-        parallelize_module(model.model, given["mesh"]["cp"], plan)
     if run.lora:
         from peft import LoraConfig
 

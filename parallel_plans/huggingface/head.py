@@ -68,6 +68,16 @@ def loss_head(model: Any) -> LossHead | None:
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 
 
+def pops_logits(model: Any, given: dict[str, Any]) -> bool:
+    """Whether logits are to be returned; takes what asks for them out of the arguments.
+
+    Those of a language model with labels have to be asked for: they are the largest tensor.
+    """
+    is_asked = given.pop("output_logits", None)
+    is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
+    return bool(is_asked) or not is_large
+
+
 def _added(head: nn.Module) -> Iterator[Any]:
     """What libraries add to a module that computes something else then, but for FSDP2."""
     yield from (name for name in ("forward", "parametrizations") if name in vars(head))

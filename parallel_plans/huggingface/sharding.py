@@ -30,7 +30,7 @@ from parallel_plans.huggingface.batch import (
     take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
-from parallel_plans.huggingface.head import loss_head
+from parallel_plans.huggingface.head import loss_head, pops_logits
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
@@ -99,7 +99,7 @@ class Sharding:
         """This rank's part of the batch, all by keyword."""
         _check_implementation(model.config)
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        has_logits = _pops_logits(model, given) or self.returns_logits
+        has_logits = pops_logits(model, given) or self.returns_logits
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
@@ -257,16 +257,6 @@ class Sharding:
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
-
-
-def _pops_logits(model: Any, given: dict[str, Any]) -> bool:
-    """Whether logits are to be returned; takes what asks for them out of the arguments.
-
-    Those of a language model with labels have to be asked for: they are the largest tensor.
-    """
-    is_asked = given.pop("output_logits", None)
-    is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
-    return bool(is_asked) or not is_large
 
 
 @contextmanager

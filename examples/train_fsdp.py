@@ -72,7 +72,7 @@ def sharded(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
     """The plan, then checkpointing that keeps the ring's outputs, then FSDP2 over all ranks."""
     parallelize_module(model, mesh["cp"], context_parallel_plan(model, "zigzag"))
     how = {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
-    model.gradient_checkpointing_enable(how)
+    model.activation_checkpointing_enable(how)
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=everyone)

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import dtensor_ring
 import parallel_plans
 from parallel_plans import huggingface
+from tests.huggingface.test_trainer import under_torchrun
+from tests.huggingface.trl_runs import harmless
 from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent
@@ -216,12 +218,17 @@ CODE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILIN
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(pool: Pool, page: Path) -> None:
+def test_page(pool: Pool, tmp_path: Path, page: Path) -> None:
     """The code of a page runs from top to bottom, and prints what the page says."""
-    pool.run(2, _check_page, page)
+    pool.run(2, under_torchrun, _check_page, page, tmp_path)
 
 
-def _check_page(page: Path) -> None:
+def _check_page(page: Path, folder: Path) -> None:
+    with chdir(folder), harmless():
+        _run_page(page)
+
+
+def _run_page(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": page.stem}
     for code, printed in CODE.findall(page.read_text()):
         output = io.StringIO()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dtensor_ring import ContextParallel, SequenceAxis, next_token_labels
 
-SEQ_LEN, WIDTH, HEADS, LAYERS, WORDS = 1024, 128, 4, 2, 256
+SEQ_LEN, WIDTH, HEADS, LAYERS, WORDS = 512, 64, 4, 2, 256
 
 
 class Attention(nn.Module):

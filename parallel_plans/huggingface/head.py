@@ -83,8 +83,10 @@ def _added(head: nn.Module) -> Iterator[Any]:
     yield from (name for name in ("forward", "parametrizations") if name in vars(head))
     if nn.utils.parametrize.is_parametrized(head):
         yield "parametrizations"
-    hooks = chain(head._forward_pre_hooks.values(), head._forward_hooks.values())
-    yield from (x for x in hooks if not x.__module__.startswith("torch.distributed.fsdp"))
+    forward = head._forward_pre_hooks, head._forward_hooks
+    hooks = (*forward, head._backward_pre_hooks, head._backward_hooks)
+    everything = chain.from_iterable(x.values() for x in hooks)
+    yield from (x for x in everything if not x.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _is_plain(head: nn.Linear) -> bool:

@@ -250,6 +250,11 @@ class Sharding:
     def join(self, local: Tensor) -> Tensor:
         """The whole of what was made of this rank's outputs of the last batch, token by token."""
         assert self._spec is not None, "nothing was sharded yet"
+        if local.shape[1] != self._spec.local_length:
+            raise RuntimeError(
+                f"a head ran on {local.shape[1]} tokens of another batch than the last, whose part "
+                f"on this rank has {self._spec.local_length}; run it once, right after its backbone"
+            )
         return self.whole(local, self._spec)
 
     def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
+from parallel_plans.huggingface.classification import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding import whole_outputs
 from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
@@ -77,7 +78,8 @@ class ContextParallelTrainer(Trainer):
         self._given_mesh, self._plan = mesh, plan
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())
-        self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
+        if self._plan_makes_loss():
+            self.model_accepts_loss_kwargs = True  # which takes num_items_in_batch
         self.add_callback(GlooReduction)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -128,7 +130,7 @@ class ContextParallelTrainer(Trainer):
         found = [x.mesh.flatten().tolist() for x in meshes if x is not None]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
         if not found:
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+            base = _base(model)
             plan = context_parallel_plan(base, **self._plan or {})
             parallelize_module(base, self._mesh["cp"], plan)
         elif self._plan is not None:
@@ -141,6 +143,11 @@ class ContextParallelTrainer(Trainer):
                 f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
                 f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
+
+    def _plan_makes_loss(self) -> bool:
+        """Whether the loss is the plan's; else it is of the model's own head on whole outputs."""
+        base = _base(self.model)
+        return hasattr(base, "context_parallel_sharding") and backbone_of(base) is base
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -200,6 +207,11 @@ class ContextParallelTrainer(Trainer):
             return torch.cat(parts)[:keep]
 
         return recursively_apply(gather, data, error_on_other_type=True)
+
+
+def _base(model: Any) -> Any:
+    """The model below adapters of peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class GlooReduction(TrainerCallback):

@@ -11,6 +11,7 @@ import torch
 import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
@@ -126,6 +127,7 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return inner(*args, **kwargs)
+        _check_head(self)
         # As for logits: TRL's head takes the labels, not that of the plan.
         batch, spec = sharding.inputs(self, args, kwargs | {"output_logits": True})
         output = inner(**batch, fused_lm_head=True)
@@ -142,6 +144,16 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
     wrapper: Any = forward
     wrapper.__signature__ = signature(inner)  # generation and columns are checked against it
     return wrapper
+
+
+def _check_head(model: Any) -> None:
+    """TRL reads the weight of the head, and hooks of a sharded one would not run."""
+    if isinstance(model.get_output_embeddings().weight, DTensor):
+        raise ValueError(
+            "the LM head is sharded by itself, and TRL's losses read its weight without calling "
+            "it, so its gradient would not be averaged; keep it in the root group of FSDP2: wrap "
+            "the layers only (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP)"
+        )
 
 
 def _gathered(fields: dict[str, Tensor], sharding: Sharding, spec: Any) -> dict[str, Tensor]:

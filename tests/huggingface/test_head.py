@@ -175,6 +175,15 @@ def outside_of_the_head() -> None:
             assert is_ring == (output.logits is None)
             losses.append(output.loss)
         torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    model = planned(mesh)
+    assert loss_head(model) is model.lm_head
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    assert loss_head(model) is None, "the hook would see gradients of losses"
+
+
+def planned(mesh: Any) -> Any:
+    model = small_model("Llama")
+    return parallelize_module(model, mesh, context_parallel_plan(model))
 
 
 def another_head(model: Any) -> Any:

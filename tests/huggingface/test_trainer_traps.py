@@ -114,3 +114,28 @@ def test_is_as_one_process(pool: Pool, tmp_path: Path, trap: str) -> None:
     expected = trained(str(tmp_path / "stock"), trap, False)
     for found in pool.run(2, under_torchrun, trained, str(tmp_path / "ring"), trap, True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def classified(folder: str, is_ring: bool) -> list[float]:
+    """Of a head whose loss is a mean over its batch, and that says so."""
+    others, ours = trainers()
+    mesh = (
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "cp")) if is_ring else None
+    )
+    model = small_model("Llama", "ForSequenceClassification", num_labels=3, use_cache=False)
+    model.accepts_loss_kwargs = False
+    rows = [{"input_ids": x["input_ids"]} for x in packed_rows()]
+    rows = [row | {"labels": torch.tensor(number % 3)} for number, row in enumerate(rows)]
+    cls, options = (ours, {"mesh": mesh}) if is_ring else (others["stock"], {})
+    batch = BATCH // 2 if is_ring else BATCH
+    trainer = cls(model, arguments(folder, batch), train_dataset=rows, eval_dataset=rows, **options)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    numbers = [entry[name] for entry in log for name in ("loss", "grad_norm")]
+    return [*map(float, numbers), trainer.evaluate()["eval_loss"]]
+
+
+def test_losses_that_take_no_count(pool: Pool, tmp_path: Path) -> None:
+    expected = classified(str(tmp_path / "stock"), False)
+    for found in pool.run(2, under_torchrun, classified, str(tmp_path / "ring"), True):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
@@ -190,3 +191,17 @@ def share_error() -> str:
 def test_rollouts_that_fail_do_so_on_all_ranks(pool: Pool) -> None:
     first, second = pool.run(2, share_error)
     assert second == f"the first rank of the axis failed with ZeroDivisionError: {first}"
+
+
+def head_of_its_own() -> None:
+    from parallel_plans.huggingface.trl import _check_head
+
+    model = small_model("Llama")
+    _check_head(model)
+    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"LM head is sharded by itself, .* root group of FSDP2"):
+        _check_head(model)
+
+
+def test_refuses_a_head_in_a_group_of_its_own(pool: Pool) -> None:
+    pool.run(1, head_of_its_own)

@@ -173,7 +173,25 @@ def _gathered(dtensor: DTensor, axis: int) -> Tensor:
     """The global tensor, whose gradient is summed over one axis of the mesh."""
     placements: list[Placement] = [Replicate()] * dtensor.device_mesh.ndim
     placements[axis] = Partial()
-    return dtensor.full_tensor(grad_placements=placements)
+    whole = dtensor.full_tensor(grad_placements=placements)
+    # A compiled graph defines its gradients itself.
+    return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
+
+
+class _DefinedGradient(torch.autograd.Function):
+    """The identity, whose gradient is zero where autograd has none.
+
+    DDP gives no gradient to outputs that nobody used, which the backward of a DTensor cannot take.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        # Autograd has made zeros of what it lacks.
+        return grads[0]
 
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:

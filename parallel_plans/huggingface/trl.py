@@ -127,10 +127,10 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return inner(*args, **kwargs)
-        _check_head(self)
         # As for logits: TRL's head takes the labels, not that of the plan.
         batch, spec = sharding.inputs(self, args, kwargs | {"output_logits": True})
         output = inner(**batch, fused_lm_head=True)
+        _check_head(self)
         sharding.finish(spec)
         # Of tokens that predict one: the last does if labels came shifted.
         length = spec.seq_len - (kwargs.get("shift_labels") is None)
@@ -147,12 +147,16 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
 
 
 def _check_head(model: Any) -> None:
-    """TRL reads the weight of the head, and hooks of a sharded one would not run."""
-    if isinstance(model.get_output_embeddings().weight, DTensor):
+    """TRL has read the weight of the head, without the hooks by which FSDP2 reduces its gradient.
+
+    By default the head shares a group with the last norm, which has gathered it.
+    """
+    weight = model.get_output_embeddings().weight
+    if isinstance(weight, DTensor) and weight.requires_grad:
         raise ValueError(
             "the LM head is sharded by itself, and TRL's losses read its weight without calling "
-            "it, so its gradient would not be averaged; keep it in the root group of FSDP2: wrap "
-            "the layers only (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP)"
+            "it, so its gradient would not be averaged; leave it in a group with other modules, as "
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP does"
         )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_ring import (
     Balanced,
@@ -119,6 +120,33 @@ def _check_gradients(layout: Balanced | str) -> None:
     expected = torch.zeros_like(weight)
     expected[:, mine] = 10 * weight[:, mine]
     torch.testing.assert_close(whole.grad, expected)
+
+
+class TwoOutputs(nn.Module):
+    """Two layers on this rank's tokens, whose outputs are gathered."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.layers = mesh, nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, whole: Tensor) -> list[Tensor]:
+        local = shard_sequence(whole, self.mesh, 0, "zigzag").to_local()
+        parts = [from_local_tokens(layer(local), self.mesh, 0, 8) for layer in self.layers]
+        return [unshard_sequence(part, 0) for part in parts]
+
+
+def test_outputs_that_nobody_uses_under_ddp(pool: Pool) -> None:
+    pool.run(2, _check_unused)
+
+
+def _check_unused() -> None:
+    model = TwoOutputs(init_device_mesh("cpu", (2,)))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    used, _ = ddp(torch.ones(8, 3))
+    used.sum().backward()
+    weights = [layer.weight.grad for layer in model.layers]
+    assert torch.equal(weights[0], torch.full((3, 3), 8.0))
+    assert weights[1] is None or not weights[1].any()
 
 
 def test_sum_over_the_axis(pool: Pool) -> None:

@@ -17,6 +17,7 @@ from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 from dtensor_ring.transport.session import RENEW, Session, session_of
+from dtensor_ring.transport.watch import WATCH
 from dtensor_ring.transport.word import Word, differences, flat
 
 LONGEST = 300
@@ -78,6 +79,7 @@ class Turn(Transport):
         try:
             if error is None:
                 self._agree()  # a rank without messages has not yet
+                self._session.check()  # another thread may have been in the way
             elif not isinstance(error, RingError):
                 self._raised(error)
         finally:
@@ -167,6 +169,12 @@ class Turn(Transport):
         text = text if cause == text else f"{text}; the first cause: {cause}"
         return self._error(text, peer, message.source, seconds)
 
+    def waiting_for(self, message: P2P) -> str:
+        """What a rank that waits for a message does, for a warning."""
+        ranks = self._session.ranks
+        of = f"of the ring {list(ranks)}"
+        return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
+
     def _raised(self, error: BaseException) -> None:
         """Tell the other ranks, unless all of them raised in this step."""
         label = self._label
@@ -210,19 +218,26 @@ class Turn(Transport):
 class Sent:
     """A message in flight, whose failure is an error of the ring."""
 
-    __slots__ = ("_message", "_turn", "_work", "has_arrived")
+    __slots__ = ("_message", "_turn", "_work", "has_arrived")  # one for each message
 
     def __init__(self, turn: Turn, work: Work, message: P2P) -> None:
         self._turn, self._work, self._message = turn, work, message
         self.has_arrived = False
 
+    def __str__(self) -> str:
+        return self._turn.waiting_for(self._message)
+
     def wait(self) -> None:
         if self.has_arrived:
             return
+        turn, message = self._turn, self._message
+        WATCH.begin(self)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._turn.failed(error, self._message) from error
+            raise turn.failed(error, message) from error
+        finally:
+            WATCH.end()
         self.has_arrived = True
 
 

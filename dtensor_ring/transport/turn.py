@@ -26,7 +26,9 @@ LONGEST = 300
 Turns = AbstractContextManager[Transport]
 
 
-def turn_of(group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0) -> Turns:
+def turn_of(
+    group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0, place: str = ""
+) -> Turns:
     """A context that gives the transport for one call over a group.
 
     Args:
@@ -34,11 +36,13 @@ def turn_of(group: dist.ProcessGroup, word: Word, device: torch.device, origin: 
         word: what the call is.
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
+        place: in the code of the caller; empty if not known.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
         return nullcontext(transport)
-    return Turn(group, session, transport, word, transport.keeps_tags(device), origin)
+    keeps_tags = transport.keeps_tags(device)
+    return Turn(group, session, transport, keeps_tags, word, origin, place)
 
 
 class Turn(Transport):
@@ -49,12 +53,13 @@ class Turn(Transport):
         group: dist.ProcessGroup,
         session: Session,
         transport: Transport,
-        word: Word,
         keeps_tags: bool,
+        word: Word,
         origin: int,
+        place: str,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
-        self._word, self._keeps_tags, self._origin = word, keeps_tags, origin
+        self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
         self._number = self._tag = 0
         self._label, self._since = Label("forward", 0, group.rank()), 0.0
         self._words: list[Sent] = []
@@ -115,7 +120,7 @@ class Turn(Transport):
         """Start the exchange of words with both neighbours."""
         number, origin, rank = self._number, self._origin, self._group.rank()
         self._tag = self._word.tag(number, origin)
-        self._mine = self._word.message(number, origin)
+        self._mine = self._word.message(number, origin, self._place)
         self._theirs = bytearray(len(self._mine))
         theirs, mine = flat(self._theirs), flat(self._mine)
         peers = (rank - 1) % self._group.size(), (rank + 1) % self._group.size()

@@ -83,6 +83,22 @@ def _turn_around() -> Found:
     return error_of(lambda: [loss.backward() for loss in losses])
 
 
+def test_calls_in_another_order(pool: Pool) -> None:
+    for text, _ in pool.run(2, _call_in_another_order):
+        assert "they differ in place of the call: test_turn.py:" in text
+
+
+def _call_in_another_order() -> Found:
+    mesh, (one, other) = init_device_mesh("cpu", (2,)), (inputs(), inputs())
+    calls = [
+        lambda: ring_attention(*one, mesh=mesh),
+        lambda: ring_attention(*other, mesh=mesh),
+    ]
+    if dist.get_rank():
+        calls.reverse()
+    return error_of(lambda: [call() for call in calls])
+
+
 class Failing(Exception):
     """What a kernel raises."""
 

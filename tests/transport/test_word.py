@@ -36,6 +36,11 @@ def test_what_does_not_fit_counts_too() -> None:
     assert differences(one.message(1, 0), one.message(1, 0)) == []
 
 
+def test_places_are_named() -> None:
+    messages = (Word(FIELDS).message(1, 0, place) for place in ("a.py:1 in f", "x" * 200))
+    assert differences(*messages) == [("place of the call", "a.py:1 in f", "x" * 96)]
+
+
 def test_tags_differ() -> None:
     words = [Word(FIELDS), Word(FIELDS | {"scale": "0.25"})]
     tags = [x.tag(number, origin) for x in words for number in range(50) for origin in range(50)]

@@ -32,6 +32,8 @@ class AxisConfig:
     """The layout's spelling, which the ops take; not computed in each call."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strategy, str):
+            raise TypeError(f"strategy must be a name, a str, got {self.strategy!r}")
         if self.strategy not in ROUTES:
             known = ", ".join(ROUTES)
             raise ValueError(f"unknown strategy {self.strategy!r}; known strategies: {known}")
@@ -64,6 +66,16 @@ class AxisConfig:
                 "batch: call ring_attention(..., runs=sequence_runs(layout)), no other attention "
                 "can take it"
             )
+
+
+def configured(layout: Layout, **how: Any) -> AxisConfig:
+    """The configuration of a layout, strategy, kernel and policy, where `None` is the default.
+
+    Raises:
+        TypeError: if one is of another type.
+        ValueError: if one is unknown.
+    """
+    return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})
 
 
 @dataclass
@@ -125,10 +137,10 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
         ValueError: if the mesh is not 1-D, a value is unknown, or another one was recorded.
     """
     here = annotation_of(axis_group(mesh))
-    given = {name: value for name, value in how.items() if value is not None}
     before = here.config
+    given = {name: value for name, value in how.items() if value is not None}
     # Checks the values before anything is recorded.
-    config = AxisConfig(layout, **_recorded(before) | given)
+    config = configured(layout, **_recorded(before) | given)
     if before is not None:
         _check_same(mesh, here, before, config)
     here.config, here.is_assumed = config, False
@@ -206,7 +218,7 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
         TypeError: if `mesh` is not a DeviceMesh.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         pick = (

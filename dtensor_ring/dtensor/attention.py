@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from math import inf
 from types import FrameType
 from typing import Literal, overload
 
@@ -12,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
+from dtensor_ring.dtensor.arguments import check_options, check_tensors, scores_of
 from dtensor_ring.ops.autograd import ring_op
-from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, default_scale, flatten
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
 from dtensor_ring.ops.word import CALLER
 from dtensor_ring.planning.mask import Mask
 
@@ -120,8 +119,8 @@ def ring_attention(
         `out` `(B, N, S, Hv)`, placed as the query, or `(out, lse)`.
 
     Raises:
-        TypeError: if DTensors and tensors are mixed, or the mask is not a `Mask`.
-        ValueError: if the shapes, placements, boundaries or kernel do not allow it.
+        TypeError: if an argument is of another type, or DTensors and tensors are mixed.
+        ValueError: if the shapes, placements, boundaries, numbers or kernel do not allow it.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -136,34 +135,15 @@ def ring_attention(
         validate_call(arguments | {"return_lse": return_lse}, mesh)
     check_tensors(query, key, value)
     place, of_axis = _placed(query, key, mesh, runs is not None)
-    scores = scores_of(query, mask, scale, softcap, sinks, kernel or of_axis)
+    scores = scores_of(query, mask, scale, softcap, sinks, of_axis if kernel is None else kernel)
     call = Call(Batch(cu_seqlens, key_cu_seqlens, runs), scores, place)
     out, lse = attend(query, key, value, call)
     return (out, lse) if return_lse else out
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse what is not a tensor of four dims.
-
-    Raises:
-        TypeError: if one is not a tensor.
-        ValueError: if one has other dims.
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
-    _check_host_tensors(call.batch)
-    if isinstance(call.scores.sinks, DTensor) and not isinstance(query, DTensor):
-        raise TypeError(
-            "sinks beside plain query, key and value must be plain, too, got a DTensor; pass "
-            "sinks.to_local()"
-        )
+    check_options(query, call)
     if not torch.compiler.is_compiling():
         # Two calls in another order differ in nothing else.
         CALLER.place = _place_of(sys._getframe(2))
@@ -174,25 +154,6 @@ def _place_of(frame: FrameType) -> str:
     """A line of code, as its file has it on every host."""
     file = frame.f_code.co_filename.rpartition("/")[2]
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def scores_of(
-    query: Tensor,
-    mask: Mask,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    kernel: str | None,
-) -> Scores:
-    """How queries are scored against keys, once the values are seen to be possible."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a dtensor_ring.Mask, such as Mask.causal(), got {mask!r}")
-    if softcap is None or not 0 <= softcap < inf:
-        raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
-    if scale is not None and not -inf < scale < inf:
-        raise ValueError(f"scale must be finite, got {scale}")
-    scale = default_scale(query.shape[-1]) if scale is None else scale
-    return Scores(mask, scale, softcap, sinks, kernel)
 
 
 def _placed(
@@ -212,13 +173,3 @@ def _placed(
     config, size = config_of_call(group, with_runs), group.size()
     place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)
     return place, config.kernel
-
-
-def _check_host_tensors(batch: Batch) -> None:
-    given = ("cu_seqlens", batch.cu_seqlens), ("key_cu_seqlens", batch.key_cu_seqlens)
-    for name, x in (*given, ("runs", batch.runs)):
-        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
-            make = (
-                "sequence_runs(layout)" if name == "runs" else "torch.tensor(x, dtype=torch.int32)"
-            )
-            raise TypeError(f"{name} must be a plain tensor, as {make}, got {type(x).__name__}")

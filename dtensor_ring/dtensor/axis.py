@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import annotate, axis_group
-from dtensor_ring.dtensor.attention import CAUSAL, attend, check_tensors, scores_of
+from dtensor_ring.dtensor.arguments import check_tensors, scores_of
+from dtensor_ring.dtensor.attention import CAUSAL, attend
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.dtensor.sequence import (
     local_positions,
@@ -17,6 +18,7 @@ from dtensor_ring.dtensor.sequence import (
 )
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.run_table import PerBatch
@@ -149,7 +151,7 @@ class SequenceAxis:
         self._config.check_runs(runs is not None)
         lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:
-            lengths = seq_len, seq_len
+            lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths)
         return attend(query, key, value, Call(batch, scores, place))[0]
 
@@ -171,6 +173,7 @@ class SequenceAxis:
         Raises:
             ValueError: if the layout cannot deal that length, or belongs to a batch.
         """
+        seq_len = as_count("seq_len", seq_len)
         # One batch's layout would answer for another batch.
         layout = PerBatch() if self.layout.per_batch else self.layout
         return local_positions(self.mesh, layout, seq_len)

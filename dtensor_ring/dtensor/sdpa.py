@@ -35,9 +35,9 @@ BACKWARD_OPS = (
 UNFUSED_OP = aten._safe_softmax.default  # only the unfused attention calls it
 UNFUSED = (
     "scaled_dot_product_attention over a sharded sequence needs one of the fused kernels, and "
-    "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, or a "
-    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
-    "its kernels take"
+    "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, a "
+    "dtype that is not floating or has fewer than 16 bits (the scores are {dtype}), or a "
+    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what its kernels take"
 )
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -94,7 +94,7 @@ def _unfused_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0]
         if any(_on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
-            raise ValueError(UNFUSED)
+            raise ValueError(UNFUSED.format(dtype=scores.dtype))
         return _as_before(previous, op, args, kwargs)
 
     return handle

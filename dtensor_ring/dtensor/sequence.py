@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
 from dtensor_ring.dtensor.sdpa import install_handlers
+from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.count import as_int
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run import Run
 from dtensor_ring.planning.spelling import as_layout
@@ -52,9 +54,10 @@ def shard_sequence(
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise TypeError(
-            "shard_sequence takes a plain tensor that every rank holds whole, got "
+            "tensor must be a plain tensor that every rank holds whole, got "
             f"{type(tensor).__name__}"
         )
+    check_strided("tensor", tensor)
     dim, group = _canonical(dim, tensor.ndim), axis_group(mesh)
     chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
     local = local_tokens(tensor, mesh, dim, chosen)
@@ -120,8 +123,8 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
     """
     if not isinstance(dtensor, DTensor):
         raise TypeError(
-            f"unshard_sequence takes a DTensor, as shard_sequence returns, got "
-            f"{type(dtensor).__name__}: a plain tensor does not say how it is sharded"
+            f"dtensor must be a DTensor, as shard_sequence returns, got {type(dtensor).__name__}: "
+            "a plain tensor does not say how it is sharded"
         )
     if layout is not None:
         _check_balanced(layout)
@@ -160,9 +163,7 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
         tensor(2.)
     """
     if not isinstance(local, Tensor) or isinstance(local, DTensor):
-        raise TypeError(
-            f"sum_over_sequence takes this rank's plain tensor, got {type(local).__name__}"
-        )
+        raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
     axis_group(mesh)  # which checks that it is one axis
     # Gathered and then summed, for the backward of a gather.
     parts = DTensor.from_local(local.unsqueeze(0), mesh, [Shard(0)], run_check=False)
@@ -173,7 +174,14 @@ def _gathered(dtensor: DTensor, axis: int) -> Tensor:
     """The global tensor, whose gradient is summed over one axis of the mesh."""
     placements: list[Placement] = [Replicate()] * dtensor.device_mesh.ndim
     placements[axis] = Partial()
-    whole = dtensor.full_tensor(grad_placements=placements)
+    try:
+        whole = dtensor.full_tensor(grad_placements=placements)
+    except RuntimeError as error:
+        if "scalar type" not in str(error):
+            raise
+        raise ValueError(
+            f"the process group cannot gather {dtensor.dtype} ({error}); use .to() of another dtype"
+        ) from error
     # A compiled graph defines its gradients itself.
     return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
 
@@ -264,6 +272,7 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
 
 
 def _canonical(dim: int, ndim: int) -> int:
+    dim = as_int("dim", dim)
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim must be from {-ndim} to {ndim - 1}, got {dim}")
     return dim % ndim

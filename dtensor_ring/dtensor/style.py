@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtensor_ring.dtensor.annotation import configured
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import TransferPolicy
@@ -43,7 +45,8 @@ class ContextParallel(ParallelStyle):
         inputs: names of the arguments of `forward` that become DTensors.
 
     Raises:
-        ValueError: if the layout is unknown, or `forward` has no arguments of these names.
+        TypeError: if an argument is of another type, or an input is not a tensor.
+        ValueError: if a value is unknown, or `forward` has no arguments of these names.
 
     Example:
         >>> class Attention(nn.Module):
@@ -65,9 +68,10 @@ class ContextParallel(ParallelStyle):
         inputs: tuple[str, ...] = INPUTS,
     ) -> None:
         super().__init__()
-        self.layout, self.strategy = as_layout(layout), strategy
-        self.kernel, self.policy = kernel, policy
-        self.inputs = inputs
+        how = {"strategy": strategy, "kernel": kernel, "policy": policy}
+        self.layout, self.how = as_layout(layout), how
+        configured(self.layout, **how)  # which refuses them here, not where the plan is applied
+        self.inputs = _names(inputs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = signature(module.forward).parameters
@@ -79,30 +83,39 @@ class ContextParallel(ParallelStyle):
                 f"{list(self.inputs)}; say which of its arguments are query, key and value: "
                 "inputs=(...)"
             )
-        how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
-        SequenceAxis(device_mesh, self.layout, **how)
+        SequenceAxis(device_mesh, self.layout, **self.how)
         positions = _positions(parameters.values(), self.inputs)
+        defaults = {name: p.default for name, p in parameters.items()}
+        shard = partial(_shard, mesh=device_mesh, defaults=defaults)
         module.register_forward_pre_hook(
-            partial(_shard_inputs, mesh=device_mesh, positions=positions, names=self.inputs),
+            partial(_shard_inputs, shard=shard, positions=positions, names=self.inputs),
             with_kwargs=True,
         )
         module.register_forward_hook(_local_outputs)
         return module
 
 
-def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> set[int]:
-    """Where the inputs are if given by position.
+def _names(inputs: Any) -> tuple[str, ...]:
+    """The names of inputs, in a tuple."""
+    listed = () if isinstance(inputs, str) or not isinstance(inputs, Iterable) else tuple(inputs)
+    if not listed or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"inputs must be names of arguments, such as {INPUTS}, got {inputs!r}")
+    return listed
+
+
+def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> dict[int, str]:
+    """The inputs by where they are if given by position.
 
     Those without a name follow those with one, by `*args`; if none has, they come first.
     """
     kinds = {p.name: p.kind for p in parameters}
     by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, kind in kinds.items() if kind in by_position]
-    found = {names.index(name) for name in inputs if name in names}
+    found = {names.index(name): name for name in inputs if name in names}
     unnamed = [name for name in inputs if name not in kinds]
     if Parameter.VAR_POSITIONAL in kinds.values():
         first = len(names) if found else 0
-        found |= set(range(first, first + len(unnamed)))
+        found |= dict(enumerate(unnamed, first))
     return found
 
 
@@ -111,12 +124,12 @@ def _shard_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    mesh: DeviceMesh,
-    positions: set[int],
+    shard: Callable[[str, Any], Any],
+    positions: dict[int, str],
     names: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    sharded = tuple(_shard(x, mesh) if i in positions else x for i, x in enumerate(args))
-    named = {name: _shard(kwargs[name], mesh) for name in names if name in kwargs}
+    sharded = tuple(shard(positions[i], x) if i in positions else x for i, x in enumerate(args))
+    named = {name: shard(name, kwargs[name]) for name in names if name in kwargs}
     if not named and not any(i in positions for i in range(len(args))):
         raise ValueError(
             f"{type(module).__name__} was called without any of {list(names)}, so nothing would be "
@@ -125,21 +138,28 @@ def _shard_inputs(
     return sharded, kwargs | named
 
 
-def _shard(x: Any, mesh: DeviceMesh) -> Any:
+def _shard(name: str, x: Any, *, mesh: DeviceMesh, defaults: dict[str, Any]) -> Any:
     if not isinstance(x, Tensor):
-        return x
+        # What may be left out may be given so, and what has no name may be anything.
+        if x is defaults.get(name, x):
+            return x
+        raise TypeError(
+            f"{name} must be a tensor or a DTensor, for ContextParallel to shard, got "
+            f"{type(x).__name__}; say which arguments are query, key and value: inputs=(...)"
+        )
+    check_strided(name, x)
     if isinstance(x, DTensor):
         # Sharded by another style already, as heads are by tensor parallelism.
         if Shard(SEQUENCE) not in x.placements:
             raise ValueError(
-                f"a DTensor that ContextParallel gets must be Shard({SEQUENCE}) over a mesh with "
-                f"the axis of the ring, got {tuple(x.placements)} on {x.device_mesh}; or pass the "
+                f"{name}, a DTensor, must be Shard({SEQUENCE}) over a mesh with the axis of the "
+                f"ring, got {tuple(x.placements)} on {x.device_mesh}; or pass the "
                 "local shard"
             )
         return x
     if x.ndim != 4:
         raise ValueError(
-            f"ContextParallel shards query, key and value (B, N, L, H), got shape {tuple(x.shape)}"
+            f"{name} must be (B, N, L, H), for ContextParallel to shard, got shape {tuple(x.shape)}"
         )
     # Comparing shapes over the ranks would cost a collective for each tensor.
     return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)

@@ -57,7 +57,7 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
     Raises:
         ValueError: if they are not int32 on the CPU, of shape (D+1,) or (batch, D+1).
     """
-    _check_host(cu_seqlens, name)
+    check_host(cu_seqlens, name)
     if cu_seqlens.ndim not in (1, 2) or (cu_seqlens.ndim == 2 and len(cu_seqlens) != batch):
         raise ValueError(
             f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
@@ -104,7 +104,7 @@ def run_table(runs: Tensor) -> RunTable:
     Raises:
         ValueError: if the runs are not int32 on the CPU, of shape (W, R, 2), or deal no sequence.
     """
-    _check_host(runs, "runs")
+    check_host(runs, "runs")
     if runs.ndim != 3 or runs.shape[2] != 2:
         raise ValueError(
             "runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
@@ -119,7 +119,12 @@ def _table(content: np.ndarray) -> RunTable:
     return RunTable(tuple(tuple((start, length) for start, length in row) for row in rows))
 
 
-def _check_host(x: Tensor, name: str) -> None:
+def check_host(x: Tensor, name: str) -> None:
+    """Refuse a tensor that cannot be read where the ring is planned.
+
+    Raises:
+        ValueError: if it is not int32 on the CPU.
+    """
     if x.device.type != "cpu":
         raise ValueError(
             f"{name} must be on the CPU, where the ring is planned, got {x.device}; "

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 """Query, key and value."""
+STRIDED = torch.strided
+
+
+def check_strided(name: str, x: Tensor) -> None:
+    """Refuse tensors whose memory strides do not describe.
+
+    Raises:
+        ValueError: if it is nested, sparse or of another library's layout.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        dense = "torch.nested.to_padded_tensor" if x.is_nested else ".to_dense()"
+        raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
@@ -22,6 +36,9 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         raise ValueError(_differ("dtype", tensors))
     if not query.device == key.device == value.device:
         raise ValueError(_differ("device", tensors))
+    if not query.layout is key.layout is value.layout is STRIDED:
+        for name, x in zip(_NAMES, tensors, strict=True):
+            check_strided(name, x)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {dtype}")
     # A shape is made anew whenever it is asked for.
@@ -51,8 +68,10 @@ def _check_sinks(query: Tensor, sinks: Tensor) -> None:
         )
     if sinks.device != query.device:
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
-    if not sinks.is_floating_point():
-        raise ValueError(f"sinks must have a floating dtype, got {sinks.dtype}; use .float()")
+    if not sinks.is_floating_point() or sinks.dtype.itemsize < 2:
+        raise ValueError(
+            f"sinks must have a floating dtype of 16 bits or more, got {sinks.dtype}; use .float()"
+        )
 
 
 _NAMES = "query", "key", "value"

@@ -10,8 +10,9 @@ from torch import Tensor
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
+from dtensor_ring.ops.boundaries import check_host
 from dtensor_ring.ops.check import check_inputs
-from dtensor_ring.ops.options import SCHEMA, unflatten
+from dtensor_ring.ops.options import SCHEMA, Batch, unflatten
 from dtensor_ring.ops.word import turn
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.session import session_of
@@ -85,7 +86,9 @@ def _unit_stride(*tensors: Tensor) -> list[Tensor]:
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(query, key, value, unflatten(options).scores.sinks)
+    call = unflatten(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    _check_on_cpu(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     # Contiguous, as `Partial.result` returns it.
     lse = query.new_empty(query.shape[:3], dtype=wide)
@@ -93,6 +96,13 @@ def _fake_forward(
     (query,) = _unit_stride(query)
     out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
     return out, lse
+
+
+def _check_on_cpu(query: Tensor, batch: Batch) -> None:
+    """Refuse meta boundaries of real tensors: they lead here, whose results are never written."""
+    for name, x in batch._asdict().items():
+        if x is not None and query.device.type != "meta":
+            check_host(x, name)
 
 
 @torch.library.register_fake(BACKWARD)

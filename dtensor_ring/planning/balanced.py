@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import index
 from typing import ClassVar
 
 from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout, ZigZag
 from dtensor_ring.planning.mask import Mask
@@ -18,6 +18,9 @@ from dtensor_ring.planning.spelling import LAYOUTS, as_layout
 
 TOLERANCE = 0.01
 """Trading ends when the busiest rank is within this of the mean: more would only add runs."""
+
+MAX_BLOCKS = 2**23
+"""Those of two billion tokens, over which trading takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Balanced(Layout):
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
-        ValueError: if `block` is not positive, or the boundaries do not fit the sequence.
+        ValueError: if a number is out of range, there are too many blocks, or the boundaries do
+            not fit the sequence.
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
     >>> [layout.positions(rank, 2, 16) for rank in range(2)]
@@ -57,11 +61,19 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {self.mask!r}")
-        for name in ("seq_len", "world_size", "block"):  # a float would count as the same number
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, index(getattr(self, name)))
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"a block holds at least one token, got {self.block}")
+        counts = {
+            "seq_len": as_count("seq_len", self.seq_len),
+            "world_size": as_count("world_size", self.world_size, 1, MAX_RANKS),
+            "block": None if self.block is None else as_count("block", self.block, 1),
+        }
+        for name, count in counts.items():  # a float would count as the same number
+            object.__setattr__(self, name, count)
+        num_blocks = self.seq_len // self.block_length
+        if num_blocks > MAX_BLOCKS:
+            raise ValueError(
+                f"seq_len {self.seq_len} takes {num_blocks:,} blocks of {self.block_length} "
+                f"tokens, more than {MAX_BLOCKS:,} could be traded; give a larger block"
+            )
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
         check_documents(self.world_size, self.seq_len, self.documents)
 

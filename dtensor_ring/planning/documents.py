@@ -139,12 +139,10 @@ def _is_row(value: Any) -> bool:
 
 
 def _integers(row: Any, ndims: tuple[int, ...], given: Any, name: str) -> np.ndarray:
-    # array.array and its like convert through a list.
-    if hasattr(row, "cpu"):  # a tensor, on whatever device
-        row = row.cpu()
-    if not hasattr(row, "__array__") and hasattr(row, "tolist"):
-        row = row.tolist()
-    array = np.asarray(row)
+    try:
+        array = _as_array(row)
+    except (TypeError, ValueError, RuntimeError) as error:  # of tensors without dense content
+        raise TypeError(f"{name} cannot be read as boundaries ({error}), got {given!r}") from error
     if array.ndim not in ndims:
         raise ValueError(f"{name} must be boundaries (D+1,) or (B, D+1), got {given!r}")
     if array.dtype.kind not in "iu" and array.size:
@@ -153,6 +151,15 @@ def _integers(row: Any, ndims: tuple[int, ...], given: Any, name: str) -> np.nda
             f"got {given!r}"
         )
     return array
+
+
+def _as_array(row: Any) -> np.ndarray:
+    if hasattr(row, "cpu"):  # a tensor, on whatever device
+        row = row.cpu()
+    # array.array and its like convert through a list.
+    if not hasattr(row, "__array__") and hasattr(row, "tolist"):
+        row = row.tolist()
+    return np.asarray(row)
 
 
 def _without_empty(row: np.ndarray) -> np.ndarray:

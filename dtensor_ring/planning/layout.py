@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from dtensor_ring.planning.run import Run, joined, shard_length
 
+MAX_ROUNDS = 2**20
+"""Blocks that a block-cyclic rank has at most."""
+
 
 class Layout(ABC):
     """Deals the positions `0 ... seq_len - 1` to `world_size` ranks.
@@ -163,6 +166,11 @@ class BlockCyclic(Layout):
         # The shortest shard bounds the rounds. Each round there has one back, which evens work out.
         shortest = shard_length(world_size - 1, world_size, seq_len)
         num_rounds = 2 * (shortest // (2 * self.block))
+        if num_rounds > MAX_ROUNDS:
+            raise ValueError(
+                f"{self.spec} deals {seq_len} tokens to {world_size} ranks in {num_rounds:,} "
+                f"blocks for each, at most {MAX_ROUNDS:,} can be planned; take a larger block"
+            )
         blocks = [
             # Odd rounds go back, so that the last rank of one is the first of the next.
             n * world_size + (world_size - 1 - rank if n % 2 else rank)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LARGEST = 2**63 - 1
+"""The largest integer that the ops take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -20,7 +23,8 @@ class Mask:
     (True, False, False)
 
     Raises:
-        ValueError: if a bound is negative, a chunk empty, or a mask has both chunk and prefix.
+        ValueError: if a bound is negative or beyond int64, a chunk empty, or a mask has both chunk
+            and prefix.
         TypeError: if one of them is neither an int nor None.
     """
 
@@ -33,12 +37,15 @@ class Mask:
         for name, smallest in (("left", 0), ("right", 0), ("chunk", 1), ("prefix", 0)):
             # bool is an int in Python, but True is not a number of tokens.
             count = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+            if count is None:
+                continue
+            if isinstance(count, bool) or not isinstance(count, int):
                 raise TypeError(f"Mask {name} is an int or None, got {type(count).__name__}")
-            if count is not None and count < smallest:
+            if not smallest <= count <= LARGEST:
+                bound = f"least {smallest}" if count < smallest else "most 2**63 - 1"
                 raise ValueError(
-                    f"Mask {name} counts tokens and is at least {smallest}, got {count}; "
-                    "None means unbounded"
+                    f"Mask {name} counts tokens and is at {bound}, got {count}; None means "
+                    "unbounded"
                 )
         if self.chunk is not None and self.prefix is not None:
             raise ValueError(

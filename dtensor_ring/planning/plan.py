@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.dealing import Dealing, deal
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
@@ -219,9 +220,9 @@ def visible_pairs(
 def check_documents(
     world_size: int, seq_len: int, documents: Documents | None, name: str = "cu_seqlens"
 ) -> None:
-    """Refuse boundaries that do not fit the sequence, under that name, and a ring of no ranks."""
-    if world_size < 1 or seq_len < 0:
-        raise ValueError(f"cannot plan {seq_len} tokens on {world_size} ranks")
+    """Refuse boundaries of that name that do not fit the sequence, and sizes that no ring has."""
+    as_count("world_size", world_size, 1, MAX_RANKS)
+    as_count(name.replace("cu_seqlens", "seq_len"), seq_len)
     if documents is not None:
         documents.check(seq_len, name)
 

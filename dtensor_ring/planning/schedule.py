@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from operator import index
 
 from dtensor_ring.planning.balanced import layout_for, layouts_for
+from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, check_documents, plan
+
+MAX_STEPS = 2**20
+"""Of all ranks: a schedule of so many takes a minute and a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def describe_schedule(
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
         ValueError: if the layout is unknown or cannot deal the length, or the boundaries do not fit
-            the sequence.
+            the sequence, or there are too many ranks to describe.
 
     Example:
         >>> print(describe_schedule("contiguous", Mask.causal(), 8, 2))
@@ -109,10 +111,16 @@ def describe_schedule(
         keys and values to a rank, at most: 4 tokens
     """
     seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
-    num_ranks = max(1, world_size)  # plan refuses a ring without ranks
-    chosen = layout_for(layout, mask, seq_len, num_ranks, documents)
+    chosen = layout_for(layout, mask, seq_len, world_size, documents)
+    # The first one tells how much there is to plan.
+    num_steps = plan(chosen, mask, 0, world_size, seq_len, documents).num_steps * world_size
+    if num_steps > MAX_STEPS:
+        raise ValueError(
+            f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
+            f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
+        )
     plans = tuple(
-        plan(chosen, mask, rank, world_size, seq_len, documents) for rank in range(num_ranks)
+        plan(chosen, mask, rank, world_size, seq_len, documents) for rank in range(world_size)
     )
     return Schedule(chosen, mask, seq_len, documents, plans)
 
@@ -133,7 +141,7 @@ def compare_layouts(
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
-        ValueError: if there is no rank, or the boundaries do not fit the sequence.
+        ValueError: if there are no or too many ranks, or the boundaries do not fit the sequence.
 
     Example:
         >>> print(compare_layouts(Mask.causal(), 8, 2))
@@ -141,14 +149,23 @@ def compare_layouts(
     """
     seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
     check_documents(world_size, seq_len, documents)
-    found = {}
-    for layout in layouts_for(mask, seq_len, world_size, documents):
-        # Some layouts do not deal every length.
-        with suppress(ValueError):
-            found[layout.name] = describe_schedule(
-                layout, mask, seq_len, world_size, documents
-            ).imbalance
-    return LayoutComparison(found)
+    layouts = layouts_for(mask, seq_len, world_size, documents)
+    return LayoutComparison(
+        {
+            layout.name: describe_schedule(layout, mask, seq_len, world_size, documents).imbalance
+            for layout in layouts
+            if _deals(layout, world_size, seq_len)
+        }
+    )
+
+
+def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
+    """Whether a layout can deal that length."""
+    try:
+        layout.runs(0, world_size, seq_len)
+    except ValueError:
+        return False
+    return True
 
 
 def _checked(
@@ -157,7 +174,8 @@ def _checked(
     """The numbers as integers: plans are kept by them, and 8.0 would find those of 8."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
-    return index(seq_len), index(world_size), as_documents(cu_seqlens)
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    return as_count("seq_len", seq_len), num_ranks, as_documents(cu_seqlens)
 
 
 def _imbalance(areas: list[list[int]]) -> float:

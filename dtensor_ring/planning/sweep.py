@@ -77,10 +77,10 @@ class SweptNeeds(Needs):
         self.world_size = len(keys.shards)
         bounds = [[np.array(row[side], dtype=np.int64) for _, row in rows] for side in (0, 1)]
         line = 1 + max(max(int(ends[-1]), len(ends)) for side in bounds for ends in side)
+        # Nothing within a row is as long as its line: that is as good as unbounded, and sums fit.
         # Queries have no prefix: it widens what is seen of keys.
         self._queries = _merged(_segments(queries, bounds[0], line, 0))
-        self._keys = _segments(keys, bounds[1], line, mask.prefix or 0)
-        # No lag within a row is as large as its line: that is as good as unbounded.
+        self._keys = _segments(keys, bounds[1], line, min(mask.prefix or 0, line))
         self._left = line if mask.left is None else min(mask.left, line)
         right = line if mask.right is None else min(mask.right, line)
         # Keys of a prefix are seen from any distance ahead.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.dtensor.annotation import configured
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
@@ -83,7 +83,6 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
-    check_kernel(kernel)
     how = {"strategy": strategy, "kernel": kernel, "policy": policy}
     return {"": ShardedModel(layout, how, unshard_outputs)}
 
@@ -93,8 +92,8 @@ class ShardedModel(ParallelStyle):
 
     def __init__(self, layout: Layout | str, how: dict[str, Any], unshard_outputs: bool) -> None:
         super().__init__()
-        self.layout = as_layout(layout)
-        self.how = how
+        self.layout, self.how = as_layout(layout), how
+        configured(self.layout, **how)  # which refuses them here, not where the plan is applied
         self.unshard_outputs = unshard_outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -200,7 +200,8 @@ SIGNATURES: list[tuple[Any, set[int]]] = [
 
 @pytest.mark.parametrize(("forward", "expected"), SIGNATURES)
 def test_positions(forward: Any, expected: set[int]) -> None:
-    assert _positions(signature(forward).parameters.values(), ("query", "key", "value")) == expected
+    positions = _positions(signature(forward).parameters.values(), ("query", "key", "value"))
+    assert set(positions) == expected
 
 
 def _kind(x: Any) -> str:
@@ -237,6 +238,14 @@ def _check_inside() -> None:
 def test_refusals(pool: Pool) -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'; known layouts: contiguous"):
         ContextParallel("spiral")
+    for wrong in (3, None, "query", ("query", 3), ()):
+        with pytest.raises(
+            TypeError, match=r"inputs must be names of arguments, such as \('query'"
+        ):
+            ContextParallel(inputs=wrong)  # pyrefly: ignore[bad-argument-type]
+    for name, error in (("kernel", ValueError), ("strategy", ValueError), ("policy", TypeError)):
+        with pytest.raises(error, match=name):
+            ContextParallel(**{name: "fast"})  # pyrefly: ignore[bad-argument-type]
     for layout in ("balanced", Balanced(Mask.causal(), 16, 2)):
         assert ContextParallel(layout).layout.per_batch
     pool.run(4, _check_refusals)
@@ -259,6 +268,8 @@ def _check_refusals() -> None:
         flat(*torch.zeros(3, 2, 4, 8))
     with pytest.raises(ValueError, match="runs over one axis"):
         parallelize_module(Attention(), mesh, ContextParallel())
-    for names in (("q", "k", "v"), "query"):
-        with pytest.raises(ValueError, match=r"forward takes \[.*'query', .*inputs=\("):
-            parallelize_module(Attention(), mesh["cp"], ContextParallel(inputs=names))
+    with pytest.raises(ValueError, match=r"forward takes \[.*'query', .*inputs=\("):
+        parallelize_module(Attention(), mesh["cp"], ContextParallel(inputs=("q", "k", "v")))
+    for wrong in (None, [torch.zeros(1, 2, 4, 8)]):
+        with pytest.raises(TypeError, match=r"key must be a tensor or a DTensor, .* got "):
+            flat(torch.zeros(1, 2, 4, 8), wrong, torch.zeros(1, 2, 4, 8))

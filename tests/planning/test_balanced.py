@@ -177,12 +177,13 @@ def test_boundaries_may_be_a_tensor_or_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"block": 0}, "a block holds at least one token, got 0"),
-        ({"block": -8}, "a block holds at least one token, got -8"),
+        ({"block": 0}, "block must be from 1 to .*, got 0"),
+        ({"block": -8}, "block must be from 1 to .*, got -8"),
         ({"cu_seqlens": (0, 241)}, r"at or before the sequence length 240, got \[0, 241\]"),
         ({"cu_seqlens": [[0, 9], [1, 9]]}, r"cu_seqlens must start at 0, .*, got \[1, 9\]"),
-        ({"world_size": 0}, "cannot plan 240 tokens on 0 ranks"),
-        ({"seq_len": -1}, "cannot plan -1 tokens on 3 ranks"),
+        ({"world_size": 0}, "world_size must be from 1 to 65,536, got 0"),
+        ({"seq_len": -1}, "seq_len must be from 0 to 1,099,511,627,776, got -1"),
+        ({"seq_len": 2**40, "block": None}, "takes 4,294,967,296 blocks of 256 tokens, more than"),
     ],
     ids=str,
 )

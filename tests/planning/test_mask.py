@@ -69,6 +69,11 @@ def test_masks_are_values() -> None:
         ({"right": -2}, ValueError, "right counts tokens and is at least 0, got -2; None means"),
         ({"chunk": 0}, ValueError, "chunk counts tokens and is at least 1, got 0; None means"),
         ({"prefix": -1}, ValueError, "prefix counts tokens and is at least 0, got -1; None means"),
+        (
+            {"left": 2**63},
+            ValueError,
+            r"Mask left counts tokens and is at most 2\*\*63 - 1, got 922",
+        ),
         ({"left": 1.5}, TypeError, "Mask left is an int or None, got float"),
         ({"right": True}, TypeError, "Mask right is an int or None, got bool"),
         ({"chunk": "4"}, TypeError, "Mask chunk is an int or None, got str"),

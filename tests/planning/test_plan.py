@@ -209,9 +209,9 @@ BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the se
             {"mask": CAUSAL, "key_seq_len": 8, "documents": ((0, 4),), "key_documents": ((0, 8),)},
             "or documents of their own, are cross attention",
         ),
-        ({"world_size": 0}, "cannot plan 8 tokens on 0 ranks"),
-        ({"seq_len": -1}, "cannot plan -1 tokens on 2 ranks"),
-        ({"key_seq_len": -2}, "cannot plan -2 tokens on 2 ranks"),
+        ({"world_size": 0}, "world_size must be from 1 to 65,536, got 0"),
+        ({"seq_len": -1}, "^seq_len must be from 0 to 1,099,511,627,776, got -1"),
+        ({"key_seq_len": -2}, "key_seq_len must be from 0 to 1,099,511,627,776, got -2"),
     ],
 )
 def test_refusals(wrong: dict[str, Any], message: str) -> None:

@@ -98,8 +98,9 @@ def test_layouts_compared(arguments: tuple, expected: str) -> None:
     ("arguments", "message"),
     [
         (("causal", 8, 2), "mask must be a Mask"),
-        ((Mask.causal(), 8.0, 2), "cannot be interpreted as an integer"),
-        ((Mask.causal(), 8, 0), "cannot plan 8 tokens on 0 ranks"),
+        ((Mask.causal(), 8.0, 2), "seq_len must be an int, got 8.0"),
+        ((Mask.causal(), 8, 0), "world_size must be from 1 to 65,536, got 0"),
+        ((Mask.causal(), 2**14, 2**13), "are 67,108,864 for world_size 8192, at most 1,048,576"),
         ((Mask.causal(), 8, 2, [0, 9]), r"the sequence length 8, got \[0, 9\]"),
     ],
 )
@@ -161,7 +162,15 @@ def test_imbalance(layout: str, mask: Mask, imbalance: float) -> None:
         (("striped", Mask.full(), 9, 2), "pad it to 10 tokens"),
         (("zigzag", Mask.full(), 8, 2, [0, 9]), r"the sequence length 8, got [0, 9]"),
         (("zigzag", Mask.full(), 8, 2, []), r"the sequence length 8, got []"),
-        (("zigzag", Mask.full(), 8, 0), "cannot plan 8 tokens on 0 ranks"),
+        (("zigzag", Mask.full(), 8, 0), "world_size must be from 1 to 65,536, got 0"),
+        (("zigzag", Mask.full(), 8, 10**7), "world_size must be from 1 to 65,536, got 10000000"),
+        (("zigzag", Mask.full(), 2**70, 2), "seq_len must be from 0 to 1,099,511,627,776, got 118"),
+        (("balanced", Mask.full(), 2**40, 2), "more than 8,388,608 could be traded; give a larger"),
+        (("block_cyclic:1", Mask.full(), 2**30, 2), "in 536,870,912 blocks for each, at most"),
+        (
+            ("zigzag", Mask.full(), 2**14, 2**13),
+            "67,108,864 for world_size 8192, at most 1,048,576",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -177,5 +186,25 @@ def test_refusals(arguments: tuple, message: str) -> None:
 def test_floats_are_no_numbers_of_tokens(arguments: tuple) -> None:
     """Plans are kept by them, and 8.0 would find that of 8, or be found in its place."""
     layout, *others = arguments
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match=r"must be an int, got|cannot be interpreted as an integer"):
         describe_schedule(layout, Mask.causal(), *others)
+
+
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "block_cyclic:2"])
+@pytest.mark.parametrize(
+    ("huge", "unbounded"),
+    [
+        (Mask.local(LARGEST, LARGEST), Mask.full()),
+        (Mask.sliding(LARGEST), Mask.causal()),
+        (Mask.chunked(LARGEST), Mask.causal()),
+        (Mask.prefix_causal(LARGEST), Mask.full()),
+    ],
+    ids=str,
+)
+def test_the_largest_counts_are_unbounded(layout: str, huge: Mask, unbounded: Mask) -> None:
+    for documents in (None, [0, 5, 16, 20]):
+        one, other = (describe_schedule(layout, x, 24, 4, documents) for x in (huge, unbounded))
+        assert (one.areas, one.received) == (other.areas, other.received)

@@ -101,6 +101,8 @@ def available_kernels() -> dict[str, str | None]:
 
 def check_kernel(name: str | None) -> None:
     """Refuse a name that no kernel has; `None` leaves the choice."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"kernel must be the name of a kernel, a str, got {name!r}")
     if name is not None and name not in KERNELS:
         raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
 

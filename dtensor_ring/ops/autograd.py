@@ -63,7 +63,9 @@ class _RingFunction(torch.autograd.Function):
 
 def _below_autograd(keyset: Any, *inputs: Any) -> Result:
     below = keyset & torch._C._after_autograd_keyset
-    with torch._C._AutoDispatchBelowAutograd():
+    # Nor are views tracked. Outputs are views of fresh memory in another order, and autograd
+    # refuses changes in place of a view that a function returns.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         # Plain tensors outside of any mode: the dispatcher would do no more than convert each
         # argument twice.
         if below.raw_repr() in _PLAIN:

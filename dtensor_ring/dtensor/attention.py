@@ -144,10 +144,14 @@ def ring_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
     check_options(query, call)
-    if not torch.compiler.is_compiling():
-        # Two calls in another order differ in nothing else.
-        CALLER.place = _place_of(sys._getframe(2))
-    return ring_op(query, key, value, *flatten(call))
+    if torch.compiler.is_compiling():
+        return ring_op(query, key, value, *flatten(call))
+    # Two calls in another order differ in nothing else.
+    CALLER.place = _place_of(sys._getframe(2))
+    try:
+        return ring_op(query, key, value, *flatten(call))
+    finally:
+        CALLER.place = ""
 
 
 def _place_of(frame: FrameType) -> str:

@@ -26,7 +26,7 @@ MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
 
 CALLER = local()
-"""Where the call that this thread is about to make stands in its code, as `CALLER.place`."""
+"""Where the call that this thread makes stands in its code, as `place`; empty if not known."""
 
 
 def turn(
@@ -48,7 +48,6 @@ def turn(
     group = call.group
     if question.world_size == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
-    place = CALLER.__dict__.pop("place", "")
     origin = 0 if lse is None else session_of(group).origin_of(lse)
     # The sinks of a ring's ranks are of one shape: that of the query's heads.
     sinks = None if call.scores.sinks is None else call.scores.sinks.dtype
@@ -57,7 +56,7 @@ def turn(
         *(lse is not None, query.dtype, shapes, sinks),
         *(call.scores._replace(sinks=None), call.place.policy, *question),
     )
-    return turn_of(group, word, query.device, origin, place)
+    return turn_of(group, word, query.device, origin, getattr(CALLER, "place", ""))
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)

@@ -153,11 +153,14 @@ class Turn(Transport):
         """
         if self._mine == self._theirs:
             return
+        differing = differences(self._mine, self._theirs)
+        if not differing:
+            return
         ranks, rank = self._session.ranks, self._group.rank()
         here, there = ranks[rank], ranks[rank - 1]
         listed = "; ".join(
             f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
-            for name, mine, theirs in differences(self._mine, self._theirs)
+            for name, mine, theirs in differing
         )
         text = f"the ranks of a ring must make the same call, they differ in {listed}"
         self._shut_down(text)

@@ -67,8 +67,13 @@ def flat(message: bytearray) -> Tensor:
 
 
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
-    """What differs between two messages: name, value of mine, value of theirs."""
+    """What differs between two messages: name, value of mine, value of theirs.
+
+    A place in the code that is not known differs from none: a compiled call has none.
+    """
     one, other = _fields(mine), _fields(theirs)
+    if not (one[_PLACE] and other[_PLACE]):
+        one[_PLACE] = other[_PLACE]
     names = dict.fromkeys([*one, *other])  # in order
     found = [(name, one.get(name, "none"), other.get(name, "none")) for name in names]
     # The digest says no more than the fields, if they differ.
@@ -76,7 +81,7 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     return [x for x in found if x[0] != _DIGEST] or found
 
 
-_DIGEST = "what does not fit into a word"
+_DIGEST, _PLACE = "what does not fit into a word", "place of the call"
 
 
 def _fields(message: bytes | bytearray) -> dict[str, str]:
@@ -84,7 +89,7 @@ def _fields(message: bytes | bytearray) -> dict[str, str]:
     head = {
         "number of the call": f"{number:,}",
         "backward of call number": f"{origin:,}",
-        "place of the call": _text(place) or "unknown",
+        _PLACE: _text(place),
         _DIGEST: f"{digest:x}",
     }
     lines = _text(bytes(message[_HEAD_BYTES:])).splitlines()

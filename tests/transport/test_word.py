@@ -37,8 +37,9 @@ def test_what_does_not_fit_counts_too() -> None:
 
 
 def test_places_are_named() -> None:
-    messages = (Word(FIELDS).message(1, 0, place) for place in ("a.py:1 in f", "x" * 200))
-    assert differences(*messages) == [("place of the call", "a.py:1 in f", "x" * 96)]
+    one, other, unknown = (Word(FIELDS).message(1, 0, x) for x in ("a.py:1 in f", "x" * 200, ""))
+    assert differences(one, other) == [("place of the call", "a.py:1 in f", "x" * 96)]
+    assert differences(one, unknown) == differences(unknown, one) == []
 
 
 def test_tags_differ() -> None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring import next_token_labels
+from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.planning.layout import Layout
-from parallel_plans.huggingface.cross_entropy import IGNORE_INDEX
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
@@ -109,7 +110,7 @@ def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     """Labels of the next token, shifted before they are dealt, and how many there are in all."""
     targets = batch.get("shift_labels")
     if targets is None:
-        targets = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+        targets = next_token_labels(batch["labels"])
     return {"shift_labels": targets, "num_items_in_batch": num_items(batch | {"labels": targets})}
 
 

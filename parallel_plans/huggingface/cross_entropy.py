@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from dtensor_ring.dtensor.labels import IGNORE_INDEX
+
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
 TILE_BYTES = 16 * 2**20

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.cross_entropy import IGNORE_INDEX
+from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
 NUM_ITEMS = 5

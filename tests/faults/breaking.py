@@ -37,7 +37,7 @@ def kill() -> None:
 
 def stop() -> None:
     """Stop for a while, until another process wakes this one."""
-    subprocess.Popen(["sh", "-c", f"sleep {STOPPED}; kill -CONT {os.getpid()}"])
+    subprocess.run(["sh", "-c", f"(sleep {STOPPED}; kill -CONT {os.getpid()}) &"], check=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

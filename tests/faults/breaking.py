@@ -19,8 +19,8 @@ STOPPED = TIMEOUT + 2
 """Seconds for which a process is stopped."""
 
 
-class Broken(Exception):
-    """What a broken kernel raises."""
+class Broken(RuntimeError):
+    """What a broken kernel raises; torch's error of memory is a `RuntimeError`, too."""
 
 
 def break_kernel() -> None:

@@ -169,8 +169,7 @@ def make(log: Log, calls: tuple[Call, ...], way: str, training: bool, num_steps:
     """Make the calls of this rank; `calls` has those of all ranks, by rank."""
     call = calls[dist.get_rank()]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = TransferPolicy(grad_dtype=call.grad_dtype)
-    set_sequence_layout(mesh, call.layout_on(mesh.size()), policy=policy)
+    configure(call, mesh)
     ending = Ending()
     log("begins")
     try:
@@ -181,6 +180,12 @@ def make(log: Log, calls: tuple[Call, ...], way: str, training: bool, num_steps:
         log("told")
         ending.failure = failure_of(error)
     return ending
+
+
+def configure(call: Call, mesh: DeviceMesh) -> None:
+    """Annotate the axis as this rank has it."""
+    policy = TransferPolicy(grad_dtype=call.grad_dtype)
+    set_sequence_layout(mesh, call.layout_on(mesh.size()), policy=policy)
 
 
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:

@@ -17,6 +17,7 @@ from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
+from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import Transport
 
@@ -26,6 +27,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Mask",
+    "RingError",
     "SequenceAxis",
     "Striped",
     "TransferPolicy",

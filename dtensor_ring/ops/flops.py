@@ -45,7 +45,11 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *_tensors(call)))
     if is_placed and is_known:
         # Exact on plain tensors: the plan of this rank is at hand.
-        tiles = (tile for step in call.plan(query, key).steps for tile in step.tiles)
+        tiles = (
+            tile
+            for step in call.question(query.shape[0]).plan(query, key).steps
+            for tile in step.tiles
+        )
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
     lengths: Any = (place.seq_len, place.key_seq_len) if is_placed else _lengths(query, key)
     num_queries, num_keys = map(_number, lengths)

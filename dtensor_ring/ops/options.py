@@ -20,13 +20,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.ops.boundaries import documents_of, run_table
 from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run import shard_length
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
-from dtensor_ring.transport.process_group import transport_of
-from dtensor_ring.transport.protocol import Transport
 
 Length = int
 """A global length in tokens, which a compiler may have as a symbol."""
@@ -58,6 +57,38 @@ ON_DTENSORS = Place()
 """The place of a call on DTensors. A compiler cannot follow a default that is an object."""
 
 
+class Question(NamedTuple):
+    """What the planner is asked, in the order of the arguments of `plan`."""
+
+    layout: Layout
+    mask: Mask
+    rank: int
+    world_size: int
+    seq_len: int
+    documents: Documents | None
+    key_seq_len: int
+    key_documents: Documents | None
+    strategy: str | None
+
+    def plan(self, query: Tensor, key: Tensor) -> Plan:
+        """This rank's plan.
+
+        Raises:
+            ValueError: if the shards are not as long as their global lengths say, or the layout,
+                the boundaries or the strategy do not allow this attention.
+        """
+        result, rank, world_size = plan(*self), self.rank, self.world_size
+        # The plan relies on it: a shard of another length would be read out of bounds.
+        for x, whole in ((query, self.seq_len), (key, self.key_seq_len)):
+            num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
+            if num_tokens != expected:
+                raise ValueError(
+                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of a "
+                    f"sequence of {whole} has {expected}"
+                )
+        return result
+
+
 class Call(NamedTuple):
     """A call of a ring op: everything but query, key and value."""
 
@@ -70,11 +101,6 @@ class Call(NamedTuple):
         """The process group of the axis."""
         return _resolve_process_group(self.place.group_name)  # type: ignore[arg-type]
 
-    @property
-    def transport(self) -> Transport:
-        """The transport of this call's messages."""
-        return transport_of(self.group)
-
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
         """Boundaries of the queries and of the keys, as the planner wants them."""
         queries, keys = self.batch.cu_seqlens, self.batch.key_cu_seqlens
@@ -85,35 +111,20 @@ class Call(NamedTuple):
             None if keys is None else documents_of(keys, "key_cu_seqlens", batch, is_numbered),
         )
 
-    def plan(self, query: Tensor, key: Tensor) -> Plan:
-        """This rank's plan.
-
-        Raises:
-            ValueError: if the shards are not as long as their global lengths say, or the layout,
-                the boundaries or the strategy do not allow this attention.
-        """
+    def question(self, batch: int) -> Question:
+        """What the planner is asked."""
         place, group = self.place, self.group
-        rank, world_size = group.rank(), group.size()
-        documents, key_documents = self.documents(query.shape[0])
+        documents, key_documents = self.documents(batch)
         # Runs of a batch take the place of the layout, whose name says that it belongs to one.
         runs = self.batch.runs
         spelling: Any = place.layout
         layout = as_layout(spelling) if runs is None else run_table(runs)
         seq_len, key_seq_len = place.seq_len, place.key_seq_len
         assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
-        result = plan(
-            *(layout, self.scores.mask, rank, world_size, seq_len, documents),
+        return Question(
+            *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
             *(key_seq_len, key_documents, place.strategy),
         )
-        # The plan relies on it: a shard of another length would be read out of bounds.
-        for x, whole in ((query, seq_len), (key, key_seq_len)):
-            num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
-            if num_tokens != expected:
-                raise ValueError(
-                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of a "
-                    f"sequence of {whole} has {expected}"
-                )
-        return result
 
     def select(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Kernel:
         """The kernel to use: the named one, or the first that can."""

@@ -12,7 +12,9 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
 from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, unflatten
+from dtensor_ring.ops.word import turn
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport.session import session_of
 
 FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"
@@ -34,11 +36,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     """The ring op on plain tensors."""
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
-    plan, kernel = call.plan(query, key), call.select(query, value)
+    question, kernel = call.question(query.shape[0]), call.select(query, value)
+    plan = question.plan(query, key)
     query, key, value = _unit_stride(query, key, value)
-    return ring_forward(
-        query, (key, value), plan, kernel, call.scores, call.transport, call.place.policy
-    )
+    with turn(call, question, query, value) as transport:
+        out, lse = ring_forward(
+            *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
+        )
+    if question.world_size > 1:
+        session_of(call.group).remember(lse)
+    return out, lse
 
 
 torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
@@ -56,14 +63,16 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = unflatten(options)
-    plan = call.plan(query, key)
+    question = call.question(query.shape[0])
+    plan = question.plan(query, key)
     kernel = call.select(query, value, differentiable_lse=grad_lse is not None)
     grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
     saved = Saved(grad_out, out, lse, grad_lse)
-    grads = ring_backward(
-        *(saved, query, (key, value), plan, kernel, call.scores),
-        *(call.transport, call.place.policy),
-    )
+    with turn(call, question, query, value, lse) as transport:
+        grads = ring_backward(
+            *(saved, query, (key, value), plan, kernel, call.scores),
+            *(transport, call.place.policy),
+        )
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
 

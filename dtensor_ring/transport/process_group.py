@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from dtensor_ring.transport.protocol import P2P, Transport, Work
+
+WORD_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE
+"""Of messages that hold words, and of one that nobody sends; the others have smaller tags."""
 
 
 class ProcessGroupTransport(Transport):
@@ -42,7 +47,31 @@ class ProcessGroupTransport(Transport):
         return dist.batch_isend_irecv(operations) if operations else ()
 
     def _operation(self, what: Callable[..., dist.Work | None], message: P2P) -> dist.P2POp:
-        return dist.P2POp(what, message.flat, group=self._group, group_peer=message.peer)
+        flat, peer, tag, _ = message
+        return dist.P2POp(what, flat, group=self._group, tag=tag, group_peer=peer)
+
+    def keeps_tags(self, device: torch.device) -> bool:
+        return device.type == "cpu"  # gloo does, NCCL does not look at them
+
+    def pass_on(self, receive: P2P, send: P2P) -> Sequence[Work]:
+        """Start a message of each kind, on the CPU, with the tag of words."""
+        group = self._group
+        # Without the checks of `dist`, which take longer than this.
+        return (
+            group.recv([receive.flat], receive.peer, WORD_TAG),
+            group.send([send.flat], send.peer, WORD_TAG),
+        )
+
+    def abort(self) -> None:
+        """Close the connections of this rank, so that those who wait for it get an error."""
+        group = self._group
+        with suppress(RuntimeError):  # closed already
+            # Gloo has no abort, but closes all connections of a rank once it has waited in vain.
+            unsent = torch.empty(1, dtype=torch.uint8)
+            late = group.recv([unsent], (group.rank() + 1) % group.size(), ABORT_TAG)
+            late.wait(timedelta(milliseconds=1))
+        with suppress(RuntimeError):
+            group.abort()
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:

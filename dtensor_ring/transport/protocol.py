@@ -9,14 +9,21 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.buffers import BUFFERS
 
 
 class P2P(NamedTuple):
-    """A flat tensor that goes to a peer, or comes from it; peers count along the axis."""
+    """A flat tensor that goes to a peer, or comes from it; peers count along the axis.
+
+    `source` is the rank on the axis whose shard it has columns of, and `tag` a number that both
+    sides of a message have, and messages of other calls have not.
+    """
 
     flat: Tensor
     peer: int
+    tag: int = 0
+    source: int | None = None
 
 
 class Work(Protocol):
@@ -38,6 +45,16 @@ class Transport(ABC):
     >>> Alone().start([], [])
     []
     """
+
+    def keeps_tags(self, device: torch.device) -> bool:
+        """Whether messages of that device with other tags never meet; else ranks agree first."""
+        return False
+
+    def at(self, label: Label) -> None:  # noqa: B027 - most need not know
+        """Every step of a loop begins with it."""
+
+    def abort(self) -> None:  # noqa: B027 - most are closed with the group
+        """Let nobody wait for this rank any more: after an error, no call follows."""
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to prepare
         """Get ready for tensors of that device; every rank calls it before a loop's first hop.

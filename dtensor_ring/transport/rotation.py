@@ -92,7 +92,7 @@ class Rotation:
         incoming = zip((packet for _, packet in self._arriving), hop.receives, strict=True)
         sides = incoming, zip(outgoing, hop.sends, strict=True)
         receives, sends = (
-            [P2P(packet.flat, x.peer) for packet, x in side if packet.flat.numel()]
+            [P2P(packet.flat, x.peer, source=x.source) for packet, x in side if packet.flat.numel()]
             for side in sides
         )
         self._works = self._transport.start(receives, sends)
@@ -134,6 +134,7 @@ class ShardRotation(Rotation):
     @contextmanager
     def moving(self, step: Step, label: Label) -> Iterator[Pair]:
         """Keys and values of a step, while the messages for later steps are in flight."""
+        self._transport.at(label)
         hop = self._hops[step.number]
         moves = any(hop)  # nothing does in the last step
         outgoing = self._outgoing(hop.sends, label) if moves else []

@@ -51,10 +51,9 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check_generation()
-        config: Any = self.args
         # TRL counts all ranks, of which those of an axis share their rows.
-        rows = config.per_device_train_batch_size * config.steps_per_generation
-        config.generation_batch_size = rows * self._num_replicas()
+        config: Any = self.args
+        config.generation_batch_size = self._rows_of_replica() * self._num_replicas()
         ask = self.rollout_func
         self.rollout_func: Any = lambda prompts, trainer: self._share(lambda: ask(prompts, trainer))
 
@@ -62,13 +61,14 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         args: Any = self.args
         return args.beta != 0 and not is_peft_model(self.model)
 
-    def _num_replicas(self) -> int:
-        return self._data_mesh.size() if self._data_mesh else 1
+    def _rows_of_replica(self) -> int:
+        """Completions that a replica generates at once."""
+        config: Any = self.args
+        return config.per_device_train_batch_size * config.steps_per_generation
 
     def _check_generation(self) -> None:
         trainer: Any = self
-        config = trainer.args
-        rows = config.per_device_train_batch_size * config.steps_per_generation
+        config, rows = trainer.args, self._rows_of_replica()
         if trainer.rollout_func is None or trainer.use_vllm:
             raise ValueError(NO_GENERATION)
         if "tp" in (self._mesh.mesh_dim_names or ()):
@@ -146,9 +146,8 @@ class _Replicas:
     """An accelerator whose processes are the data-parallel replicas."""
 
     def __init__(self, trainer: ContextParallelGRPOMixin) -> None:
-        replicas = trainer._data_mesh
         self._accelerator = trainer.accelerator
-        self.process_index = replicas.get_local_rank() if replicas else 0
+        self.process_index = trainer._replica()
         self.num_processes = trainer._num_replicas()
         self.gather = trainer._gather_replicas
 

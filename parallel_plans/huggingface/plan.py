@@ -26,7 +26,7 @@ from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
 from parallel_plans.huggingface.router import other_balance
-from parallel_plans.huggingface.sharding import Sharding
+from parallel_plans.huggingface.sharding import Sharding, shardings_of
 
 
 def context_parallel_plan(
@@ -105,9 +105,11 @@ class ShardedModel(ParallelStyle):
         model: Any = module
         check_model(model)
         backbone = backbone_of(model)
-        if "forward" in vars(model) or "forward" in vars(backbone):
+        replaced = [x for x in (model, backbone) if "forward" in vars(x)]
+        if replaced:
+            by = _origin(model, replaced[0].forward)
             raise ValueError(
-                f"the forward of this model was replaced already, by {_origin(vars(model))}; apply "
+                f"the forward of this model was replaced already, by {by}; apply "
                 "the plan once, and before other libraries (device_map, mixed precision, trainers)"
             )
         if any(isinstance(part, FSDPModule) for part in model.modules()):
@@ -126,8 +128,7 @@ class ShardedModel(ParallelStyle):
         backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         if head is not None:
             join_behind(head, sharding.join)
-        # Found by the trainer also where others put a forward of theirs over this one.
-        model.context_parallel_mesh, model.context_parallel_sharding = device_mesh, sharding
+        model.context_parallel_sharding = sharding
         return model
 
 
@@ -146,11 +147,10 @@ def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tai
         model.set_attn_implementation(before)
 
 
-def _origin(attributes: dict[str, Any]) -> str:
+def _origin(model: nn.Module, forward: Any) -> str:
     """Who replaced a forward: this plan, or where the function that did was written."""
-    if "context_parallel_mesh" in attributes:
+    if shardings_of(model):
         return "a context_parallel_plan"
-    forward = attributes["forward"]
     function = getattr(forward, "__func__", getattr(forward, "func", forward))
     module = getattr(function, "__module__", type(function).__module__)
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"

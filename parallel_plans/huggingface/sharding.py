@@ -206,9 +206,9 @@ class Sharding:
                 results[name] = self._output(name, x, spec, detaches)
         if spec.router is not None:
             results |= self._of_routers(parts, spec.router, spec, detaches)
-        if spec.router is not None and {"loss", "aux_loss"} <= results.keys():
-            # Whole on every rank, so it is added once, after the sum.
-            results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
+            if {"loss", "aux_loss"} <= results.keys():
+                # Whole on every rank, so it is added once, after the sum.
+                results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
         return type(output)(**results)
 
     def _of_routers(
@@ -264,14 +264,19 @@ class Sharding:
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 
 
+def shardings_of(model: Any) -> list[Sharding]:
+    """Of what is under a plan in a model, also where others put a forward over that of the plan."""
+    found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
+    return [x for x in found if x is not None]
+
+
 @contextmanager
 def whole_outputs(model: nn.Module) -> Iterator[None]:
     """Have a model, or what of it is under a plan, return all its outputs whole, on every rank.
 
     Only the plan knows in which order a layout that belongs to a batch dealt its tokens.
     """
-    found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
-    shardings = [x for x in found if x is not None]
+    shardings = shardings_of(model)
     before = [(x.unshards_outputs, x.returns_logits) for x in shardings]
     for sharding in shardings:
         sharding.unshards_outputs = sharding.returns_logits = True

@@ -20,7 +20,7 @@ from transformers.trainer_utils import seed_worker
 
 from parallel_plans.huggingface.classification import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
-from parallel_plans.huggingface.sharding import whole_outputs
+from parallel_plans.huggingface.sharding import shardings_of, whole_outputs
 from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
 from parallel_plans.huggingface.trainer_options import (
     check_launch,
@@ -102,8 +102,8 @@ class ContextParallelTrainer(Trainer):
         """Which ranks share a batch, over which to shard, and FSDP2 on CPUs, too."""
         accelerator: Any = self.accelerator
         state = accelerator.state
-        check_launch(self.args, state, self._mesh)
         plugin = fsdp_plugin(self.args, state)
+        check_launch(self.args, state, plugin, self._mesh)
         state.device_mesh = self._mesh
         state.parallelism_config = mesh_config(self._mesh, plugin is not None)
         if plugin is not None and state.distributed_type != DistributedType.FSDP:
@@ -126,11 +126,10 @@ class ContextParallelTrainer(Trainer):
             )
         if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
             check_weights(model)
-        meshes = [getattr(module, "context_parallel_mesh", None) for module in model.modules()]
-        found = [x.mesh.flatten().tolist() for x in meshes if x is not None]
+        found = [x.axis.mesh.mesh.flatten().tolist() for x in shardings_of(model)]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
         if not found:
-            base = _base(model)
+            base = base_of(model)
             plan = context_parallel_plan(base, **self._plan or {})
             parallelize_module(base, self._mesh["cp"], plan)
         elif self._plan is not None:
@@ -146,7 +145,7 @@ class ContextParallelTrainer(Trainer):
 
     def _plan_makes_loss(self) -> bool:
         """Whether the loss is the plan's; else it is of the model's own head on whole outputs."""
-        base = _base(self.model)
+        base = base_of(self.model)
         return hasattr(base, "context_parallel_sharding") and backbone_of(base) is base
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -161,15 +160,23 @@ class ContextParallelTrainer(Trainer):
 
     def get_tp_size(self) -> int:
         """Ranks that share a batch and its loss: to `Trainer` the axis is one of those."""
-        return self._mesh.size() // (self._data_mesh.size() if self._data_mesh else 1)
+        return self._mesh.size() // self._num_replicas()
+
+    def _num_replicas(self) -> int:
+        """Groups of ranks that share a batch."""
+        return self._data_mesh.size() if self._data_mesh else 1
+
+    def _replica(self) -> int:
+        """Which of them this rank is in."""
+        return self._data_mesh.get_local_rank() if self._data_mesh else 0
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
         inner: Any = getattr(loader, "base_dataloader", loader)
         if inner.worker_init_fn is not None:  # workers of ranks that share a batch draw alike
-            rank = self._data_mesh.get_local_rank() if self._data_mesh else 0
             num_workers = self.args.dataloader_num_workers
-            inner.worker_init_fn = partial(seed_worker, num_workers=num_workers, rank=rank)
+            of_replica = {"num_workers": num_workers, "rank": self._replica()}
+            inner.worker_init_fn = partial(seed_worker, **of_replica)
         return loader
 
     def prediction_step(
@@ -209,7 +216,7 @@ class ContextParallelTrainer(Trainer):
         return recursively_apply(gather, data, error_on_other_type=True)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """The model below adapters of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -18,18 +18,18 @@ DEEPSPEED = (
 )
 
 
-def check_launch(args: Any, state: Any, mesh: DeviceMesh) -> None:
+def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
     """Refuse ways to distribute a model other than FSDP2 and DDP.
 
     Args:
         args: the training arguments.
         state: accelerate's, which has what its launcher was told, too.
+        plugin: what `fsdp_plugin` returns of both.
         mesh: that of the trainer.
 
     Raises:
         ValueError: naming the option and what to do.
     """
-    plugin = fsdp_plugin(args, state)
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     sharded = {name: size for name, size in sizes.items() if name in ("dp_shard", "tp")}
     for is_given, why in (

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
-from parallel_plans.huggingface.sharding import Sharding
-from parallel_plans.huggingface.trainer import ContextParallelTrainer
+from parallel_plans.huggingface.sharding import Sharding, shardings_of
+from parallel_plans.huggingface.trainer import ContextParallelTrainer, base_of
 
 SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -81,8 +81,8 @@ class ContextParallelMixin(ContextParallelTrainer):
                 "comes under the plan of the model) where the trainer takes one, or train an "
                 "adapter, which needs none"
             )
-        if self._reference is not None and not _shardings(self._reference):
-            layout = _shardings(self.model)[0].axis.layout  # the axis knows all else
+        if self._reference is not None and not shardings_of(self._reference):
+            layout = shardings_of(self.model)[0].axis.layout  # the axis knows all else
             plan = context_parallel_plan(self._reference, layout)
             parallelize_module(self._reference, self._mesh["cp"], plan)
 
@@ -107,15 +107,9 @@ def _mixin(trainer: Any) -> str:
     return next(x.__name__ for x in type(trainer).__mro__ if "_served" in vars(x))
 
 
-def _shardings(model: Any) -> list[Sharding]:
-    """Of what is under a plan in a model."""
-    found = [getattr(part, "context_parallel_sharding", None) for part in model.modules()]
-    return [x for x in found if x is not None]
-
-
 def _deal_tokens(model: Any) -> None:
     """Deal the batch where TRL's fused head calls the backbone, which has no plan of its own."""
-    causal = model.get_base_model() if is_peft_model(model) else model
+    causal = base_of(model)
     sharding = getattr(causal, "context_parallel_sharding", None)
     if sharding is not None:  # else a module within is under the plan, and its outputs are whole
         causal.forward = MethodType(_dealt(causal.forward, sharding), causal)
@@ -137,7 +131,7 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}
         for name, x in _gathered(fields, sharding, spec).items():
             setattr(output, name, x[:, :length])
-        # Not gathered apart: DDP sends no gradient to what is not used, which a gather cannot take.
+        # Of what is gathered already: the sum needs no message of its own.
         output.loss = -output.log_probs.sum() / torch.as_tensor(spec.num_items).clamp(min=1)
         return output
 

@@ -51,7 +51,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
 def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, logits of real tokens, and gradients by parameter."""
     model.zero_grad()
-    asked = {"output_logits": True} if hasattr(model, "context_parallel_mesh") else {}
+    asked = {"output_logits": True} if hasattr(model, "context_parallel_sharding") else {}
     output = model(**batch, **asked, use_cache=False)  # with a cache, stock models see no documents
     output.loss.backward()
     logits = output.logits[batch["labels"] != -100].detach()

@@ -91,3 +91,14 @@ def test_heads_equal_one_process(
     for found in pool.run(world_size, errors_of, name, layout, unshards, compiled):
         worst = largest(error for errors in found.values() for error in errors)
         assert worst < 1e-5, found
+
+
+def plan_twice() -> None:
+    mesh, model = init_device_mesh("cpu", (1,)), small_model("Llama", "ForSequenceClassification")
+    parallelize_module(model.model, mesh, context_parallel_plan(model.model))
+    with pytest.raises(ValueError, match="replaced already, by a context_parallel_plan"):
+        parallelize_module(model, mesh, context_parallel_plan(model))
+
+
+def test_a_backbone_that_is_under_a_plan(pool: Pool) -> None:
+    pool.run(1, plan_twice)

@@ -46,7 +46,7 @@ class Case:
 PACKED = {"packing": True, "max_length": 24, "eval_packing": False}
 ASSISTANT = {"assistant_only_loss": True, "loss_type": "dft"}
 CHECKPOINTING = {"activation_checkpointing": True}
-ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.01}
+ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.003}
 GROUPS = {"num_generations": 2, "eval_strategy": "no"}
 SFT = [
     Case(Run("SFT", "text", saves=True), (2, 2), (1, 4)),

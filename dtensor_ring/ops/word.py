@@ -1,0 +1,113 @@
+"""What a call of an op is, as the ranks of its ring compare it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.ops.options import Call, Question
+from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.transport.policy import TransferPolicy
+from dtensor_ring.transport.process_group import transport_of
+from dtensor_ring.transport.session import session_of
+from dtensor_ring.transport.turn import Turns, turn_of
+from dtensor_ring.transport.word import NUM_BYTES, Word
+
+MAX_NUMBERS = 24
+"""Boundaries that a word spells out; of more it has both ends and a digest."""
+
+
+def turn(
+    call: Call,
+    question: Question,
+    query: Tensor,
+    value: Tensor,
+    lse: Tensor | None = None,
+) -> Turns:
+    """The transport of a call, which begins and ends with the context.
+
+    Args:
+        call: its options.
+        question: what the planner was asked for it.
+        query: of this rank.
+        value: of this rank.
+        lse: what the forward call returned, if this is the backward call of it.
+    """
+    group = call.group
+    if question.world_size == 1:
+        return nullcontext(transport_of(group))  # nobody to agree with
+    origin = 0 if lse is None else session_of(group).origin_of(lse)
+    # The sinks of a ring's ranks are of one shape: that of the query's heads.
+    sinks = None if call.scores.sinks is None else call.scores.sinks.dtype
+    shapes = *query.shape[:2], query.shape[3], value.shape[1], value.shape[3]
+    word = _word(
+        *(lse is not None, query.dtype, shapes, sinks),
+        *(call.scores._replace(sinks=None), call.place.policy, *question),
+    )
+    return turn_of(group, word, query.device, origin)
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+def _word(
+    is_backward: bool,
+    dtype: torch.dtype,
+    shapes: tuple[int, ...],
+    sinks: torch.dtype | None,
+    scores: Scores,
+    policy: TransferPolicy,
+    *asked: Any,
+) -> Word:
+    batch, num_heads, head_dim, num_key_heads, value_head_dim = shapes
+    question = Question(*asked)
+    layout = question.layout
+    fields = {
+        "direction": "backward" if is_backward else "forward",
+        "dtype": dtype,
+        "batch": batch,
+        "query heads": num_heads,
+        "key heads": num_key_heads,
+        "head dim": head_dim,
+        "value head dim": value_head_dim,
+        "tokens": question.seq_len,
+        "tokens of keys": question.key_seq_len,
+        "mask": scores.mask,
+        "scale": scores.scale,
+        "softcap": scores.softcap,
+        "sinks": sinks,
+        "kernel": scores.kernel,
+        "layout": layout.name if layout.per_batch else layout.spec,
+        "strategy": question.strategy,
+        "policy": policy,
+        "cu_seqlens": _boundaries(question.documents),
+        "key_cu_seqlens": _boundaries(question.key_documents),
+        "runs": _runs(layout) if isinstance(layout, RunTable) else None,
+    }
+    return Word({name: str(value) for name, value in fields.items()})
+
+
+def _boundaries(documents: Documents | None) -> str:
+    """The boundaries of each row of the batch."""
+    return "none" if documents is None else ", ".join(map(_numbers, documents.arrays))
+
+
+def _runs(layout: RunTable) -> str:
+    """Start and length of each run, and -1 after those of a rank."""
+    rows = ((*(number for run in row for number in run), -1) for row in layout.table)
+    return _numbers(np.array([number for row in rows for number in row], dtype=np.int64))
+
+
+def _numbers(listed: np.ndarray) -> str:
+    """The numbers, or both ends of them and a digest."""
+    if listed.size <= MAX_NUMBERS:
+        return str(listed.tolist())
+    begin, end = (", ".join(map(str, part.tolist())) for part in (listed[:8], listed[-2:]))
+    digest = blake2b(np.ascontiguousarray(listed).tobytes(), digest_size=6).hexdigest()
+    return f"[{begin}, ..., {end}] ({listed.size:,} numbers, digest {digest})"

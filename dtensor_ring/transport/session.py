@@ -1,0 +1,95 @@
+"""This rank's calls over one group, in the order in which all ranks make them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtensor_ring.transport.error import RingError
+
+RENEW = (
+    "its messages are in no order any more; destroy it (dist.destroy_process_group) and make a new "
+    "one, see docs/failures.md"
+)
+THREADS = (
+    "two threads of a rank called a ring of one group at once, and its messages have one order; "
+    "give each thread a group of its own, or call from one thread"
+)
+
+
+class Session:
+    """Counts the calls of a group on this rank, and remembers the cause of its end.
+
+    Args:
+        ranks: the global ranks of the group.
+        has_words: whether it can send words.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], has_words: bool) -> None:
+        self.ranks, self.has_words = ranks, has_words
+        self.cause: str | None = None
+        self.number = 0
+        self._lock = Lock()
+        self._origins: OrderedDict[int, tuple[StorageWeakRef, int]] = OrderedDict()
+
+    def begin(self) -> int:
+        """Begin a call; returns its number, counted from 1.
+
+        Raises:
+            RingError: if the group was shut down, or another thread is in a call.
+        """
+        if self.cause is not None:
+            raise RingError(
+                f"the group of the ring {list(self.ranks)} takes no more calls since {self.cause}; "
+                f"{RENEW}",
+                ring=self.ranks,
+            )
+        # Never waited for: the other thread's call may be the one that all ranks are in.
+        if not self._lock.acquire(blocking=False):
+            raise RingError(THREADS, ring=self.ranks)
+        self.number += 1
+        return self.number
+
+    def end(self) -> None:
+        """End the call that was begun last."""
+        self._lock.release()
+
+    def remember(self, lse: Tensor) -> None:
+        """Keep the number of the last call by the memory of its log-sum-exp."""
+        origins, storage = self._origins, lse.untyped_storage()
+        origins[storage._cdata] = StorageWeakRef(storage), self.number
+        # Outputs die about in the order in which they were made.
+        while origins and next(iter(origins.values()))[0].expired():
+            origins.popitem(last=False)
+
+    def origin_of(self, lse: Tensor) -> int:
+        """The number of the call that made a log-sum-exp; 0 if it is a copy of that."""
+        # No other storage can be at this address: the reference keeps it.
+        return self._origins.get(lse.untyped_storage()._cdata, (None, 0))[1]
+
+
+def session_of(group: dist.ProcessGroup) -> Session:
+    """The session of a group, which begins with its first call."""
+    found = _SESSIONS.get(group)
+    if found is None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        found = _SESSIONS.setdefault(group, Session(ranks, _has_words(group)))
+    return found
+
+
+def _has_words(group: dist.ProcessGroup) -> bool:
+    """Whether the group sends messages of CPUs: NCCL's alone does not, and the fake one none."""
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
+
+
+_SESSIONS: WeakKeyDictionary[dist.ProcessGroup, Session] = WeakKeyDictionary()
+"""Sessions end with their group."""

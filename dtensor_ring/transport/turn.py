@@ -1,0 +1,250 @@
+"""The transport of one call, which agrees with the other ranks and says what fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.transport.board import Board
+from dtensor_ring.transport.error import RingError
+from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
+from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.session import RENEW, Session, session_of
+from dtensor_ring.transport.word import Word, differences, flat
+
+LONGEST = 300
+"""Characters of another error that a message quotes."""
+
+Turns = AbstractContextManager[Transport]
+
+
+def turn_of(group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0) -> Turns:
+    """A context that gives the transport for one call over a group.
+
+    Args:
+        group: of the ring.
+        word: what the call is.
+        device: of the call's tensors.
+        origin: number of the forward call that a backward call belongs to; 0 if not known.
+    """
+    session, transport = session_of(group), transport_of(group)
+    if not session.has_words:
+        return nullcontext(transport)
+    return Turn(group, session, transport, word, transport.keeps_tags(device), origin)
+
+
+class Turn(Transport):
+    """A call's transport: see the Note [Agreement]. As a context, it begins and ends the call."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        session: Session,
+        transport: Transport,
+        word: Word,
+        keeps_tags: bool,
+        origin: int,
+    ) -> None:
+        self._group, self._session, self._transport = group, session, transport
+        self._word, self._keeps_tags, self._origin = word, keeps_tags, origin
+        self._number = self._tag = 0
+        self._label, self._since = Label("forward", 0, group.rank()), 0.0
+        self._words: list[Sent] = []
+        self._in_flight: list[Sent] = []
+
+    def __enter__(self) -> Self:
+        session = self._session
+        try:
+            self._number = session.begin()
+        except RingError as error:
+            if session.cause is None:  # two threads: the call of the other one must end, too
+                self._shut_down(str(error))
+            raise
+        try:
+            self._send_word()
+        except BaseException:
+            session.end()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._agree()  # a rank without messages has not yet
+            elif not isinstance(error, RingError):
+                self._raised(error)
+        finally:
+            self._in_flight = []  # else memory of messages would live until a collection
+            self._session.end()
+
+    def prepare(self, device: torch.device) -> None:
+        self._transport.prepare(device)
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._transport.allocate(num_bytes, device)
+
+    def free(self, buffer: Tensor) -> None:
+        self._transport.free(buffer)
+
+    def at(self, label: Label) -> None:
+        self._label = label
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        if not self._keeps_tags:
+            self._agree()  # else messages of calls that differ could meet
+        receives, sends = ([x._replace(tag=self._tag) for x in side] for side in (receives, sends))
+        # Words are waited for first: before anything of a peer is used.
+        words, self._words = self._words, []
+        messages, self._since = receives + sends, time.monotonic()
+        try:
+            works = self._transport.start(receives, sends)
+        except RuntimeError as error:
+            raise self.failed(error, messages[0]) from error
+        return words + self._sent(works, messages)
+
+    def _send_word(self) -> None:
+        """Start the exchange of words with both neighbours."""
+        number, origin, rank = self._number, self._origin, self._group.rank()
+        self._tag = self._word.tag(number, origin)
+        self._mine = self._word.message(number, origin)
+        self._theirs = bytearray(len(self._mine))
+        theirs, mine = flat(self._theirs), flat(self._mine)
+        peers = (rank - 1) % self._group.size(), (rank + 1) % self._group.size()
+        messages, self._since = [P2P(theirs, peers[0]), P2P(mine, peers[1])], time.monotonic()
+        try:
+            works = ProcessGroupTransport(self._group).pass_on(*messages)
+        except RuntimeError as error:
+            raise self.failed(error, messages[0]) from error
+        answer, sent = zip(works, messages, strict=True)
+        self._words = [Answer(self, *answer), Sent(self, *sent)]
+        self._in_flight = [*self._words]
+
+    def _sent(self, works: Iterable[Work], messages: list[P2P]) -> list[Sent]:
+        # NCCL has one work for all messages of a hop: an error of it is told of the first.
+        sent = [Sent(self, work, message) for work, message in zip(works, messages, strict=False)]
+        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
+        return sent
+
+    def _agree(self) -> None:
+        """Wait for the words, if nobody has."""
+        words, self._words = self._words, []
+        for word in words:
+            word.wait()
+
+    def check_word(self) -> None:
+        """Compare this rank's word with that of the rank before it.
+
+        Raises:
+            RingError: naming what differs.
+        """
+        if self._mine == self._theirs:
+            return
+        ranks, rank = self._session.ranks, self._group.rank()
+        here, there = ranks[rank], ranks[rank - 1]
+        listed = "; ".join(
+            f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
+            for name, mine, theirs in differences(self._mine, self._theirs)
+        )
+        text = f"the ranks of a ring must make the same call, they differ in {listed}"
+        self._shut_down(text)
+        raise self._error(text, peer=there)
+
+    def failed(self, error: RuntimeError, message: P2P) -> RingError:
+        """The error of a message that did not get through."""
+        peer, seconds = self._session.ranks[message.peer], time.monotonic() - self._since
+        text = (
+            f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
+            f"{_reason(error)}"
+        )
+        cause = self._shut_down(text)
+        text = text if cause == text else f"{text}; the first cause: {cause}"
+        return self._error(text, peer, message.source, seconds)
+
+    def _raised(self, error: BaseException) -> None:
+        """Tell the other ranks, unless all of them raised in this step."""
+        label = self._label
+        place = f"{self._number}, {label.ring}, step {label.step}"
+        if Board(self._group).all_raised(place):
+            # All have started the same messages: they arrive, and the group stays in order.
+            for message in self._in_flight:
+                message.wait()
+            return
+        quoted = f"{type(error).__name__}: {error}"[:LONGEST]
+        self._shut_down(f"{self._here()} raised, {self._where()}: {quoted}")
+
+    def _shut_down(self, text: str) -> str:
+        """Close the group, so that no rank waits for this one; returns the first cause."""
+        self._session.cause = Board(self._group).first_cause(text)
+        self._transport.abort()
+        ProcessGroupTransport(self._group).abort()
+        return self._session.cause
+
+    def _here(self) -> str:
+        return f"rank {self._session.ranks[self._group.rank()]}"
+
+    def _where(self) -> str:
+        return f"in {self._label.ring}, step {self._label.step}"
+
+    def _error(
+        self, text: str, peer: int, source: int | None = None, seconds: float = 0.0
+    ) -> RingError:
+        ranks, label = self._session.ranks, self._label
+        return RingError(
+            f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}",
+            ring=ranks,
+            direction=label.ring,
+            step=label.step,
+            source=source,
+            peer=peer,
+            seconds=seconds,
+        )
+
+
+class Sent:
+    """A message in flight, whose failure is an error of the ring."""
+
+    __slots__ = ("_message", "_turn", "_work", "has_arrived")
+
+    def __init__(self, turn: Turn, work: Work, message: P2P) -> None:
+        self._turn, self._work, self._message = turn, work, message
+        self.has_arrived = False
+
+    def wait(self) -> None:
+        if self.has_arrived:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._turn.failed(error, self._message) from error
+        self.has_arrived = True
+
+
+class Answer(Sent):
+    """The word of the rank before this one, which has to be that of this rank."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        super().wait()
+        self._turn.check_word()
+
+
+def _reason(error: RuntimeError) -> str:
+    """What an error of the backend means."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    quoted = f"({text[:LONGEST]})"
+    if "timed out" in text.lower():
+        return (
+            "the time limit of the group is over, so that rank is stopped, cut off, elsewhere, or "
+            f"slow; init_process_group(timeout=...) sets the limit {quoted}"
+        )
+    if any(word in text.lower() for word in ("closed", "closure", "reset", "broken pipe")):
+        return f"its connection is closed, so it ended, or raised {quoted}"
+    return quoted

@@ -1,0 +1,88 @@
+"""What a call is, in a message of one size, which ranks compare before they use each other's data.
+
+Note [Agreement]: each rank sends the word of its call to the next rank of the ring, and waits for
+that of the rank before it, together with its first message of keys and values. So a difference is
+seen where it is, by both sides of it, before anything of a peer is used; closed connections tell
+the other ranks. All other messages carry a tag that is made of the word: messages of calls that
+differ never meet, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.transport.process_group import ABORT_TAG
+
+NUM_BYTES = 2048
+"""Of a message. What a call is takes some 500; longer boundaries are told by their digest."""
+
+_NUMBERS = struct.Struct("<QQQ")  # of the call, of the forward call of a backward, of the text
+_TEXT = slice(_NUMBERS.size, NUM_BYTES)
+
+
+class Word:
+    """What a call is, without its number.
+
+    Args:
+        fields: name and value of everything on which the ranks must agree.
+
+    >>> one, other = Word({"scale": "0.5"}), Word({"scale": "0.25"})
+    >>> differences(one.message(1, 0), other.message(1, 0))
+    [('scale', '0.5', '0.25')]
+    """
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        text = "\n".join(f"{name}: {value}" for name, value in fields.items()).encode()
+        self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        # The digest is of all, so that what is cut off counts, too.
+        self._template = bytes(_NUMBERS.size) + text[: NUM_BYTES - _NUMBERS.size]
+
+    def message(self, number: int, origin: int) -> bytearray:
+        """The message of a call.
+
+        Args:
+            number: of the call, counted on its group.
+            origin: number of the forward call that a backward call belongs to; 0 if not known.
+        """
+        message = bytearray(NUM_BYTES)
+        message[: len(self._template)] = self._template
+        _NUMBERS.pack_into(message, 0, number, origin, self._digest)
+        return message
+
+    def tag(self, number: int, origin: int) -> int:
+        """The tag of the call's other messages, which those of another call hardly have, too."""
+        # The multipliers spread small numbers over all bits.
+        mixed = self._digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ origin * 0xC2B2_AE3D_27D4_EB4F
+        return (mixed >> 16) % ABORT_TAG
+
+
+def flat(message: bytearray) -> Tensor:
+    """A message as a tensor that shares its memory."""
+    return torch.frombuffer(message, dtype=torch.uint8)
+
+
+def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
+    """What differs between two messages: name, value of mine, value of theirs."""
+    one, other = _fields(mine), _fields(theirs)
+    names = dict.fromkeys([*one, *other])  # in order
+    found = [(name, one.get(name, "none"), other.get(name, "none")) for name in names]
+    # The digest says no more than the fields, if they differ.
+    found = [x for x in found if x[1] != x[2]]
+    return [x for x in found if x[0] != _DIGEST] or found
+
+
+_CALL, _ORIGIN = "number of the call", "backward of call number"
+_DIGEST = "what does not fit into a word"
+
+
+def _fields(message: bytes | bytearray) -> dict[str, str]:
+    number, origin, digest = _NUMBERS.unpack_from(message)
+    numbers = {_CALL: f"{number:,}", _ORIGIN: f"{origin:,}", _DIGEST: f"{digest:x}"}
+    # A letter may have been cut in its middle.
+    lines = bytes(message[_TEXT]).rstrip(b"\0").decode(errors="replace").splitlines()
+    named = {name: value for name, _, value in (line.partition(": ") for line in lines)}
+    return named | numbers

@@ -55,6 +55,8 @@ class Difference:
 OTHER = "the other layout"
 SLIDING = Mask.sliding(4)
 F16, BF16 = torch.float16, torch.bfloat16
+LINE = "line|code|called"
+"""What names the place in the code from which a ring is called."""
 BOTH = ("first", "second")
 
 DIFFERENCES = {
@@ -74,31 +76,33 @@ DIFFERENCES = {
     "dtype: bfloat16, float32": Difference("dtype", {"dtype": BF16}),
     "dtype: autocast, none": Difference("dtype", {"autocast": True}),
     "dtype: bfloat16, float16": Difference("dtype", {"dtype": BF16}, {"dtype": F16}),
-    "batch": Difference("query", {"batch": 1}),
-    "heads": Difference("query", {"heads": (2, 2)}),
-    "key heads": Difference("key", {"heads": (4, 1)}),
-    "head dim": Difference("query", {"head_dim": 4}),
-    "local length": Difference("query", {"seq_len": 24}),
-    "heads and key heads": Difference("query", {"heads": (4, 4)}, {"heads": (2, 2)}),
+    "batch": Difference("batch", {"batch": 1}),
+    "heads": Difference("query heads", {"heads": (2, 2)}),
+    "key heads": Difference("key heads", {"heads": (4, 1)}),
+    "head dim": Difference("head dim", {"head_dim": 4}),
+    "local length": Difference("tokens", {"seq_len": 24}),
+    "heads and key heads": Difference("key heads", {"heads": (4, 4)}, {"heads": (2, 2)}),
     "heads of another size": Difference(
-        "query", {"heads": (4, 4), "head_dim": 8}, {"heads": (2, 2), "head_dim": 16}
+        "head dim", {"heads": (4, 4), "head_dim": 8}, {"heads": (2, 2), "head_dim": 16}
     ),
     "layout": Difference("layout", {"layout": OTHER}),
     "layout: striped": Difference("layout", {"layout": "striped"}),
-    "kernel": Difference(None, {"kernel": "reference"}),
+    "kernel": Difference("kernel", {"kernel": "reference"}),
     "scale": Difference("scale", {"scale": 0.5}, {"scale": 0.25}),
     "softcap": Difference("softcap", {"softcap": 2.0}),
-    "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}, told_in_inference=None),
+    "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "runs of other documents": Difference(
         "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}
     ),
-    "one ring more": Difference("line", {"lines": ("second", "first")}),
-    "backward skipped": Difference("forward", {"backward": ()}, told_in_inference=None),
-    "no_grad": Difference("gradient", {"records": False}, told_in_inference=None),
-    "frozen": Difference("gradient", {"frozen": True}, told_in_inference=None),
-    "other order, one shape": Difference("line", {"lines": ("second", "first")}, {"lines": BOTH}),
+    "one ring more": Difference(
+        "direction", {"lines": ("second", "first")}, told_in_inference=LINE
+    ),
+    "backward skipped": Difference("direction", {"backward": ()}, told_in_inference=None),
+    "no_grad": Difference("direction", {"records": False}, told_in_inference=None),
+    "frozen": Difference("direction", {"frozen": True}, told_in_inference=None),
+    "other order, one shape": Difference(LINE, {"lines": ("second", "first")}, {"lines": BOTH}),
     "other order, two shapes": Difference(
-        "query",
+        "head dim",
         {"lines": ("second", "first"), "second_head_dim": 16},
         {"lines": BOTH, "second_head_dim": 16},
     ),

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtensor_ring import Mask
 from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, plain, step
-from tests.faults.differences import BOTH, Difference
+from tests.faults.differences import BOTH, LINE, Difference
 from tests.faults.test_differences import check
 from tests.faults.worlds import Failure, Log, Worlds, failure_of
 
@@ -31,9 +31,11 @@ ORDERS = {
     "backward of one alone": Difference(
         BACKWARD, {"lines": BOTH, "backward": (1,)}, {"lines": BOTH, "backward": (0, 1)}
     ),
-    "another order of rings": Difference("line", {"lines": SWAPPED}, {"lines": BOTH}),
+    "another order of rings": Difference(LINE, {"lines": SWAPPED}, {"lines": BOTH}),
     "another order of both": Difference(
-        "line", {"lines": SWAPPED, "backward": (1, 0)}, {"lines": BOTH, "backward": (0, 1)}
+        f"{LINE}|{BACKWARD}",
+        {"lines": SWAPPED, "backward": (1, 0)},
+        {"lines": BOTH, "backward": (0, 1)},
     ),
 }
 

@@ -165,9 +165,11 @@ WAYS: dict[str, Attend] = {
 }
 
 
-def make(log: Log, calls: tuple[Call, ...], way: str, training: bool, num_steps: int = 2) -> Ending:
-    """Make the calls of this rank; `calls` has those of all ranks, by rank."""
-    call = calls[dist.get_rank()]
+def make(
+    log: Log, calls: tuple[Call, ...], ways: tuple[str, ...], training: bool, num_steps: int = 2
+) -> Ending:
+    """Make the calls of this rank; `calls` and `ways` have those of all ranks, by rank."""
+    call, way = calls[dist.get_rank()], ways[dist.get_rank()]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     configure(call, mesh)
     ending = Ending()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 
@@ -22,7 +23,13 @@ COMPILING = 10.0
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_calls(worlds: Worlds, way: str, training: bool) -> None:
-    check(worlds, Difference(None), way, training, "zigzag", 2)
+    check(worlds, Difference(None), (way, way), training, "zigzag", 2)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("ways", [x for x in product(WAYS, WAYS) if x[0] < x[1]], ids=str)
+def test_equal_calls_in_other_ways(worlds: Worlds, ways: tuple[str, ...], training: bool) -> None:
+    check(worlds, Difference(None), ways, training, "contiguous", 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3], ids="{} ranks".format)
@@ -30,33 +37,38 @@ def test_equal_calls(worlds: Worlds, way: str, training: bool) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_plain(worlds: Worlds, name: str, training: bool, layout: str, world_size: int) -> None:
-    check(worlds, DIFFERENCES[name], "plain", training, layout, world_size)
+    check(worlds, DIFFERENCES[name], ("plain",) * world_size, training, layout, world_size)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_dtensors(worlds: Worlds, name: str, training: bool) -> None:
-    check(worlds, DIFFERENCES[name], "DTensors", training, "zigzag", 2)
+    check(worlds, DIFFERENCES[name], ("DTensors",) * 2, training, "zigzag", 2)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", [x for x in DIFFERENCES if DIFFERENCES[x].suits_sdpa])
 def test_sdpa(worlds: Worlds, name: str, training: bool) -> None:
-    check(worlds, DIFFERENCES[name], "SDPA", training, "zigzag", 2)
+    check(worlds, DIFFERENCES[name], ("SDPA",) * 2, training, "zigzag", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(worlds: Worlds, name: str) -> None:
-    check(worlds, DIFFERENCES[name], "compiled", True, "contiguous", 2)
+    check(worlds, DIFFERENCES[name], ("compiled",) * 2, True, "contiguous", 2)
 
 
 def check(
-    worlds: Worlds, difference: Difference, way: str, training: bool, layout: str, world_size: int
+    worlds: Worlds,
+    difference: Difference,
+    ways: tuple[str, ...],
+    training: bool,
+    layout: str,
+    world_size: int,
 ) -> None:
-    """All ranks are right, or all are told what differs, soon."""
+    """All ranks are right, or all are told what differs, soon; `ways` by rank."""
     calls = difference.calls(layout, world_size)
-    fates = worlds.run(world_size, make, calls, way, training)
+    fates = worlds.run(world_size, make, calls, ways, training)
     assert [fate.ended for fate in fates] == ["returned"] * world_size, fates
     pattern = difference.expected(training)
     for rank, (fate, call) in enumerate(zip(fates, calls, strict=True)):
@@ -65,7 +77,7 @@ def check(
         else:
             check_told(pattern, fate.value, rank)
             since = max(fate.events["begins"] for fate in fates)
-            bound = PROMPT + (COMPILING if way == "compiled" else 0)
+            bound = PROMPT + (COMPILING if "compiled" in ways else 0)
             assert fate.events["told"] - since < bound, rank
 
 

@@ -129,7 +129,7 @@ def check_refused(fault: Fault, fate: Fate) -> None:
 
 def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None:
     """The same processes, as a new world, compute what is right."""
-    fates = worlds.run(members, make, (CALL,) * len(members), "plain", True)
+    fates = worlds.run(members, make, (CALL,) * len(members), ("plain",) * len(members), True)
     assert [fate.pid for fate in fates] == pids
     assert all(fate.value.is_right(CALL) for fate in fates), fates
 

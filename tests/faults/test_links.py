@@ -73,7 +73,7 @@ def test_pulled_out_briefly(network: Hosts, apart: Worlds) -> None:
 
 
 def check_new_world(worlds: Worlds) -> None:
-    fates = worlds.run(WORLD_SIZE, make, (CALL,) * WORLD_SIZE, "plain", True)
+    fates = worlds.run(WORLD_SIZE, make, (CALL,) * WORLD_SIZE, ("plain",) * WORLD_SIZE, True)
     assert all(fate.value.is_right(CALL) for fate in fates), fates
 
 

@@ -44,7 +44,7 @@ ORDERS = {
 @pytest.mark.parametrize("way", ["plain", "DTensors", "SDPA"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_order(worlds: Worlds, name: str, way: str, world_size: int) -> None:
-    check(worlds, ORDERS[name], way, True, "zigzag", world_size)
+    check(worlds, ORDERS[name], (way,) * world_size, True, "zigzag", world_size)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -80,6 +80,9 @@ Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix
     .right
     .sees(self, query: 'int', key: 'int') -> 'bool'
     .sliding(window: 'int') -> 'Mask'
+RingError(message: 'str', *, ring: 'tuple[int, ...]' = (), direction: 'str' = '', step: 'int |
+        None' = None, source: 'int | None' = None, peer: 'int | None' = None, seconds: 'float' =
+        0.0) -> 'None'
 SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' =
         None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None, transport:
         'Transport | None' = None) -> 'None'
@@ -106,8 +109,11 @@ TransferPolicy(kv_dtype: 'torch.dtype | None' = None, grad_dtype: 'torch.dtype' 
     .kv_dtype
     .sum_dtype(self, dtype: 'torch.dtype') -> 'torch.dtype'
 Transport()
+    .abort(self) -> 'None'
     .allocate(self, num_bytes: 'int', device: 'torch.device') -> 'Tensor'
+    .at(self, label: 'Label') -> 'None'
     .free(self, buffer: 'Tensor') -> 'None'
+    .keeps_tags(self, device: 'torch.device') -> 'bool'
     .prepare(self, device: 'torch.device') -> 'None'
     .start(self, receives: 'list[P2P]', sends: 'list[P2P]') -> 'Sequence[Work]'
 ZigZag() -> None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from hashlib import blake2b
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from dtensor_ring.transport.word import NUM_BYTES, Word
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
+
+CALLER = local()
+"""Where the call that this thread is about to make stands in its code, as `CALLER.place`."""
 
 
 def turn(
@@ -44,6 +48,7 @@ def turn(
     group = call.group
     if question.world_size == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
+    place = CALLER.__dict__.pop("place", "")
     origin = 0 if lse is None else session_of(group).origin_of(lse)
     # The sinks of a ring's ranks are of one shape: that of the query's heads.
     sinks = None if call.scores.sinks is None else call.scores.sinks.dtype
@@ -52,7 +57,7 @@ def turn(
         *(lse is not None, query.dtype, shapes, sinks),
         *(call.scores._replace(sinks=None), call.place.policy, *question),
     )
-    return turn_of(group, word, query.device, origin)
+    return turn_of(group, word, query.device, origin, place)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)

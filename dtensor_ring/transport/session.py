@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring.transport.error import RingError
+from dtensor_ring.transport.watch import WATCH
 
 RENEW = (
     "its messages are in no order any more; destroy it (dist.destroy_process_group) and make a new "
@@ -44,17 +45,25 @@ class Session:
         Raises:
             RingError: if the group was shut down, or another thread is in a call.
         """
+        self.check()
+        # Never waited for: the other thread's call may be the one that all ranks are in.
+        if not self._lock.acquire(blocking=False):
+            raise RingError(THREADS, ring=self.ranks)
+        self.number += 1
+        return self.number
+
+    def check(self) -> None:
+        """Refuse a group that was shut down.
+
+        Raises:
+            RingError: with the first cause.
+        """
         if self.cause is not None:
             raise RingError(
                 f"the group of the ring {list(self.ranks)} takes no more calls since {self.cause}; "
                 f"{RENEW}",
                 ring=self.ranks,
             )
-        # Never waited for: the other thread's call may be the one that all ranks are in.
-        if not self._lock.acquire(blocking=False):
-            raise RingError(THREADS, ring=self.ranks)
-        self.number += 1
-        return self.number
 
     def end(self) -> None:
         """End the call that was begun last."""
@@ -79,6 +88,7 @@ def session_of(group: dist.ProcessGroup) -> Session:
     found = _SESSIONS.get(group)
     if found is None:
         ranks = tuple(dist.get_process_group_ranks(group))
+        WATCH.start()
         found = _SESSIONS.setdefault(group, Session(ranks, _has_words(group)))
     return found
 

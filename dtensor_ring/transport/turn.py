@@ -17,6 +17,7 @@ from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 from dtensor_ring.transport.session import RENEW, Session, session_of
+from dtensor_ring.transport.watch import WATCH
 from dtensor_ring.transport.word import Word, differences, flat
 
 LONGEST = 300
@@ -25,7 +26,9 @@ LONGEST = 300
 Turns = AbstractContextManager[Transport]
 
 
-def turn_of(group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0) -> Turns:
+def turn_of(
+    group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0, place: str = ""
+) -> Turns:
     """A context that gives the transport for one call over a group.
 
     Args:
@@ -33,11 +36,13 @@ def turn_of(group: dist.ProcessGroup, word: Word, device: torch.device, origin: 
         word: what the call is.
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
+        place: in the code of the caller; empty if not known.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
         return nullcontext(transport)
-    return Turn(group, session, transport, word, transport.keeps_tags(device), origin)
+    keeps_tags = transport.keeps_tags(device)
+    return Turn(group, session, transport, keeps_tags, word, origin, place)
 
 
 class Turn(Transport):
@@ -48,12 +53,13 @@ class Turn(Transport):
         group: dist.ProcessGroup,
         session: Session,
         transport: Transport,
-        word: Word,
         keeps_tags: bool,
+        word: Word,
         origin: int,
+        place: str,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
-        self._word, self._keeps_tags, self._origin = word, keeps_tags, origin
+        self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
         self._number = self._tag = 0
         self._label, self._since = Label("forward", 0, group.rank()), 0.0
         self._words: list[Sent] = []
@@ -78,6 +84,7 @@ class Turn(Transport):
         try:
             if error is None:
                 self._agree()  # a rank without messages has not yet
+                self._session.check()  # another thread may have been in the way
             elif not isinstance(error, RingError):
                 self._raised(error)
         finally:
@@ -113,7 +120,7 @@ class Turn(Transport):
         """Start the exchange of words with both neighbours."""
         number, origin, rank = self._number, self._origin, self._group.rank()
         self._tag = self._word.tag(number, origin)
-        self._mine = self._word.message(number, origin)
+        self._mine = self._word.message(number, origin, self._place)
         self._theirs = bytearray(len(self._mine))
         theirs, mine = flat(self._theirs), flat(self._mine)
         peers = (rank - 1) % self._group.size(), (rank + 1) % self._group.size()
@@ -167,6 +174,12 @@ class Turn(Transport):
         text = text if cause == text else f"{text}; the first cause: {cause}"
         return self._error(text, peer, message.source, seconds)
 
+    def waiting_for(self, message: P2P) -> str:
+        """What a rank that waits for a message does, for a warning."""
+        ranks = self._session.ranks
+        of = f"of the ring {list(ranks)}"
+        return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
+
     def _raised(self, error: BaseException) -> None:
         """Tell the other ranks, unless all of them raised in this step."""
         label = self._label
@@ -210,19 +223,26 @@ class Turn(Transport):
 class Sent:
     """A message in flight, whose failure is an error of the ring."""
 
-    __slots__ = ("_message", "_turn", "_work", "has_arrived")
+    __slots__ = ("_message", "_turn", "_work", "has_arrived")  # one for each message
 
     def __init__(self, turn: Turn, work: Work, message: P2P) -> None:
         self._turn, self._work, self._message = turn, work, message
         self.has_arrived = False
 
+    def __str__(self) -> str:
+        return self._turn.waiting_for(self._message)
+
     def wait(self) -> None:
         if self.has_arrived:
             return
+        turn, message = self._turn, self._message
+        WATCH.begin(self)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._turn.failed(error, self._message) from error
+            raise turn.failed(error, message) from error
+        finally:
+            WATCH.end()
         self.has_arrived = True
 
 

@@ -20,8 +20,8 @@ from dtensor_ring.transport.process_group import ABORT_TAG
 NUM_BYTES = 2048
 """Of a message. What a call is takes some 500; longer boundaries are told by their digest."""
 
-_NUMBERS = struct.Struct("<QQQ")  # of the call, of the forward call of a backward, of the text
-_TEXT = slice(_NUMBERS.size, NUM_BYTES)
+_HEAD = "<QQQ96s"  # number of the call, of the forward call of a backward; digest; place in code
+_HEAD_BYTES = 120  # of that
 
 
 class Word:
@@ -39,18 +39,19 @@ class Word:
         text = "\n".join(f"{name}: {value}" for name, value in fields.items()).encode()
         self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         # The digest is of all, so that what is cut off counts, too.
-        self._template = bytes(_NUMBERS.size) + text[: NUM_BYTES - _NUMBERS.size]
+        text = text[: NUM_BYTES - _HEAD_BYTES]
+        self._template = bytes(_HEAD_BYTES) + text.ljust(NUM_BYTES - _HEAD_BYTES, b"\0")
 
-    def message(self, number: int, origin: int) -> bytearray:
+    def message(self, number: int, origin: int, place: str = "") -> bytearray:
         """The message of a call.
 
         Args:
             number: of the call, counted on its group.
             origin: number of the forward call that a backward call belongs to; 0 if not known.
+            place: in the code of the caller; empty if not known.
         """
-        message = bytearray(NUM_BYTES)
-        message[: len(self._template)] = self._template
-        _NUMBERS.pack_into(message, 0, number, origin, self._digest)
+        message = bytearray(self._template)
+        struct.pack_into(_HEAD, message, 0, number, origin, self._digest, place.encode())
         return message
 
     def tag(self, number: int, origin: int) -> int:
@@ -75,14 +76,21 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     return [x for x in found if x[0] != _DIGEST] or found
 
 
-_CALL, _ORIGIN = "number of the call", "backward of call number"
 _DIGEST = "what does not fit into a word"
 
 
 def _fields(message: bytes | bytearray) -> dict[str, str]:
-    number, origin, digest = _NUMBERS.unpack_from(message)
-    numbers = {_CALL: f"{number:,}", _ORIGIN: f"{origin:,}", _DIGEST: f"{digest:x}"}
+    number, origin, digest, place = struct.unpack_from(_HEAD, message)
+    head = {
+        "number of the call": f"{number:,}",
+        "backward of call number": f"{origin:,}",
+        "place of the call": _text(place) or "unknown",
+        _DIGEST: f"{digest:x}",
+    }
+    lines = _text(bytes(message[_HEAD_BYTES:])).splitlines()
+    return {name: value for name, _, value in (line.partition(": ") for line in lines)} | head
+
+
+def _text(padded: bytes) -> str:
     # A letter may have been cut in its middle.
-    lines = bytes(message[_TEXT]).rstrip(b"\0").decode(errors="replace").splitlines()
-    named = {name: value for name, _, value in (line.partition(": ") for line in lines)}
-    return named | numbers
+    return padded.rstrip(b"\0").decode(errors="replace")

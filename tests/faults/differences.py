@@ -55,8 +55,8 @@ class Difference:
 OTHER = "the other layout"
 SLIDING = Mask.sliding(4)
 F16, BF16 = torch.float16, torch.bfloat16
-LINE = "line|code|called"
-"""What names the place in the code from which a ring is called."""
+LINE = "place of the call: calls.py"
+"""What names the line of code that makes a call."""
 BOTH = ("first", "second")
 
 DIFFERENCES = {
@@ -94,9 +94,7 @@ DIFFERENCES = {
     "runs of other documents": Difference(
         "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}
     ),
-    "one ring more": Difference(
-        "direction", {"lines": ("second", "first")}, told_in_inference=LINE
-    ),
+    "one ring more": Difference(LINE, {"lines": ("second", "first")}),
     "backward skipped": Difference("direction", {"backward": ()}, told_in_inference=None),
     "no_grad": Difference("direction", {"records": False}, told_in_inference=None),
     "frozen": Difference("direction", {"frozen": True}, told_in_inference=None),

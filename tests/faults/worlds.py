@@ -26,6 +26,7 @@ DEADLINE = 30.0
 """Seconds after which a rank hangs."""
 ATTEMPTS = 3
 """Of a world whose ranks did not meet, as now and then under load (pytorch/pytorch#53270)."""
+UNMET = "did not meet"
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 PORT = 29600
 
@@ -50,7 +51,8 @@ class Fate:
     """What became of a rank.
 
     Attributes:
-        ended: "returned"; "raised", which ends the process; "hung"; or the name of a signal.
+        ended: "returned"; "raised", which ends the process; "hung"; the name of a signal; or "did
+            not meet" the other ranks, which is no fault of what is tested.
         value: what the function returned, or the `Failure` that it raised.
         events: seconds at which something was logged last, on one clock for all ranks.
         pid: of the process.
@@ -63,8 +65,8 @@ class Fate:
 
     @property
     def dropped(self) -> bool:
-        """Whether the ranks did not meet, which is no fault of what is tested."""
-        return self.ended == "raised" and DROPPED in self.value.text
+        """Whether the ranks did not meet, in their world or in a group that they made later."""
+        return self.ended == UNMET or (self.ended == "raised" and DROPPED in self.value.text)
 
 
 class Terms(NamedTuple):
@@ -89,6 +91,7 @@ class Log:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self.has_begun = False  # the ranks have met
 
     def __call__(self, what: str) -> None:
         self._pipe.send(("event", what, time.monotonic()))
@@ -208,17 +211,23 @@ def _serve(pipe: Connection, port: int, home: Home | None) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
     else:
         _enter(home.namespace)
-    log = Log(pipe)
     for place, number, rank, function, args in _jobs(pipe):
+        log = Log(pipe)
         try:
             meet = store or _store_at(home, number, rank)
-            value = run_rank(meet, place, rank, function, (log, *args))
+            value = run_rank(meet, place, rank, _begin, (log, function, args))
         except BaseException as error:
-            pipe.send(("raised", failure_of(error), time.monotonic()))
-            if DROPPED not in str(error):
+            what = "raised" if log.has_begun else UNMET
+            pipe.send((what, failure_of(error), time.monotonic()))
+            if what == "raised" and DROPPED not in str(error):
                 raise  # what a script does not catch ends its process
         else:
             pipe.send(("returned", value, time.monotonic()))
+
+
+def _begin(log: Log, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    log.has_begun = True
+    return function(log, *args)
 
 
 def _jobs(pipe: Connection) -> Iterator[tuple[Any, ...]]:

@@ -34,6 +34,10 @@ class Hosts:
             replace = ("tc", "qdisc", "replace", "dev", "eth0", "root")
             _ip("netns", "exec", name, *replace, *queue)
 
+    def connect(self, index: int, is_in: bool = True) -> None:
+        """Put the cable of a host into the switch, or pull it out."""
+        _ip("-n", SWITCH, "link", "set", f"port{index}", "up" if is_in else "down")
+
     def run(self, script: Path, *arguments: str) -> None:
         """Run a script once on each host, with its number as the first argument.
 

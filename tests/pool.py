@@ -40,6 +40,8 @@ class Place(NamedTuple):
 
     prefix: str
     world_size: int
+    timeout: float = 120
+    """Seconds that the group waits for a message."""
 
 
 class Pool:
@@ -119,11 +121,16 @@ class Pool:
         return answers
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def settle() -> None:
+    """Make this process a worker: one thread, and any warning is an error."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    settle()
     # One for all runs: at each connection the server asks DNS for a name, and may wait seconds.
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
@@ -132,22 +139,23 @@ def _serve(pipe: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            answer = _run_rank(store, place, rank, function, args), None
+            answer = run_rank(store, place, rank, function, args), None
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
 
 
-def _run_rank(
+def run_rank(
     store: dist.Store, place: Place, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
+    """What `function(*args)` returns as a rank of a fresh gloo group, which ends with it."""
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(place.prefix, store),
         rank=rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=place.timeout),
     )
     try:
         with warnings.catch_warnings():  # what is ignored in one run is an error in the next

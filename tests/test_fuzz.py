@@ -152,31 +152,45 @@ def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
 
 def check(case: Case, by_rank: tuple[list[Tensor], ...], setting: Setting) -> None:
     """Compare each rank's part of the results with that of the dense ones."""
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     for rank, results in enumerate(by_rank):
-        for name, actual, whole in zip(
-            names[: len(results)], results, case.expected(), strict=True
-        ):
-            part = setting.part_of(whole, case, rank, of_keys=name in ("dk", "dv"))
-            assert actual.shape == part.shape, (case, rank, name)
-            difference = (actual.double() - part).abs().masked_fill(actual == part, 0.0)
-            error = difference.nan_to_num(torch.inf).max() if actual.numel() else 0.0
-            largest = whole.abs().nan_to_num(posinf=0.0).max()
-            assert error <= TOLERANCES[case.dtype] * (1 + largest), (case, rank, name, error)
+        check_rank(case, results, setting, rank)
+
+
+def check_rank(case: Case, results: list[Tensor], setting: Setting, rank: int) -> None:
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    for name, actual, whole in zip(names[: len(results)], results, case.expected(), strict=True):
+        part = setting.part_of(whole, case, rank, of_keys=name in ("dk", "dv"))
+        assert actual.shape == part.shape, (case, rank, name)
+        difference = (actual.double() - part).abs().masked_fill(actual == part, 0.0)
+        error = difference.nan_to_num(torch.inf).max() if actual.numel() else 0.0
+        largest = whole.abs().nan_to_num(posinf=0.0).max()
+        assert error <= TOLERANCES[case.dtype] * (1 + largest), (case, rank, name, error)
 
 
 def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
     """By case: out, lse and all gradients, this rank's part of them."""
     if setting.num_ranks == setting.world_size:
-        return [_results(case, setting, case.attend) for case in batch]
+        return [plain_results(case, setting) for case in batch]
     # One mesh for all: DTensor takes equal meshes for one, but their groups are not.
     shape = setting.num_ranks // setting.world_size, setting.world_size
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    return [_results(case, setting, partial(_attend_on_mesh, case, mesh)) for case in batch]
+    return [mesh_results(case, setting, mesh) for case in batch]
+
+
+def plain_results(case: Case, setting: Setting) -> list[Tensor]:
+    """Of this rank, from its shards; the gradient of sinks is that of all ranks."""
+    results = _results(case, setting, case.attend)
+    if case.sinks:
+        dist.all_reduce(results[-1])
+    return results
+
+
+def mesh_results(case: Case, setting: Setting, mesh: DeviceMesh) -> list[Tensor]:
+    """Of this rank, from DTensors over a mesh of replicas and of a ring, `("dp", "cp")`."""
+    return _results(case, setting, partial(_attend_on_mesh, case, mesh))
 
 
 def _results(case: Case, setting: Setting, attend: Callable[..., Any]) -> list[Tensor]:
-    """Of this rank; the gradient of sinks is that of all."""
     part_of = partial(setting.part_of, case=case, rank=dist.get_rank())
     query, *others = case.inputs()
     shards = [part_of(query), *(part_of(x, of_keys=True) for x in others)]
@@ -184,10 +198,7 @@ def _results(case: Case, setting: Setting, attend: Callable[..., Any]) -> list[T
     outputs = attend(*shards)
     used = outputs if case.grad_lse else outputs[:1]
     grads = [part_of(x) for x in case.grads()]
-    results = [*outputs, *torch.autograd.grad(used, shards, grads)]
-    if case.sinks and setting.num_ranks == setting.world_size:
-        dist.all_reduce(results[-1])
-    return [x.detach() for x in results]
+    return [x.detach() for x in (*outputs, *torch.autograd.grad(used, shards, grads))]
 
 
 def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tensor]:

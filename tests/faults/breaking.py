@@ -1,0 +1,59 @@
+"""What a rank does when its fault comes: in the middle of a ring, before the kernel of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from dtensor_ring.compute.kernels import KERNELS
+from tests.faults.worlds import TIMEOUT
+
+STOPPED = TIMEOUT + 2
+"""Seconds for which a process is stopped."""
+
+
+class Broken(RuntimeError):
+    """What a broken kernel raises; torch's error of memory is a `RuntimeError`, too."""
+
+
+def break_kernel() -> None:
+    raise Broken("no memory left")
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Stop for a while, until another process wakes this one."""
+    subprocess.run(["sh", "-c", f"(sleep {STOPPED}; kill -CONT {os.getpid()}) &"], check=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextmanager
+def at_launch(direction: str, number: int, fault: Callable[[], object]) -> Iterator[None]:
+    """Call `fault()` before that launch of the reference kernel in that direction.
+
+    Without mask and with whole shards, a step has one launch.
+    """
+    kernel = type(KERNELS["reference"])
+    launch, numbers = getattr(kernel, direction), count()
+
+    def faulty(*args: Any) -> Any:
+        if next(numbers) == number:
+            fault()
+        return launch(*args)
+
+    with patch.object(kernel, direction, faulty):
+        yield

@@ -1,0 +1,229 @@
+"""The calls of a rank, as data; how a rank makes them, and how far its results are from dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring import (
+    Balanced,
+    Mask,
+    TransferPolicy,
+    ring_attention,
+    sequence_runs,
+    set_sequence_layout,
+)
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.spelling import as_layout
+from tests.dense import dense_attention, largest
+from tests.faults.worlds import Failure, Log, failure_of
+
+CAUSAL = Mask.causal()
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+Attend = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank does in each step of its training, or of its inference.
+
+    Attributes:
+        layout: of the axis.
+        seq_len: S, of the whole sequence.
+        runs_of: boundaries of the documents that a balanced layout is made for.
+        autocast: to bfloat16.
+        lines: of the code that makes a call, in the order in which they are made.
+        second_head_dim: of the call of the second line.
+        records: whether gradients are enabled.
+        frozen: whether no input needs a gradient.
+        backward: which outputs have a backward, in this order, where any is recorded; together,
+            by default.
+    """
+
+    layout: str = "contiguous"
+    seq_len: int = 48
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    mask: Mask = CAUSAL
+    cu_seqlens: tuple[int, ...] | None = None
+    runs_of: tuple[int, ...] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    kernel: str | None = None
+    grad_dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    lines: tuple[str, ...] = ("first",)
+    second_head_dim: int = 8
+    records: bool = True
+    frozen: bool = False
+    backward: tuple[int, ...] | None = None
+
+    def at(self, line: str) -> Call:
+        """The call that this line makes."""
+        return replace(self, head_dim=self.second_head_dim) if line == "second" else self
+
+    def layout_on(self, world_size: int) -> Layout:
+        if self.runs_of is None:
+            return as_layout(self.layout)
+        return Balanced(self.mask, self.seq_len, world_size, self.runs_of)
+
+    def inputs(self, seed: int) -> list[Tensor]:
+        """Query, key, value, and the gradient of the output, of the whole sequence."""
+        generator = torch.Generator().manual_seed(seed)
+        (heads, kv_heads), rest = self.heads, (self.seq_len, self.head_dim)
+        shapes = [(self.batch, n, *rest) for n in (heads, kv_heads, kv_heads, heads)]
+        return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def options(self, world_size: int) -> dict[str, Any]:
+        """Of `ring_attention`."""
+        bounds = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
+        options = {"mask": self.mask, "cu_seqlens": bounds, "scale": self.scale}
+        options |= {"softcap": self.softcap, "kernel": self.kernel}
+        if self.runs_of is not None:
+            layout = self.layout_on(world_size)
+            assert isinstance(layout, Balanced)
+            options["runs"] = sequence_runs(layout)
+        return options
+
+    def expected(self, seed: int) -> list[Tensor]:
+        """Output and gradients of the whole sequence, float64."""
+        *inputs, grad = self.inputs(seed)
+        options = {"cu_seqlens": self.options(1)["cu_seqlens"], "scale": self.scale}
+        if self.autocast:
+            inputs = [x.bfloat16() for x in inputs]
+        dense = dense_attention(*inputs, self.mask, softcap=self.softcap, **options)
+        return [dense.out.detach(), *dense.backward(grad)]
+
+    @property
+    def tolerance(self) -> float:
+        """The error that rounding may cause."""
+        return TOLERANCES[torch.bfloat16 if self.autocast else self.dtype]
+
+
+@dataclass
+class Ending:
+    """How the calls of a rank ended.
+
+    Attributes:
+        failure: what a call raised, if one did.
+        error: the largest of a result, by the largest of the exact one; 0 if there is no result.
+    """
+
+    failure: Failure | None = None
+    error: float = 0.0
+
+    def is_right(self, call: Call) -> bool:
+        """Whether nothing failed, and nothing is NaN or far from exact."""
+        return self.failure is None and self.error <= call.tolerance
+
+
+# Each way has its two calls on two lines: ranks whose rings differ in nothing else are told by it.
+
+
+def plain(line: str, tensors: list[Tensor], mesh: DeviceMesh, options: dict[str, Any]) -> Tensor:
+    if line == "first":
+        return ring_attention(*tensors, mesh=mesh, **options)
+    return ring_attention(*tensors, mesh=mesh, **options)
+
+
+def on_dtensors(
+    line: str, tensors: list[Tensor], mesh: DeviceMesh, options: dict[str, Any]
+) -> Tensor:
+    wrapped = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in tensors]
+    if line == "first":
+        return ring_attention(*wrapped, **options).to_local()
+    return ring_attention(*wrapped, **options).to_local()
+
+
+def sdpa(line: str, tensors: list[Tensor], mesh: DeviceMesh, options: dict[str, Any]) -> Tensor:
+    wrapped = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in tensors]
+    how = {"is_causal": options["mask"] == CAUSAL, "scale": options["scale"]}
+    if line == "first":
+        return F.scaled_dot_product_attention(*wrapped, enable_gqa=True, **how).to_local()
+    return F.scaled_dot_product_attention(*wrapped, enable_gqa=True, **how).to_local()
+
+
+def compiled(line: str, tensors: list[Tensor], mesh: DeviceMesh, options: dict[str, Any]) -> Tensor:
+    return torch.compile(plain, fullgraph=True, backend="aot_eager")(line, tensors, mesh, options)
+
+
+WAYS: dict[str, Attend] = {
+    "plain": plain,
+    "DTensors": on_dtensors,
+    "SDPA": sdpa,
+    "compiled": compiled,
+}
+
+
+def make(
+    log: Log, calls: tuple[Call, ...], ways: tuple[str, ...], training: bool, num_steps: int = 2
+) -> Ending:
+    """Make the calls of this rank; `calls` and `ways` have those of all ranks, by rank."""
+    call, way = calls[dist.get_rank()], ways[dist.get_rank()]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    configure(call, mesh)
+    ending = Ending()
+    log("begins")
+    try:
+        for _ in range(num_steps):
+            error = step(call, WAYS[way], mesh, training)
+            ending.error = largest([ending.error, error])
+    except (RuntimeError, ValueError) as error:
+        log("told")
+        ending.failure = failure_of(error)
+    return ending
+
+
+def configure(call: Call, mesh: DeviceMesh) -> None:
+    """Annotate the axis as this rank has it."""
+    policy = TransferPolicy(grad_dtype=call.grad_dtype)
+    set_sequence_layout(mesh, call.layout_on(mesh.size()), policy=policy)
+
+
+def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:
+    """One step of this rank; the error of its results, 0 if there are none."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    positions = torch.tensor(call.layout_on(size).positions(rank, size, call.seq_len))
+    results, losses = [], []
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=call.autocast)
+    with torch.set_grad_enabled(training and call.records), autocast:
+        for line in call.lines:
+            here, seed = call.at(line), len(line)
+            *inputs, grad = (x[:, :, positions] for x in here.inputs(seed))
+            inputs = [x.requires_grad_(training and not call.frozen) for x in inputs]
+            out = attend(line, inputs, mesh, here.options(size))
+            losses.append((out * grad).sum())
+            results.append((here, seed, out, inputs))
+    go_back(losses, call.backward)
+    return largest([0.0] + [error_of(*result, positions) for result in results])
+
+
+def go_back(losses: list[Tensor], order: tuple[int, ...] | None) -> None:
+    """The backward of all losses at once, or of these one by one."""
+    if order is not None:
+        losses = [losses[i] for i in order]
+    elif losses:
+        losses = [torch.stack(losses).sum()]
+    for loss in losses:
+        if loss.requires_grad:
+            loss.backward()
+
+
+def error_of(call: Call, seed: int, out: Tensor, inputs: list[Tensor], positions: Tensor) -> float:
+    """The largest error of a call's output and, where there are any, gradients."""
+    grads = [x.grad for x in inputs if x.grad is not None]
+    actual = zip([out, *grads], call.expected(seed), strict=False)
+    return largest(
+        (x.detach().double() - y[:, :, positions]).abs().max().item() / y.abs().max().item()
+        for x, y in actual
+    )

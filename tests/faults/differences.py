@@ -1,0 +1,108 @@
+"""What ranks may disagree in, as data: what rank 0 does, what the others do, what all are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dtensor_ring import Mask
+from tests.faults.calls import CAUSAL, Call
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A way in which rank 0 differs from all others.
+
+    Attributes:
+        told: a pattern in the message that names the difference; `None` if all are right.
+        told_in_inference: likewise, where inference differs; "" if it does not.
+        odd: what rank 0 does, as fields of `Call`.
+        usual: what the others do.
+        spares_rank_0: whether rank 0 asks nothing of the others, and is told nothing.
+    """
+
+    told: str | None
+    odd: dict[str, Any] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
+    told_in_inference: str | None = ""
+    spares_rank_0: bool = False
+
+    @property
+    def suits_sdpa(self) -> bool:
+        """Whether `F.scaled_dot_product_attention` takes all of it."""
+        beyond = {"cu_seqlens", "runs_of", "softcap", "kernel"} & {*self.odd, *self.usual}
+        masks = [fields.get("mask", CAUSAL) for fields in (self.odd, self.usual)]
+        return not beyond and all(mask in (CAUSAL, Mask.full()) for mask in masks)
+
+    def calls(self, layout: str, world_size: int) -> tuple[Call, ...]:
+        """By rank; `layout` is that of all, unless they differ in it."""
+        other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
+        base = Call(layout=layout)
+        ranks = []
+        for here in (self.odd, *[self.usual] * (world_size - 1)):
+            fields = {name: other if x == OTHER else x for name, x in here.items()}
+            ranks.append(replace(base, **fields))
+        return tuple(ranks)
+
+    def expected(self, training: bool) -> str | None:
+        """The pattern of what ranks are told."""
+        same = training or self.told_in_inference == ""
+        return self.told if same else self.told_in_inference
+
+
+OTHER = "the other layout"
+SLIDING = Mask.sliding(4)
+F16, BF16 = torch.float16, torch.bfloat16
+LINE = "place of the call: calls.py"
+"""What names the line of code that makes a call."""
+BOTH = ("first", "second")
+
+DIFFERENCES = {
+    "mask: full, causal": Difference("mask", {"mask": Mask.full()}),
+    "mask: sliding 4, causal": Difference("mask", {"mask": SLIDING}),
+    "mask: sliding 4, 30": Difference("mask", {"mask": SLIDING}, {"mask": Mask.sliding(30)}),
+    "mask: sliding 40, 30": Difference(
+        "mask", {"mask": Mask.sliding(40)}, {"mask": Mask.sliding(30)}
+    ),
+    "documents: other boundaries": Difference(
+        "cu_seqlens", {"cu_seqlens": (0, 20, 48)}, {"cu_seqlens": (0, 28, 48)}
+    ),
+    "documents: some, none": Difference("cu_seqlens", {"cu_seqlens": (0, 20, 48)}),
+    "documents: other padding": Difference(
+        "cu_seqlens", {"cu_seqlens": (0, 10)}, {"cu_seqlens": (0, 12)}
+    ),
+    "dtype: bfloat16, float32": Difference("dtype", {"dtype": BF16}),
+    "dtype: autocast, none": Difference("dtype", {"autocast": True}),
+    "dtype: bfloat16, float16": Difference("dtype", {"dtype": BF16}, {"dtype": F16}),
+    "batch": Difference("batch", {"batch": 1}),
+    "heads": Difference("query heads", {"heads": (2, 2)}),
+    "key heads": Difference("key heads", {"heads": (4, 1)}),
+    "head dim": Difference("head dim", {"head_dim": 4}),
+    "local length": Difference("tokens", {"seq_len": 24}),
+    "heads and key heads": Difference("key heads", {"heads": (4, 4)}, {"heads": (2, 2)}),
+    "heads of another size": Difference(
+        "head dim", {"heads": (4, 4), "head_dim": 8}, {"heads": (2, 2), "head_dim": 16}
+    ),
+    "layout": Difference("layout", {"layout": OTHER}),
+    "layout: striped": Difference("layout", {"layout": "striped"}),
+    "kernel": Difference("kernel", {"kernel": "reference"}),
+    "scale": Difference("scale", {"scale": 0.5}, {"scale": 0.25}),
+    "softcap": Difference("softcap", {"softcap": 2.0}),
+    "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
+    "runs of other documents": Difference(
+        "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}
+    ),
+    "one ring more": Difference(LINE, {"lines": ("second", "first")}),
+    "backward skipped": Difference("direction", {"backward": ()}, told_in_inference=None),
+    "no_grad": Difference("direction", {"records": False}, told_in_inference=None),
+    "frozen": Difference("direction", {"frozen": True}, told_in_inference=None),
+    "other order, one shape": Difference(LINE, {"lines": ("second", "first")}, {"lines": BOTH}),
+    "other order, two shapes": Difference(
+        "head dim",
+        {"lines": ("second", "first"), "second_head_dim": 16},
+        {"lines": BOTH, "second_head_dim": 16},
+    ),
+    "no call": Difference("rank 0", {"lines": ()}, spares_rank_0=True),
+}

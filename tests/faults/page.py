@@ -1,0 +1,119 @@
+"""The tables of docs/failures.md: what each failure looks like, as the suite provokes it.
+
+    python -m tests.faults.page --write
+
+Without the option they are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.faults.calls import make
+from tests.faults.differences import DIFFERENCES
+from tests.faults.test_faults import FAULTS, VICTIM, suffer
+from tests.faults.worlds import Failure, Fate, Worlds
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "failures.md"
+MARKERS = "<!-- {}: written by tests/faults/page.py -->\n", "<!-- end of {} -->\n"
+
+RIGHT, SAME = "right", "the same"
+SHOWN = (
+    "killed, forward",
+    "kernel, caught",
+    "kernel, uncaught",
+    "exit, uncaught",
+    "stopped, forward",
+)
+"""The faults that the page has; the others look alike."""
+BEGINNING = "the ranks of a ring must make the same call, they differ in "
+LONGEST = 300
+"""Characters that a cell quotes."""
+
+
+def tables(worlds: Worlds) -> dict[str, str]:
+    """Each table in Markdown."""
+    return {
+        "faults": _table(["what happens to rank 1", "rank 1", "the others"], _faults(worlds)),
+        "differences": _table(
+            ["rank 0, the others", "training", "inference"], _differences(worlds)
+        ),
+    }
+
+
+def _differences(worlds: Worlds) -> Iterator[list[str]]:
+    """What the last of two ranks is told."""
+    for name, difference in DIFFERENCES.items():
+        cells = [name]
+        for training in (True, False):
+            calls = difference.calls("contiguous", 2)
+            fates = worlds.run(2, make, calls, ("plain",) * 2, training)
+            cells.append(_cell(fates[-1].value.failure))
+        yield cells if cells[1] != cells[2] else [*cells[:2], SAME]
+
+
+def _faults(worlds: Worlds) -> Iterator[list[str]]:
+    for name in SHOWN:
+        fates = worlds.run(FAULTS[name].world_size, suffer, FAULTS[name])
+        yield [name, _victim(fates[VICTIM]), _cell(fates[0].value.first)]
+
+
+def _victim(fate: Fate) -> str:
+    if fate.ended == "returned":
+        return _cell(fate.value.first)
+    return "ends with its error" if fate.ended == "raised" else f"ends by {fate.ended}"
+
+
+def _cell(failure: Failure | None) -> str:
+    """What a rank is told, without what all errors say."""
+    if failure is None:
+        return RIGHT
+    text = failure.text.replace(BEGINNING, "").partition(". The group of the ring")[0]
+    text = re.sub(r" \(\[/.*?\)", "", text)  # gloo's own words
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    kind = "" if failure.kind == "RingError" else f"`{failure.kind}`: "
+    return (kind + text).replace("|", "\\|")
+
+
+def _table(heading: list[str], rows: Iterator[list[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def parts(text: str, name: str) -> tuple[str, str, str]:
+    """What is before the table of that name in a page, the table, and what is after it."""
+    begin, end = (marker.format(name) for marker in MARKERS)
+    before, _, rest = text.partition(begin)
+    table, _, after = rest.partition(end)
+    return before + begin, table, end + after
+
+
+def rows(name: str) -> list[list[str]]:
+    """The cells of a table of the page, without its heading."""
+    lines = parts(PAGE.read_text(), name)[1].splitlines()[2:]
+    return [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace the tables in the page")
+    write, worlds = parser.parse_args().write, Worlds()
+    try:
+        made = tables(worlds)
+    finally:
+        worlds.close()
+    text = PAGE.read_text()
+    for name, table in made.items():
+        before, _, after = parts(text, name)
+        text = before + table + after
+    if write:
+        PAGE.write_text(text)
+    else:
+        print("\n".join(made.values()))
+
+
+if __name__ == "__main__":
+    main()

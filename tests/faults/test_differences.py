@@ -1,0 +1,89 @@
+"""Ranks that make different calls: each is right by what it asked for, or all are told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.faults.calls import WAYS, Ending, make
+from tests.faults.differences import DIFFERENCES, Difference
+from tests.faults.worlds import Worlds
+
+PROMPT = 2.0
+"""Seconds within which ranks that differ are told so."""
+COMPILED = ["mask: sliding 4, causal", "documents: other boundaries", "dtype: bfloat16, float32"]
+COMPILED += ["batch", "layout", "scale", "backward skipped", "other order, two shapes", "no call"]
+"""The differences that are compiled, which takes its time."""
+COMPILING = 10.0
+"""Seconds more where ranks compile first."""
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_calls(worlds: Worlds, way: str, training: bool) -> None:
+    check(worlds, Difference(None), (way, way), training, "zigzag", 2)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("way", ["plain", "DTensors", "SDPA"])
+def test_one_rank_is_compiled(worlds: Worlds, way: str, training: bool) -> None:
+    """As where the compiler of one rank gives up."""
+    ways = "compiled", way
+    check(worlds, Difference(None), ways, training, "contiguous", 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3], ids="{} ranks".format)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_plain(worlds: Worlds, name: str, training: bool, layout: str, world_size: int) -> None:
+    check(worlds, DIFFERENCES[name], ("plain",) * world_size, training, layout, world_size)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_dtensors(worlds: Worlds, name: str, training: bool) -> None:
+    check(worlds, DIFFERENCES[name], ("DTensors",) * 2, training, "zigzag", 2)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", [x for x in DIFFERENCES if DIFFERENCES[x].suits_sdpa])
+def test_sdpa(worlds: Worlds, name: str, training: bool) -> None:
+    check(worlds, DIFFERENCES[name], ("SDPA",) * 2, training, "zigzag", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(worlds: Worlds, name: str) -> None:
+    check(worlds, DIFFERENCES[name], ("compiled",) * 2, True, "contiguous", 2)
+
+
+def check(
+    worlds: Worlds,
+    difference: Difference,
+    ways: tuple[str, ...],
+    training: bool,
+    layout: str,
+    world_size: int,
+) -> None:
+    """All ranks are right, or all are told what differs, soon; `ways` by rank."""
+    calls = difference.calls(layout, world_size)
+    fates = worlds.run(world_size, make, calls, ways, training)
+    assert [fate.ended for fate in fates] == ["returned"] * world_size, fates
+    pattern = difference.expected(training)
+    for rank, (fate, call) in enumerate(zip(fates, calls, strict=True)):
+        if pattern is None or (difference.spares_rank_0 and rank == 0):
+            assert fate.value.is_right(call), (rank, fate.value)
+        else:
+            check_told(pattern, fate.value, rank)
+            since = max(fate.events["begins"] for fate in fates)
+            bound = PROMPT + (COMPILING if "compiled" in ways else 0)
+            assert fate.events["told"] - since < bound, rank
+
+
+def check_told(pattern: str, ending: Ending, rank: int) -> None:
+    assert ending.failure is not None, (rank, ending)
+    kind, text, _ = ending.failure
+    assert kind in ("RingError", "ValueError"), (rank, kind, text)
+    assert re.search(pattern, text), (rank, text)

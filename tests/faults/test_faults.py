@@ -1,0 +1,222 @@
+"""A rank that dies, stops, or whose kernel raises: the others are told soon, and can go on anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from time import monotonic, sleep
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask
+from tests.faults.breaking import at_launch, break_kernel, kill, leave, stop
+from tests.faults.calls import Call, make, plain, step
+from tests.faults.worlds import TIMEOUT, Failure, Fate, Log, Worlds, failure_of
+
+VICTIM = 1
+PROMPT = 1.0
+"""Seconds within which the others know of a rank that died or raised."""
+CALL = Call(mask=Mask.full(), kernel="reference")
+"""Each step of it is one launch."""
+LARGE = replace(CALL, seq_len=384, head_dim=64)
+"""Its messages have hundreds of kilobytes: more than the system takes in on its own."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to rank 1 in the middle of a ring.
+
+    Attributes:
+        what: is called before the kernel of the step.
+        direction: "forward" or "backward".
+        number: of the step.
+        told: a pattern in what the others are told.
+        own: what rank 1 itself is told, `None` if it dies of it.
+        dies: how its process ends otherwise.
+        within: seconds until the others are told.
+    """
+
+    what: Callable[[], object]
+    direction: str = "forward"
+    number: int = 1
+    told: str = "rank 1"
+    own: str | None = None
+    dies: str = "returned"
+    within: float = PROMPT
+    world_size: int = 3
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if self.own or rank != VICTIM]
+
+
+BROKEN = {"told": "rank 1.*step 1.*Broken.*no memory left", "own": "Broken"}
+LEFT = {"told": "rank 1.*step 1.*SystemExit", "own": "SystemExit"}
+KILLED = {"dies": "SIGKILL"}
+STOPPED = {"told": "step", "own": "RingError", "within": TIMEOUT + PROMPT}
+UNCAUGHT = {"own": None, "dies": "raised"}
+FAULTS = {
+    "killed, forward": Fault(kill, **KILLED),
+    "killed, first step": Fault(kill, number=0, **KILLED),
+    "killed, backward": Fault(kill, "backward", **KILLED),
+    "killed, 2 ranks": Fault(kill, world_size=2, **KILLED),
+    "killed, 4 ranks": Fault(kill, number=2, world_size=4, **KILLED),
+    "killed, 4 ranks, backward": Fault(kill, "backward", 2, world_size=4, **KILLED),
+    "kernel, caught": Fault(break_kernel, **BROKEN),
+    "kernel, caught, backward": Fault(break_kernel, "backward", **BROKEN),
+    "kernel, caught, 2 ranks": Fault(break_kernel, world_size=2, **BROKEN),
+    "kernel, caught, 4 ranks": Fault(break_kernel, world_size=4, **BROKEN),
+    "kernel, uncaught": Fault(break_kernel, **BROKEN | UNCAUGHT),
+    "kernel, uncaught, backward": Fault(break_kernel, "backward", **BROKEN | UNCAUGHT),
+    "exit, caught": Fault(leave, **LEFT),
+    "exit, uncaught": Fault(leave, "backward", **LEFT | UNCAUGHT),
+    "stopped, forward": Fault(stop, **STOPPED),
+    "stopped, backward": Fault(stop, "backward", **STOPPED),
+}
+
+
+@dataclass
+class Told:
+    """What a rank is told of a fault, and in its next call on the same group."""
+
+    first: Failure
+    again: Failure | None
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_fault(worlds: Worlds, fault: Fault) -> None:
+    fates = worlds.run(fault.world_size, suffer, fault)
+    for rank, fate in enumerate(fates):
+        if rank == VICTIM:
+            check_victim(fault, fate)
+        else:
+            check_told(fault, fate, fates[VICTIM].events["fault"])
+    check_new_world(worlds, fault.survivors, [fates[rank].pid for rank in fault.survivors])
+
+
+def check_victim(fault: Fault, fate: Fate) -> None:
+    assert fate.ended == fault.dies
+    if fault.own is not None:
+        assert fate.value.first.kind == fault.own
+        check_refused(fault, fate)
+
+
+def check_told(fault: Fault, fate: Fate, since: float) -> None:
+    """The error names the ring, the step and the neighbour; the next call is refused by it."""
+    assert fate.ended == "returned"
+    kind, text, fields = fate.value.first
+    assert kind == "RingError", text
+    assert re.search(fault.told, text)
+    assert fields["ring"] == tuple(range(fault.world_size))
+    # It may be further: what it needs of rank 1 in this loop may have arrived before.
+    assert f"{fields['direction']}, step {fields['step']}" in text
+    assert fields["peer"] in fields["ring"]
+    assert fate.events["told"] - since < fault.within
+    check_refused(fault, fate)
+
+
+def check_refused(fault: Fault, fate: Fate) -> None:
+    """The group takes no call any more, and says why."""
+    again = fate.value.again
+    assert again is not None
+    assert again.kind == "RingError", again.text
+    assert re.search(fault.told, again.text)
+
+
+def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None:
+    """The same processes, as a new world, compute what is right."""
+    fates = worlds.run(members, make, (CALL,) * len(members), ("plain",) * len(members), True)
+    assert [fate.pid for fate in fates] == pids
+    assert all(fate.value.is_right(CALL) for fate in fates), fates
+
+
+def suffer(log: Log, fault: Fault) -> Told:
+    """Steps of training, until this rank is told that rank 1 has a fault."""
+    mesh, is_victim = init_device_mesh("cpu", (fault.world_size,)), dist.get_rank() == VICTIM
+
+    def strike() -> None:
+        log("fault")
+        fault.what()
+
+    with at_launch(fault.direction, fault.number, strike) if is_victim else nullcontext():
+        try:
+            while True:
+                step(CALL, plain, mesh, training=True)
+        except (Exception, SystemExit) as error:
+            log("told")
+            if is_victim and fault.own is None:
+                raise
+            # The rank lives on, and so does all that the error holds.
+            live_on(len(fault.survivors), fault.within + PROMPT)
+            return Told(failure_of(error), again(mesh))
+
+
+def live_on(num_ranks: int, seconds: float) -> None:
+    """Until so many ranks have been told, or for so long."""
+    store, end = dist.distributed_c10d._get_default_store(), monotonic() + seconds
+    store.add("told", 1)
+    while store.add("told", 0) < num_ranks and monotonic() < end:
+        sleep(0.01)
+
+
+def again(mesh: DeviceMesh) -> Failure | None:
+    """What the next call on the group raises."""
+    try:
+        step(CALL, plain, mesh, training=True)
+    except RuntimeError as error:
+        return failure_of(error)
+    return None
+
+
+RETRIES = {
+    "1 rank": (1, (0,), 1),
+    "2 ranks": (2, (0, 1), 1),
+    "3 ranks": (3, (0, 1, 2), 1),
+    "3 ranks, 200 times": (3, (0, 1, 2), 200),
+    "1 of 2 ranks": (2, (1,), 1),
+    "1 of 3 ranks": (3, (1,), 1),
+    "2 of 3 ranks": (3, (0, 1), 1),
+}
+"""World size, whose kernels raise, and in how many calls on end."""
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("world_size", "broken", "times"), RETRIES.values(), ids=list(RETRIES))
+def test_retry(
+    worlds: Worlds, world_size: int, broken: tuple[int, ...], times: int, direction: str
+) -> None:
+    """If all ranks fail alike, the next call is right; if some do, it is refused on all."""
+    fates = worlds.run(world_size, retry, broken, times, direction)
+    for rank, fate in enumerate(fates):
+        assert fate.ended == "returned", fate
+        kinds, last = fate.value
+        assert kinds == ["Broken" if rank in broken else "RingError"] * times
+        if len(broken) == world_size:
+            assert isinstance(last, float), last
+            assert last <= LARGE.tolerance
+        else:
+            assert last.kind == "RingError"
+            assert re.search("step 0.*Broken.*no memory left", last.text)
+    check_new_world(worlds, list(range(world_size)), [fate.pid for fate in fates])
+
+
+def retry(
+    log: Log, broken: tuple[int, ...], times: int, direction: str
+) -> tuple[list[str], float | Failure]:
+    """The errors of calls whose kernels raise, and what comes of the next one."""
+    mesh, kinds = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for _ in range(times):
+        is_broken = dist.get_rank() in broken
+        with at_launch(direction, 0, break_kernel) if is_broken else nullcontext():
+            try:
+                step(LARGE, plain, mesh, training=True)
+            except Exception as error:
+                kinds.append(type(error).__name__)
+    try:
+        return kinds, step(LARGE, plain, mesh, training=True)
+    except RuntimeError as error:
+        return kinds, failure_of(error)

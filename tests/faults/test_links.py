@@ -1,0 +1,95 @@
+"""Hosts whose cable is pulled out: all ranks are told when the time limit of the group is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from time import sleep
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.network import Hosts, hosts
+from dtensor_ring import Mask
+from tests.faults.breaking import at_launch
+from tests.faults.calls import Call, make, plain, step
+from tests.faults.worlds import TIMEOUT, Failure, Home, Log, Terms, Worlds, failure_of
+
+VICTIM, WORLD_SIZE = 1, 3
+LATE = 1.0
+"""Seconds by which the news may be later than the time limit."""
+BRIEF = 0.5
+"""Seconds that TCP makes good: it sends again."""
+PULLED = 0.3
+"""Seconds for the test to pull the cable."""
+CALL = Call(mask=Mask.full(), kernel="reference", seq_len=192, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Hosts]:
+    try:
+        with hosts(WORLD_SIZE) as made:
+            yield made
+    except RuntimeError as error:
+        pytest.skip(f"no network of its own: {error}")
+
+
+@pytest.fixture(scope="module")
+def apart(network: Hosts) -> Iterator[Worlds]:
+    """Ranks on a host each."""
+    worlds = Worlds([Home(name, network.address(0)) for name in network.names])
+    yield worlds
+    worlds.close()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_pulled_out(network: Hosts, apart: Worlds, direction: str) -> None:
+    terms = Terms(on={"pull": lambda: network.connect(VICTIM, False)})
+    fates = apart.run(WORLD_SIZE, lose_link, direction, terms=terms)
+    network.connect(VICTIM)
+    for fate in fates:
+        assert fate.ended == "returned", fate
+        failure = fate.value
+        assert failure is not None
+        assert failure.kind == "RingError", failure.text
+        assert failure.fields["direction"] == direction
+        assert f"step {failure.fields['step']}" in failure.text
+        assert failure.fields["peer"] in range(WORLD_SIZE)
+        assert fate.events["told"] - fates[VICTIM].events["pull"] < TIMEOUT + PULLED + LATE
+    check_new_world(apart)
+
+
+def test_pulled_out_briefly(network: Hosts, apart: Worlds) -> None:
+    def pull() -> None:
+        network.connect(VICTIM, False)
+        sleep(BRIEF)
+        network.connect(VICTIM)
+
+    fates = apart.run(WORLD_SIZE, lose_link, "forward", terms=Terms(on={"pull": pull}))
+    assert [fate.ended for fate in fates] == ["returned"] * WORLD_SIZE, fates
+    assert [fate.value for fate in fates] == [None] * WORLD_SIZE
+    check_new_world(apart)
+
+
+def check_new_world(worlds: Worlds) -> None:
+    fates = worlds.run(WORLD_SIZE, make, (CALL,) * WORLD_SIZE, ("plain",) * WORLD_SIZE, True)
+    assert all(fate.value.is_right(CALL) for fate in fates), fates
+
+
+def lose_link(log: Log, direction: str) -> Failure | None:
+    """What two steps of training raise, while the cable of rank 1 is pulled out."""
+    mesh, is_victim = init_device_mesh("cpu", (WORLD_SIZE,)), dist.get_rank() == VICTIM
+
+    def pull() -> None:
+        log("pull")
+        sleep(PULLED)
+
+    with at_launch(direction, 0, pull) if is_victim else nullcontext():
+        try:
+            errors = [step(CALL, plain, mesh, training=True) for _ in range(2)]
+        except RuntimeError as error:
+            log("told")
+            return failure_of(error)
+    assert max(errors) <= CALL.tolerance
+    return None

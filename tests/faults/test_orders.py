@@ -1,0 +1,107 @@
+"""Calls in another order on one rank, and calls of two threads at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask
+from tests.faults.breaking import at_launch
+from tests.faults.calls import Call, plain, step
+from tests.faults.differences import BOTH, LINE, Difference
+from tests.faults.test_differences import check
+from tests.faults.worlds import Failure, Log, Worlds, failure_of
+
+CALL = Call(mask=Mask.full(), kernel="reference")
+SWAPPED = tuple(reversed(BOTH))
+BACKWARD = "backward of call"
+"""What names the forward call that a backward call belongs to."""
+ORDERS = {
+    "one backward after the other": Difference(
+        None, {"lines": BOTH, "backward": (0, 1)}, {"lines": BOTH, "backward": (0, 1)}
+    ),
+    "another order of backward": Difference(
+        BACKWARD, {"lines": BOTH, "backward": (1, 0)}, {"lines": BOTH, "backward": (0, 1)}
+    ),
+    "backward of one alone": Difference(
+        BACKWARD, {"lines": BOTH, "backward": (1,)}, {"lines": BOTH, "backward": (0, 1)}
+    ),
+    "another order of rings": Difference(LINE, {"lines": SWAPPED}, {"lines": BOTH}),
+    "another order of both": Difference(
+        f"{LINE}|{BACKWARD}",
+        {"lines": SWAPPED, "backward": (1, 0)},
+        {"lines": BOTH, "backward": (0, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3], ids="{} ranks".format)
+@pytest.mark.parametrize("way", ["plain", "DTensors", "SDPA"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_order(worlds: Worlds, name: str, way: str, world_size: int) -> None:
+    check(worlds, ORDERS[name], (way,) * world_size, True, "zigzag", world_size)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_two_threads_on_one_group(worlds: Worlds, direction: str) -> None:
+    """The second is told so; the first is right, or told that its group is shut down."""
+    fates = worlds.run(2, call_within_a_call, direction)
+    for fate in fates:
+        assert fate.ended == "returned", fate
+        first, second = fate.value
+        assert second is not None
+        assert second.kind == "RingError"
+        assert "thread" in second.text
+        assert first is None or (first.kind == "RingError" and "thread" in first.text), first
+
+
+def call_within_a_call(log: Log, direction: str) -> tuple[Failure | None, Failure | None]:
+    """What the call of a thread raises, and that of another one, which begins in the middle."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    told: list[Failure | None] = []
+
+    def call_once() -> None:
+        if not told:
+            told.append(None)
+            with ThreadPoolExecutor(1) as thread:
+                told[0] = thread.submit(failure_in_step, mesh).result()
+
+    with at_launch(direction, 1, call_once):
+        first = failure_in_step(mesh)
+    return first, told[0]
+
+
+def failure_in_step(mesh: DeviceMesh) -> Failure | None:
+    try:
+        error = step(CALL, plain, mesh, training=True)
+    except RuntimeError as error:
+        return failure_of(error)
+    assert error <= CALL.tolerance
+    return None
+
+
+def test_two_threads_with_a_group_each(worlds: Worlds) -> None:
+    for fate in worlds.run(2, call_in_two_threads):
+        assert fate.ended == "returned", fate
+        assert all(error <= CALL.tolerance for error in fate.value), fate.value
+
+
+def call_in_two_threads(log: Log) -> list[float]:
+    """The largest error of each thread's steps; each has other calls."""
+    ranks = list(range(dist.get_world_size()))
+    groups = [dist.new_group(ranks) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    calls = [CALL, replace(CALL, mask=Mask.causal(), head_dim=16)]
+    begin = threading.Barrier(2)
+
+    def work(call: Call, mesh: DeviceMesh) -> float:
+        begin.wait()
+        return max(step(call, plain, mesh, training=True) for _ in range(20))
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(work, calls, meshes))

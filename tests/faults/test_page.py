@@ -1,0 +1,26 @@
+"""The page on failures has the rows of the suite, and says what the suite asks for."""
+
+from __future__ import annotations
+
+import re
+
+from tests.faults.differences import DIFFERENCES
+from tests.faults.page import RIGHT, SAME, SHOWN, rows
+from tests.faults.test_faults import FAULTS
+
+
+def test_differences() -> None:
+    listed = {name: cells for name, *cells in rows("differences")}
+    assert list(listed) == list(DIFFERENCES)
+    for name, (training, inference) in listed.items():
+        told = training, training if inference == SAME else inference
+        for text, is_training in zip(told, (True, False), strict=True):
+            pattern = DIFFERENCES[name].expected(is_training)
+            assert text == RIGHT if pattern is None else re.search(pattern, text), (name, text)
+
+
+def test_faults() -> None:
+    listed = {name: cells for name, *cells in rows("faults")}
+    assert list(listed) == list(SHOWN)
+    for name, (_, others) in listed.items():
+        assert re.search(FAULTS[name].told, others), (name, others)

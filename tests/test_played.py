@@ -112,7 +112,7 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
 def merge_and_spoil_(out: Tensor, lse: Tensor, *others: Any) -> None:
     """With a target, nothing may read `out` any more."""
     merge_(out, lse, *others)
-    *_, target = others
+    *_, target, _ = others
     if target is not None:
         out.fill_(torch.nan)
 

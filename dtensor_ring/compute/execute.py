@@ -52,6 +52,9 @@ def forward_step(
     todo = _launches(step, query, kv[0], kernel.has_segments)
     # Known before the first merge, so that final rows are merged straight into the output.
     are_last = last_of_their_rows([launch.rows for launch in todo]) if is_last else None
+    # Without a second launch for any row, nothing is merged.
+    if todo and not (are_last is not None and all(are_last) and partial.is_empty):
+        partial.expect(kv[1])
     for number, launch in enumerate(todo):
         with label("tile"):
             out, lse = _forward(launch, query, kv, kernel, scores)

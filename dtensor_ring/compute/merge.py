@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -17,11 +18,16 @@ PIECE = 1 << 16
 
 
 def merge_(
-    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, target: Tensor | None = None
+    out: Tensor,
+    lse: Tensor,
+    block_out: Tensor,
+    block_lse: Tensor,
+    target: Tensor | None = None,
+    bounded: bool = False,
 ) -> None:
     """Merge a block into `out` `(..., L, H)` and `lse` `(..., L)`, in place.
 
-    `lse' = log(exp(lse) + exp(block_lse))` and `out' = out + (block_out - out) *
+    `lse' = log(exp(lse) + exp(block_lse))` and `out' = out * sigmoid(lse - block_lse) + block_out *
     sigmoid(block_lse - lse)` (Milakov and Gimelshein, 2018, arXiv 1805.02867). A row that neither
     side has seen stays (0, -inf).
 
@@ -32,6 +38,8 @@ def merge_(
         block_lse: its log-sum-exp.
         target: where the merged output goes, rounded to its dtype; `out` is then scratch memory.
             `None` merges into `out`.
+        bounded: whether the differences of outputs are finite, see `is_bounded`. CPUs then take
+            `out + (block_out - out) * weight`, which is one pass over memory instead of several.
     """
     if out.is_cuda and _has_triton():
         from dtensor_ring.compute.merge_triton import merge_ as fused
@@ -40,13 +48,27 @@ def merge_(
         return
     # A row that neither side has seen gives -inf - -inf, which is nan: then nothing is added.
     weight = (block_lse - lse).sigmoid_().nan_to_num_(0.0).unsqueeze(-1)
+    kept = None if bounded else (lse - block_lse).sigmoid_().nan_to_num_(1.0).unsqueeze(-1)
     torch.logaddexp(lse, block_lse, out=lse)
     target = out if target is None else target
-    if out.dtype == block_out.dtype == target.dtype == weight.dtype:
+    if kept is not None:
+        # An infinite output stays infinite: inf - inf would be nan.
+        target.copy_(out * kept + block_out * weight)
+    elif out.dtype == block_out.dtype == target.dtype == weight.dtype:
         # One dtype everywhere: no cast, so no scratch buffer either.
         target.copy_(out.lerp_(block_out, weight))
     else:
         _mix(out, block_out, weight, target)
+
+
+def is_bounded(values: Tensor) -> bool:
+    """Whether outputs, which are means of these values, differ by finite numbers.
+
+    Looks at values on CPUs only: on a GPU the host would wait for the answer.
+    """
+    # One pass over the values costs less than any kernel. Their norm is finite only if all of them
+    # are, and small enough to be subtracted.
+    return values.is_cpu and isfinite(torch.linalg.vector_norm(values).item())
 
 
 def _mix(out: Tensor, block_out: Tensor, weight: Tensor, target: Tensor) -> None:

@@ -79,18 +79,17 @@ def _merge(
     unseen = largest == -float("inf")
     # -inf - -inf would be NaN.
     base = tl.where(unseen, 0.0, largest)
-    block_sum = tl.exp(theirs - base)
-    total = tl.where(unseen, 1.0, tl.exp(ours - base) + block_sum)
-    weight = (block_sum / total)[:, None]  # 0 where nothing is seen
+    our_sum, block_sum = tl.exp(ours - base), tl.exp(theirs - base)
+    total = tl.where(unseen, 1.0, our_sum + block_sum)
+    kept, weight = (our_sum / total)[:, None], (block_sum / total)[:, None]  # 0 if unseen
 
     out += batch * out_batch + head * out_head + rows[:, None] * out_row + dims[None, :]
     block_out += batch * block_batch + head * block_head + rows[:, None] * block_row + dims[None, :]
     target += batch * target_batch + head * target_head + rows[:, None] * target_row + dims[None, :]
     before = tl.load(out, mask=is_entry, other=0.0).to(weight.dtype)
     after = tl.load(block_out, mask=is_entry, other=0.0).to(weight.dtype)
-    step = after - before
-    # As torch.lerp: from the nearer end, so that a weight of 1 gives exactly the block.
-    merged = tl.where(weight < 0.5, before + weight * step, after - (1.0 - weight) * step)
+    # No difference: an infinite output stays infinite.
+    merged = before * kept + after * weight
     tl.debug_barrier()  # all warps have read what one of them overwrites
     tl.store(lse, tl.where(unseen, largest, base + tl.log(total)), mask=is_row)
     tl.store(target, merged.to(target.dtype.element_ty), mask=is_entry)

@@ -16,7 +16,7 @@ from dtensor_ring.compute.memory import (
     part_of,
     region,
 )
-from dtensor_ring.compute.merge import merge_
+from dtensor_ring.compute.merge import is_bounded, merge_
 from dtensor_ring.compute.sinks import add_sinks
 
 
@@ -43,6 +43,16 @@ class Partial:
         self._filled = WriteTracker(self._shape)
         self._target: Tensor | None = None  # for rows that are finished
         self._finished: list[Region] = []
+        self._is_bounded = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added yet."""
+        return self._out is None
+
+    def expect(self, values: Tensor) -> None:
+        """Look at the values that the next outputs come from: extreme ones are merged with care."""
+        self._is_bounded = self._is_bounded and is_bounded(values)
 
     def add(self, at: Region, out: Tensor, lse: Tensor, is_last: bool = False) -> None:
         """Merge what a kernel returned for a region of `(B, N, L)`.
@@ -68,7 +78,8 @@ class Partial:
             part_of(total_lse, at).copy_(lse)
         else:
             merged = None if target is total else part_of(target, at)
-            merge_(part_of(total, at), part_of(total_lse, at), out, lse, merged)
+            part, part_lse = part_of(total, at), part_of(total_lse, at)
+            merge_(part, part_lse, out, lse, merged, self._is_bounded)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """`out` `(B, N, L, Hv)`, in the query's dtype and order, and `lse` `(B, N, L)`."""

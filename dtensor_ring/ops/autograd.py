@@ -37,7 +37,9 @@ class _RingFunction(torch.autograd.Function):
         output = _below_autograd(keyset, query, key, value, *options)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
-        ctx.options = [None if i in _TENSORS else x for i, x in enumerate(options)]
+        ctx.options = list(options)
+        for i in _TENSORS:
+            ctx.options[i] = None
         ctx.set_materialize_grads(False)
         return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, isfinite
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,11 @@ from dtensor_ring.compute.kernels.band import Bias, col_blocks, row_blocks
 from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
 from dtensor_ring.compute.kernels.launch import Launch
 from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
-from dtensor_ring.compute.merge import merge_
+from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
+from dtensor_ring.compute.merge import is_bounded, merge_
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
@@ -84,10 +85,10 @@ class CpuFlash(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
-        k, v = (_by_head(q, x, sizes.whole) for x in (k, v))
+        k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
         if _in_one(mask, q, sizes.whole, sizes.huge):
-            return _attend((q, k, v), scale, is_causal=mask == CAUSAL)
+            return _attend_whole((q, k, v), scale, mask)
         out = empty(q, q.shape, order_of(q))
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = empty(q, q.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
@@ -101,7 +102,7 @@ class CpuFlash(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
-        k, v = (_by_head(q, x, sizes.whole) for x in (k, v))
+        k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
         if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
             return _backward(by_row, by_col, scale, is_causal=mask == CAUSAL)
@@ -123,6 +124,13 @@ def _attend(
     return kernel(*inputs, is_causal=is_causal, attn_mask=bias, scale=scale)
 
 
+def _attend_whole(inputs: Tensors, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a full tile or a causal square, from one call."""
+    results = _attend(inputs, scale, is_causal=mask == CAUSAL)
+    _correct(inputs, scale, results, mask)
+    return results
+
+
 def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
     """Write the results of a causal square: of its halves, and merge what lies between them."""
     num_rows = inputs[0].shape[2]
@@ -134,9 +142,10 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes
     for half in (first, second):
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
     # The second half sees all of the first: a full tile, to merge with the second's own square.
-    between = _attend((*_tokens(inputs[:1], second), *_tokens(inputs[1:], first)), scale)
+    seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
+    between = _attend_whole(seen, scale, FULL)
     out, lse = _tokens(results, second)
-    merge_(out, lse, *between)
+    merge_(out, lse, *between, bounded=is_bounded(inputs[2]))
 
 
 def _attend_band(
@@ -151,6 +160,34 @@ def _attend_band(
         found = _attend(tensors, scale, bias=bias.of((rows, cols)))
         for result, x in zip(results, found, strict=True):
             result[:, :, rows] = x
+    _correct(inputs, scale, results, mask)
+
+
+def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> None:
+    """Write the rows that aten's kernel loses: they have out 0, and an lse of 0 or inf.
+
+    It takes rows whose scores are -inf, or NaN beside fewer than 16 keys, for rows that see
+    nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
+    """
+    out, lse = results
+    # Nearly always one look at all rows tells that there are none.
+    if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):
+        return
+    # The lse of a single score may be 0; its value seldom is, too.
+    lost = ((lse == 0) | lse.isinf()) & (out == 0).all(-1)
+    if not lost.any():
+        return
+    rows = slice(int(lost.flatten(0, 1).any(0).nonzero().max()) + 1)
+    query, key, value = inputs
+    launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, scale)
+    exact = Reference().forward(query[:, :, rows], key, value, launch, scores)
+    for result, x in zip(results, exact, strict=True):
+        result[:, :, rows][lost[:, :, rows]] = x[lost[:, :, rows]]
+
+
+def _is_overflown(lse: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a row of 16 bits has a score of inf; the kernel is right about wider ones."""
+    return dtype.itemsize == 2 and not isfinite(lse.sum().item())
 
 
 def _backward(

@@ -73,7 +73,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
         scored = _hide(scored, block, seen, mask)
         block_lse = scored.logsumexp(-1)
         lse[:, :, block] = block_lse.flatten(1, 2)
-        weights = (scored - block_lse.unsqueeze(-1)).exp_()
+        # Scores of -inf alone are no scores: -inf - -inf would be nan.
+        base = block_lse.masked_fill(block_lse == -torch.inf, 0.0)
+        weights = (scored - base.unsqueeze(-1)).exp_()
         # The heads of a group share keys: with their rows joined, one product serves all.
         out[:, :, block] = _ungrouped(weights.flatten(2, 3) @ values, heads)
     return out, lse

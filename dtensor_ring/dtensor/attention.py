@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Literal, overload
 
 import torch
@@ -15,8 +14,8 @@ from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
 from dtensor_ring.dtensor.arguments import check_options, check_tensors, scores_of
 from dtensor_ring.ops.autograd import ring_op
+from dtensor_ring.ops.caller import CALLER, place_of
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
-from dtensor_ring.ops.word import CALLER
 from dtensor_ring.planning.mask import Mask
 
 CAUSAL = Mask.causal()
@@ -146,18 +145,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tenso
     check_options(query, call)
     if torch.compiler.is_compiling():
         return ring_op(query, key, value, *flatten(call))
-    # Two calls in another order differ in nothing else.
-    CALLER.place = _place_of(sys._getframe(2))
+    CALLER.place = place_of(sys._getframe(1))
     try:
         return ring_op(query, key, value, *flatten(call))
     finally:
         CALLER.place = ""
-
-
-def _place_of(frame: FrameType) -> str:
-    """A line of code, as its file has it on every host."""
-    file = frame.f_code.co_filename.rpartition("/")[2]
-    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _placed(

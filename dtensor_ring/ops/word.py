@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from hashlib import blake2b
-from threading import local
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
@@ -24,9 +24,6 @@ from dtensor_ring.transport.word import NUM_BYTES, Word
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
-
-CALLER = local()
-"""Where the call that this thread makes stands in its code, as `place`; empty if not known."""
 
 
 def turn(
@@ -56,7 +53,7 @@ def turn(
         *(lse is not None, query.dtype, shapes, sinks),
         *(call.scores._replace(sinks=None), call.place.policy, *question),
     )
-    return turn_of(group, word, query.device, origin, getattr(CALLER, "place", ""))
+    return turn_of(group, word, query.device, origin, CALLER.place)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)

@@ -1,0 +1,26 @@
+"""Where a call stands in the code of the user: two of one shape, in another order, differ in it."""
+
+from __future__ import annotations
+
+from threading import local
+from types import FrameType
+
+
+class _Caller(local):
+    place = ""
+
+
+CALLER = _Caller()
+"""The place of this thread's call; empty if it is not known, as in a compiled graph."""
+
+_WITHIN = "torch.", "dtensor_ring."
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The line of the user that a frame was called from, as its file has it on every host."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WITHIN):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -37,7 +37,8 @@ UNFUSED = (
     "scaled_dot_product_attention over a sharded sequence needs one of the fused kernels, and "
     "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, a "
     "dtype that is not floating or has fewer than 16 bits (the scores are {dtype}), or a "
-    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what its kernels take"
+    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
+    "its kernels take"
 )
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]

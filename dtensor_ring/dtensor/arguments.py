@@ -18,6 +18,18 @@ SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).
 """Of the numbers that scores are computed with, unless tensors are float64."""
 
 
+def as_flag(name: str, given: Any) -> bool:
+    """Whether an argument is true, of any type that can say so.
+
+    Raises:
+        TypeError: if it cannot, as a tensor of several elements; names the argument.
+    """
+    try:
+        return bool(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be True or False, got {given!r}") from None
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse what is not a tensor of four dims.
 

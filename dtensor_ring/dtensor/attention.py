@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
-from dtensor_ring.dtensor.arguments import check_options, check_tensors, scores_of
+from dtensor_ring.dtensor.arguments import as_flag, check_options, check_tensors, scores_of
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import CALLER, place_of
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
@@ -127,6 +127,8 @@ def ring_attention(
         >>> ring_attention(q, k, v, mask=Mask.sliding(3)).shape
         torch.Size([1, 2, 8, 4])
     """
+    if type(return_lse) is not bool or type(validate) is not bool:
+        return_lse, validate = as_flag("return_lse", return_lse), as_flag("validate", validate)
     if validate:
         arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
         arguments |= {"cu_seqlens": cu_seqlens, "key_cu_seqlens": key_cu_seqlens, "runs": runs}
@@ -158,12 +160,14 @@ def _placed(
     """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
     if isinstance(query, DTensor):
         if mesh is not None:
-            raise ValueError("mesh is for local tensors: DTensors carry theirs; leave it out")
+            raise ValueError(
+                "mesh is for local tensors, and query is a DTensor, which has its own; leave it out"
+            )
         return ON_DTENSORS, None
     if mesh is None:
         raise ValueError(
-            "ring_attention on plain tensors needs mesh=, the 1-D mesh that they are shards over; "
-            "or pass DTensors, see shard_sequence"
+            "query is a plain tensor, so ring_attention needs mesh=, the 1-D mesh that it is a "
+            "shard over; or pass DTensors, see shard_sequence"
         )
     group = axis_group(mesh)
     config, size = config_of_call(group, with_runs), group.size()

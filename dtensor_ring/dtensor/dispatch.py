@@ -69,8 +69,8 @@ def ring_backward_dtensor(
 def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     """The call on this rank's tensors: its rows of the boundaries, and the sinks of its heads."""
     batch, scores, config = call.batch, call.scores, ring.config
-    bounds = _local_rows(batch.cu_seqlens, query, ring)
-    key_bounds = _local_rows(batch.key_cu_seqlens, query, ring)
+    bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
+    key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
     if scores.sinks is not None or (scores.kernel is None and config.kernel is not None):
         sinks, kernel = _local_sinks(scores.sinks, ring), scores.kernel or config.kernel
@@ -82,12 +82,12 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     )
 
 
-def _local_rows(cu_seqlens: Any, query: DTensor, ring: Ring) -> Any:
+def _local_rows(name: str, cu_seqlens: Any, query: DTensor, ring: Ring) -> Any:
     if cu_seqlens is None or cu_seqlens.ndim != 2:
         return cu_seqlens
     if len(cu_seqlens) != query.shape[BATCH]:
         raise ValueError(
-            "boundaries by row are those of the whole batch, shape (D+1,) or "
+            f"{name} must be that of the whole batch, shape (D+1,) or "
             f"({query.shape[BATCH]}, D+1), got {tuple(cu_seqlens.shape)}"
         )
     start, length = _batch_rows(query, ring)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_ring.ops.check import check_strided
+from dtensor_ring.planning.count import as_int
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IGNORE_INDEX = -100
 """The label of a token that has none, as in `torch.nn.functional.cross_entropy`."""
 
@@ -34,6 +38,7 @@ def next_token_labels(
         tensor([   6, -100,    8, -100])
     """
     _check(tokens, cu_seqlens)
+    _check_label(tokens, as_int("ignore_index", ignore_index))
     labels = torch.nn.functional.pad(tokens, (0, 1), value=ignore_index)[..., 1:]
     if cu_seqlens is None:
         return labels
@@ -45,17 +50,30 @@ def next_token_labels(
     return labels.masked_fill(is_last[..., 1:], ignore_index)
 
 
+def _check_label(tokens: Tensor, ignore_index: int) -> None:
+    """Refuse a label that tokens of that dtype cannot hold: it would become another one."""
+    bounds = torch.iinfo(tokens.dtype)
+    if not bounds.min <= ignore_index <= bounds.max:
+        raise ValueError(
+            f"ignore_index must be from {bounds.min} to {bounds.max} beside tokens of "
+            f"{tokens.dtype}, got {ignore_index}"
+        )
+
+
 def _check(tokens: Tensor, cu_seqlens: Tensor | None) -> None:
     for name, x in (("tokens", tokens), ("cu_seqlens", cu_seqlens)):
         if x is None and name == "cu_seqlens":
             continue
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+        if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
             given = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a tensor of integers, got {given}")
+        check_strided(name, x)
     if tokens.ndim not in (1, 2):
         raise ValueError(f"tokens must be (B, S) or (S,), got {tuple(tokens.shape)}")
     if cu_seqlens is None:
         return
+    if cu_seqlens.is_meta:
+        raise ValueError("cu_seqlens must be a tensor with content, got one on meta")
     rows = tokens.shape[:-1]
     if cu_seqlens.ndim != 1 and cu_seqlens.shape[:-1] != rows:
         raise ValueError(

@@ -58,7 +58,7 @@ def shard_sequence(
             f"{type(tensor).__name__}"
         )
     check_strided("tensor", tensor)
-    dim, group = _canonical(dim, tensor.ndim), axis_group(mesh)
+    dim, group = _canonical(dim, "tensor", tensor), axis_group(mesh)
     chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
     local = local_tokens(tensor, mesh, dim, chosen)
     if layout is not None:  # it can deal the length; if it could not, the axis takes another
@@ -128,11 +128,11 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         )
     if layout is not None:
         _check_balanced(layout)
-    dim = _canonical(dim, dtensor.ndim)
+    dim = _canonical(dim, "dtensor", dtensor)
     axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
     if len(axes) != 1:
         raise ValueError(
-            f"dimension {dim} must be sharded over one mesh axis, got {dtensor.placements}; a "
+            f"dim {dim} of dtensor must be sharded over one mesh axis, got {dtensor.placements}; a "
             "tensor that was gathered by other means keeps the order of its layout"
         )
     group = dtensor.device_mesh.get_group(axes[0])
@@ -164,10 +164,16 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     if not isinstance(local, Tensor) or isinstance(local, DTensor):
         raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
+    check_strided("local", local)
     axis_group(mesh)  # which checks that it is one axis
     # Gathered and then summed, for the backward of a gather.
     parts = DTensor.from_local(local.unsqueeze(0), mesh, [Shard(0)], run_check=False)
-    return _gathered(parts, 0).sum(0)
+    try:
+        return _gathered(parts, 0).sum(0)
+    except NotImplementedError:
+        raise ValueError(
+            f"local must have a dtype that PyTorch sums, got {local.dtype}; use .float()"
+        ) from None
 
 
 def _gathered(dtensor: DTensor, axis: int) -> Tensor:
@@ -271,8 +277,11 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     return given or here.assumed().layout
 
 
-def _canonical(dim: int, ndim: int) -> int:
-    dim = as_int("dim", dim)
+def _canonical(dim: int, name: str, x: Tensor) -> int:
+    dim, ndim = as_int("dim", dim), x.ndim
     if not -ndim <= dim < ndim:
-        raise IndexError(f"dim must be from {-ndim} to {ndim - 1}, got {dim}")
+        raise IndexError(
+            f"dim must be from {-ndim} to {ndim - 1} for a {name} of shape {tuple(x.shape)}, got "
+            f"{dim}"
+        )
     return dim % ndim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -97,10 +97,10 @@ class ContextParallel(ParallelStyle):
 
 def _names(inputs: Any) -> tuple[str, ...]:
     """The names of inputs, in a tuple."""
-    listed = () if isinstance(inputs, str) or not isinstance(inputs, Iterable) else tuple(inputs)
-    if not listed or not all(isinstance(name, str) for name in listed):
+    is_listed = isinstance(inputs, Collection) and not isinstance(inputs, (str, Tensor))
+    if not is_listed or not inputs or not all(isinstance(name, str) for name in inputs):
         raise TypeError(f"inputs must be names of arguments, such as {INPUTS}, got {inputs!r}")
-    return listed
+    return tuple(inputs)
 
 
 def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> dict[int, str]:
@@ -158,9 +158,7 @@ def _shard(name: str, x: Any, *, mesh: DeviceMesh, defaults: dict[str, Any]) -> 
             )
         return x
     if x.ndim != 4:
-        raise ValueError(
-            f"{name} must be (B, N, L, H), for ContextParallel to shard, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
     # Comparing shapes over the ranks would cost a collective for each tensor.
     return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
 

@@ -83,8 +83,8 @@ class Question(NamedTuple):
             num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
             if num_tokens != expected:
                 raise ValueError(
-                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of a "
-                    f"sequence of {whole} has {expected}"
+                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of "
+                    f"seq_len {whole} has {expected}"
                 )
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -12,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring import next_token_labels
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence import local_tokens
+from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layout import Layout
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
@@ -31,9 +34,13 @@ def described(batch: dict[str, Any]) -> dict[str, str]:
 def _described(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{x.layout} {x.dtype}"  # has no shape, or no content in order
     kind = f"{x.dtype} {tuple(x.shape)}"
     if isinstance(x, DTensor):
         return f"DTensor {kind}"
+    if x.is_meta or x.is_quantized:  # without content to compare
+        return f"{x.device.type} {kind}"
     if x.is_floating_point():  # what is computed may differ in rounding
         return kind
     return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
@@ -54,6 +61,9 @@ def check_batch(given: dict[str, Any]) -> int:
                 f"{name} must be one tensor over a sharded sequence, plain and whole on every "
                 f"rank, got {type(x).__name__}"
             )
+        if x is not None:
+            check_strided(name, x)
+            _check_dtype(name, x)
     for name in REFUSED:
         if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
             raise ValueError(
@@ -70,6 +80,41 @@ def check_batch(given: dict[str, Any]) -> int:
     return _check_lengths(given)
 
 
+def _check_dtype(name: str, x: Tensor) -> None:
+    """Refuse numbers that are no tokens, positions or labels, and floats that are no embeddings."""
+    is_float = x.is_floating_point()
+    if name in ("input_ids", "labels", "position_ids") and x.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be integers, got {x.dtype}; use .long()")
+    if name == "inputs_embeds" and not is_float:
+        raise ValueError(f"{name} must be floating, got {x.dtype}; or pass them as input_ids")
+    if name == "attention_mask" and (x.is_complex() or x.is_quantized):
+        raise ValueError(f"{name} must be ones and zeros, got {x.dtype}; use .bool()")
+
+
+def check_range(model: Any, batch: dict[str, Any]) -> None:
+    """Refuse tokens and labels that the model has no row for, on all ranks alike.
+
+    Only the rank that gets such a token would notice, and the others wait for it. On a GPU, looking
+    at them would wait for it.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    head = model.get_output_embeddings()
+    num_labels = model.config.num_labels if head is None else head.weight.shape[0]
+    num_tokens = model.get_input_embeddings().weight.shape[0]
+    for name, count in (("input_ids", num_tokens), ("labels", num_labels)):
+        x = batch.get(name)
+        if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+            continue
+        wrong = x[((x < 0) | (x >= count)) & ((x != IGNORE_INDEX) | (name != "labels"))]
+        if wrong.numel():
+            raise ValueError(
+                f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
+                f"{wrong[0].item()}"
+            )
+
+
 def _check_lengths(given: dict[str, Any]) -> int:
     """All inputs must have one length."""
     lengths = {}
@@ -81,6 +126,8 @@ def _check_lengths(given: dict[str, Any]) -> int:
                 f"{name} must be {'(B, S, H)' if name == 'inputs_embeds' else '(B, S)'} over a "
                 f"sharded sequence, got {tuple(x.shape)}"
             )
+        if not x.numel():
+            raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
         lengths[name] = x.shape[1]
     seq_len = next(iter(lengths.values()))
     if any(length != seq_len for length in lengths.values()):

@@ -33,7 +33,7 @@ def check_model(model: Any) -> None:
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(
-            f"a context-parallel plan is for models of transformers 5.x, got {name}; "
+            f"model must be one of transformers 5.x for a context-parallel plan, got {name}; "
             "dtensor_ring.ContextParallel serves any module that takes query, key and value"
         )
     for reason in _reasons(backbone_of(model), config):

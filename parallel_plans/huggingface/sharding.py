@@ -22,6 +22,7 @@ from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     SAME_BATCH,
     check_batch,
+    check_range,
     described,
     local_batch,
     next_tokens,
@@ -103,6 +104,7 @@ class Sharding:
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
         seq_len = check_batch(batch)
+        check_range(model, batch)
         if "labels" in batch:
             self._loss.check(model)
             # Shifted before it is dealt: the next token may be on another rank.

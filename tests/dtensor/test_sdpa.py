@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
@@ -195,5 +195,9 @@ def _check_unfused() -> None:
     fewer = key[:, :2], value[:, :2]
     with torch.inference_mode(), pytest.raises(ValueError, match="heads without enable_gqa=True"):
         F.scaled_dot_product_attention(query, *fewer)
+    integers = (x.to_local().int() for x in (query, key, value))
+    integers = (DTensor.from_local(x, mesh, [SEQUENCE]) for x in integers)
+    with pytest.raises(ValueError, match="a dtype that is not floating"):
+        F.scaled_dot_product_attention(*integers)
     with pytest.raises(ValueError, match="head dims that differ"):
         F.scaled_dot_product_attention(query, key, value[..., :4])

@@ -115,7 +115,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "value length": (tensors(value=lambda x: x[:, :, :3]), "in batch, heads or length: query (2,"),
     "key length": (
         tensors(key=lambda x: x[:, :, :3], value=lambda x: x[:, :, :3]),
-        " of 2 holds 3 tokens, but its shard of a sequence of 8 has 4",
+        " of 2 holds 3 tokens, but its shard of seq_len 8 has 4",
     ),
     "head dim": (tensors(key=lambda x: x[..., :6]), "query and key must have one head dim, got"),
     "heads": (
@@ -133,7 +133,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "sinks with dims": (options(sinks=torch.zeros(1, 4)), "shape (4,), got (1, 4)"),
     "local length": (
         options(seq_len=12, key_seq_len=12),
-        " of 2 holds 4 tokens, but its shard of a sequence of 12 has 6",
+        " of 2 holds 4 tokens, but its shard of seq_len 12 has 6",
     ),
     "layout": (options(layout="ring"), "unknown layout 'ring'; known layouts: contiguous, striped"),
     "no layout": (options(layout=None), "a layout is a Layout or its name, got NoneType"),
@@ -150,7 +150,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "keys' length in cross attention": (
         options(key_seq_len=6, mask=Mask.full()),
-        " of 2 holds 4 tokens, but its shard of a sequence of 6 has 3",
+        " of 2 holds 4 tokens, but its shard of seq_len 6 has 3",
     ),
     "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: flash_attn3, flash"),
     "kernel's reason": (

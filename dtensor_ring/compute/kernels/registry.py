@@ -65,7 +65,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         ValueError: if a kernel of that name is there already, or no kernel is called `before`.
     """
     _check_registrable(kernel)
-    check_kernel(before)
+    check_kernel(before, "before")
     # A dict keeps the order of insertion: all that come after move to the end.
     names = list(KERNELS)
     after = names[names.index(before or "reference") :]
@@ -99,12 +99,13 @@ def available_kernels() -> dict[str, str | None]:
     return {name: _missing(kernel, device) for name, kernel in KERNELS.items()}
 
 
-def check_kernel(name: str | None) -> None:
+def check_kernel(name: str | None, argument: str = "kernel") -> None:
     """Refuse a name that no kernel has; `None` leaves the choice."""
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"kernel must be the name of a kernel, a str, got {name!r}")
+        raise TypeError(f"{argument} must be the name of a kernel, a str, got {name!r}")
     if name is not None and name not in KERNELS:
-        raise ValueError(f"unknown kernel {name!r}; known kernels: {', '.join(KERNELS)}")
+        where = "" if argument == "kernel" else f" in {argument}"
+        raise ValueError(f"unknown kernel {name!r}{where}; known kernels: {', '.join(KERNELS)}")
 
 
 def select_kernel(name: str | None, problem: Problem) -> Kernel:
@@ -169,8 +170,8 @@ def _check_registrable(kernel: object) -> None:
     if not isinstance(kernel, Kernel):
         got = f"the class {kernel.__name__}" if isinstance(kernel, type) else type(kernel).__name__
         raise TypeError(
-            "register_kernel takes an instance of a subclass of "
-            f"dtensor_ring.compute.kernels.Kernel, got {got}"
+            "kernel must be an instance of a subclass of dtensor_ring.compute.kernels.Kernel, got "
+            f"{got}"
         )
     name = getattr(kernel, "name", None)
     if not isinstance(name, str) or not name:

@@ -1,0 +1,224 @@
+"""The public functions: what is right for each argument, and what a valid call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dtensor_ring as ring
+from dtensor_ring import Mask
+from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.compute.kernels.registry import unregister_kernel
+from dtensor_ring.dtensor.annotation import annotation_of
+from parallel_plans.huggingface import context_parallel_plan
+from tests.bad_calls.values import Make, dtensor, ints, tensor
+from tests.dense import dense_attention
+from tests.families import SMALL
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def _nothing(arguments: dict[str, Any], result: Any) -> None:
+    """That a valid call returns is all there is to check."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """One public function: `call(mesh, **arguments)`, and a right value for each argument."""
+
+    call: Callable[..., Any]
+    right: dict[str, Make]
+    check: Callable[[dict[str, Any], Any], None] = _nothing
+
+
+class Mine(Reference):
+    name = "mine"
+
+
+class Attention(nn.Module):
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        return ring.ring_attention(query, key, value)
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def check_attention(arguments: dict[str, Any], result: Any) -> None:
+    """Compare with dense attention in float64; meta tensors have shapes only."""
+    given = {name: _local(x) for name, x in arguments.items()}
+    query, key, value, mask = (given.pop(x) for x in ("query", "key", "value", "mask"))
+    out = _local(result[0] if given.get("return_lse") else result)
+    assert out.shape == (*query.shape[:3], value.shape[3])
+    names = ("cu_seqlens", "key_cu_seqlens", "sinks", "scale", "softcap")
+    if out.device.type == "meta" or not query.numel():
+        return
+    options = {name: given[name] for name in names if name in given}
+    expected = dense_attention(query, key, value, mask, **options).out
+    largest = TOLERANCES.get(out.dtype, 5e-2) * (1 + expected.abs().max().item())
+    torch.testing.assert_close(out.double(), expected, atol=largest, rtol=0.0)
+
+
+def _check_same(name: str) -> Callable[[dict[str, Any], Any], None]:
+    """One rank holds all tokens in order, so what comes back is what was given."""
+
+    def check(arguments: dict[str, Any], result: Any) -> None:
+        given, found = _local(arguments[name]), _local(result)
+        assert found.dtype == given.dtype or not given.is_floating_point()
+        if given.device.type != "meta" and not given.is_quantized and given.dtype.itemsize > 1:
+            assert torch.equal(found.to(given.dtype), given)
+
+    return check
+
+
+def _check_positions(arguments: dict[str, Any], result: Tensor) -> None:
+    assert result.tolist() == list(range(arguments["seq_len"]))
+
+
+def _check_labels(arguments: dict[str, Any], result: Tensor) -> None:
+    assert (result.shape, result.dtype) == (arguments["tokens"].shape, arguments["tokens"].dtype)
+
+
+def _just(value: Any) -> Make:
+    return lambda _: value
+
+
+def _on_axis(method: str) -> Callable[..., Any]:
+    return lambda mesh, **given: getattr(ring.SequenceAxis(mesh), method)(**given)
+
+
+def _registered(mesh: DeviceMesh, **given: Any) -> None:
+    try:
+        ring.register_kernel(**given)
+    finally:
+        if "mine" in ring.available_kernels():
+            unregister_kernel("mine")
+
+
+def _parallel(mesh: DeviceMesh, **given: Any) -> Any:
+    style = ring.ContextParallel()
+    return parallelize_module(Attention(), mesh, style)(*given.values())
+
+
+def _model(mesh: DeviceMesh | None = None) -> nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 1}))
+    return parallelize_module(model, mesh, context_parallel_plan(model)) if mesh else model
+
+
+def reset(mesh: DeviceMesh) -> None:
+    """Give the axis the layout that calls begin with."""
+    annotation_of(mesh.get_group()).config = None
+    ring.set_sequence_layout(mesh, "zigzag")
+
+
+QKV: dict[str, Make] = {name: lambda _: tensor() for name in ("query", "key", "value")}
+SHARDED: dict[str, Make] = dict.fromkeys(QKV, dtensor)
+OPTIONS: dict[str, Make] = {
+    "mask": _just(Mask.full()),
+    "cu_seqlens": lambda _: ints(0, 3, 8),
+    "key_cu_seqlens": _just(None),
+    "runs": _just(None),
+    "sinks": _just(None),
+    "scale": _just(0.3),
+    "softcap": _just(0.0),
+}
+CALLED: dict[str, Make] = {**OPTIONS, "kernel": _just(None), "return_lse": _just(False)}
+AXIS: dict[str, Make] = {
+    "layout": _just("zigzag"),
+    "strategy": _just(None),
+    "kernel": _just(None),
+    "policy": _just(None),
+}
+PLANNED: dict[str, Make] = {
+    "mask": _just(Mask.causal()),
+    "seq_len": _just(8),
+    "world_size": _just(2),
+    "cu_seqlens": _just(None),
+}
+TOKENS: dict[str, Make] = {"tokens": lambda _: torch.arange(8), "cu_seqlens": lambda _: ints(0, 8)}
+MESH: dict[str, Make] = {"mesh": lambda mesh: mesh}
+
+
+def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, **given: function(**given)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "ring_attention": Function(
+        lambda _, **given: ring.ring_attention(**given), QKV | CALLED | MESH, check_attention
+    ),
+    "ring_attention on DTensors": Function(
+        lambda _, **given: ring.ring_attention(**given), SHARDED | CALLED, check_attention
+    ),
+    "SequenceAxis.attention": Function(
+        _on_axis("attention"), QKV | OPTIONS | {"seq_len": _just(None)}, check_attention
+    ),
+    "SequenceAxis.shard": Function(
+        _on_axis("shard"), {"tensor": QKV["query"], "dim": _just(2)}, _check_same("tensor")
+    ),
+    "SequenceAxis.unshard": Function(
+        _on_axis("unshard"), {"dtensor": dtensor, "dim": _just(2)}, _check_same("dtensor")
+    ),
+    "SequenceAxis.sum": Function(_on_axis("sum"), {"local": QKV["query"]}, _check_same("local")),
+    "SequenceAxis.positions": Function(
+        _on_axis("positions"), {"seq_len": _just(8)}, _check_positions
+    ),
+}
+FUNCTIONS |= {
+    name: Function(_without_mesh(getattr(ring, name)), right, check)
+    for name, right, check in (
+        ("SequenceAxis", MESH | AXIS | {"transport": _just(None)}, _nothing),
+        ("set_sequence_layout", MESH | AXIS, _nothing),
+        ("sequence_layout", MESH, _nothing),
+        (
+            "shard_sequence",
+            {"tensor": QKV["query"], **MESH, "dim": _just(2), "layout": _just(None)},
+            _check_same("tensor"),
+        ),
+        (
+            "unshard_sequence",
+            {"dtensor": dtensor, "dim": _just(2), "layout": _just(None)},
+            _check_same("dtensor"),
+        ),
+        ("sum_over_sequence", {"local": QKV["query"], **MESH}, _check_same("local")),
+        ("sequence_runs", {"layout": _just(ring.Balanced(Mask.causal(), 8, 2))}, _nothing),
+        ("describe_schedule", {"layout": _just("zigzag"), **PLANNED}, _nothing),
+        ("compare_layouts", PLANNED, _nothing),
+        ("Balanced", PLANNED | {"block": _just(None)}, _nothing),
+        ("BlockCyclic", {"block": _just(2)}, _nothing),
+        ("Mask", dict.fromkeys(("left", "right", "chunk", "prefix"), _just(None)), _nothing),
+        (
+            "TransferPolicy",
+            {"kv_dtype": _just(None), "grad_dtype": _just(torch.float32)},
+            _nothing,
+        ),
+        ("next_token_labels", TOKENS | {"ignore_index": _just(-100)}, _check_labels),
+        ("ContextParallel", AXIS | {"inputs": _just(("query", "key", "value"))}, _nothing),
+    )
+}
+FUNCTIONS |= {
+    "register_kernel": Function(
+        _registered, {"kernel": lambda _: Mine(), "before": _just(None)}, _nothing
+    ),
+    "ContextParallel, called": Function(_parallel, QKV),
+    "context_parallel_plan": Function(
+        _without_mesh(context_parallel_plan), {"model": lambda _: _model(), **AXIS}
+    ),
+    "context_parallel_plan, called": Function(
+        lambda mesh, **given: _model(mesh)(**given),
+        {
+            "input_ids": lambda _: torch.arange(8).unsqueeze(0),
+            "labels": lambda _: torch.arange(8).unsqueeze(0),
+            "attention_mask": _just(None),
+            "position_ids": _just(None),
+        },
+    ),
+}

@@ -60,6 +60,9 @@ class Call:
     scale: float | None = None
     softcap: float = 0.0
     kernel: str | None = None
+    sinks: tuple[float, ...] = ()
+    strategy: str = "ring"
+    kv_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
     autocast: bool = False
     lines: tuple[str, ...] = ("first",)
@@ -89,6 +92,7 @@ class Call:
         bounds = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
         options = {"mask": self.mask, "cu_seqlens": bounds, "scale": self.scale}
         options |= {"softcap": self.softcap, "kernel": self.kernel}
+        options["sinks"] = torch.tensor(self.sinks) if self.sinks else None
         if self.runs_of is not None:
             layout = self.layout_on(world_size)
             assert isinstance(layout, Balanced)
@@ -98,10 +102,11 @@ class Call:
     def expected(self, seed: int) -> list[Tensor]:
         """Output and gradients of the whole sequence, float64."""
         *inputs, grad = self.inputs(seed)
-        options = {"cu_seqlens": self.options(1)["cu_seqlens"], "scale": self.scale}
         if self.autocast:
             inputs = [x.bfloat16() for x in inputs]
-        dense = dense_attention(*inputs, self.mask, softcap=self.softcap, **options)
+        options = self.options(1)
+        names = "mask", "cu_seqlens", "scale", "softcap", "sinks"
+        dense = dense_attention(*inputs, **{name: options[name] for name in names})
         return [dense.out.detach(), *dense.backward(grad)]
 
     @property
@@ -186,8 +191,9 @@ def make(
 
 def configure(call: Call, mesh: DeviceMesh) -> None:
     """Annotate the axis as this rank has it."""
-    policy = TransferPolicy(grad_dtype=call.grad_dtype)
-    set_sequence_layout(mesh, call.layout_on(mesh.size()), policy=policy)
+    policy = TransferPolicy(call.kv_dtype, call.grad_dtype)
+    layout = call.layout_on(mesh.size())
+    set_sequence_layout(mesh, layout, strategy=call.strategy, policy=policy)
 
 
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:

@@ -32,7 +32,7 @@ class Difference:
     @property
     def suits_sdpa(self) -> bool:
         """Whether `F.scaled_dot_product_attention` takes all of it."""
-        beyond = {"cu_seqlens", "runs_of", "softcap", "kernel"} & {*self.odd, *self.usual}
+        beyond = {"cu_seqlens", "runs_of", "softcap", "kernel", "sinks"} & {*self.odd, *self.usual}
         masks = [fields.get("mask", CAUSAL) for fields in (self.odd, self.usual)]
         return not beyond and all(mask in (CAUSAL, Mask.full()) for mask in masks)
 
@@ -90,6 +90,9 @@ DIFFERENCES = {
     "kernel": Difference("kernel", {"kernel": "reference"}),
     "scale": Difference("scale", {"scale": 0.5}, {"scale": 0.25}),
     "softcap": Difference("softcap", {"softcap": 2.0}),
+    "sinks": Difference("sinks", {"sinks": (0.5, -1.0, 2.0, 0.0)}),
+    "strategy": Difference("strategy", {"strategy": "direct"}, {"strategy": "around"}),
+    "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "runs of other documents": Difference(
         "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}

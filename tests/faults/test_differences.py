@@ -41,6 +41,11 @@ def test_plain(worlds: Worlds, name: str, training: bool, layout: str, world_siz
     check(worlds, DIFFERENCES[name], ("plain",) * world_size, training, layout, world_size)
 
 
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_are_no_neighbours(worlds: Worlds, name: str) -> None:
+    check(worlds, DIFFERENCES[name], ("plain",) * 4, True, "contiguous", 4)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_dtensors(worlds: Worlds, name: str, training: bool) -> None:

@@ -38,6 +38,8 @@ class Fault:
         own: what rank 1 itself is told, `None` if it dies of it.
         dies: how its process ends otherwise.
         within: seconds until the others are told.
+        world_size: the number of ranks.
+        call: what all ranks do, in each step of a training.
     """
 
     what: Callable[[], object]
@@ -48,6 +50,7 @@ class Fault:
     dies: str = "returned"
     within: float = PROMPT
     world_size: int = 3
+    call: Call = CALL
 
     @property
     def survivors(self) -> list[int]:
@@ -66,10 +69,16 @@ FAULTS = {
     "killed, 2 ranks": Fault(kill, world_size=2, **KILLED),
     "killed, 4 ranks": Fault(kill, number=2, world_size=4, **KILLED),
     "killed, 4 ranks, backward": Fault(kill, "backward", 2, world_size=4, **KILLED),
+    "killed, large messages": Fault(kill, call=LARGE, **KILLED),
+    "killed, large messages, backward": Fault(kill, "backward", call=LARGE, **KILLED),
     "kernel, caught": Fault(break_kernel, **BROKEN),
     "kernel, caught, backward": Fault(break_kernel, "backward", **BROKEN),
     "kernel, caught, 2 ranks": Fault(break_kernel, world_size=2, **BROKEN),
     "kernel, caught, 4 ranks": Fault(break_kernel, world_size=4, **BROKEN),
+    "kernel, caught, large messages": Fault(break_kernel, call=LARGE, **BROKEN),
+    "kernel, caught, large messages, backward": Fault(
+        break_kernel, "backward", call=LARGE, **BROKEN
+    ),
     "kernel, uncaught": Fault(break_kernel, **BROKEN | UNCAUGHT),
     "kernel, uncaught, backward": Fault(break_kernel, "backward", **BROKEN | UNCAUGHT),
     "exit, caught": Fault(leave, **LEFT),
@@ -145,7 +154,7 @@ def suffer(log: Log, fault: Fault) -> Told:
     with at_launch(fault.direction, fault.number, strike) if is_victim else nullcontext():
         try:
             while True:
-                step(CALL, plain, mesh, training=True)
+                step(fault.call, plain, mesh, training=True)
         except (Exception, SystemExit) as error:
             log("told")
             if is_victim and fault.own is None:
@@ -220,3 +229,25 @@ def retry(
         return kinds, step(LARGE, plain, mesh, training=True)
     except RuntimeError as error:
         return kinds, failure_of(error)
+
+
+@pytest.mark.parametrize("fault", [kill, break_kernel], ids=["killed", "kernel"])
+def test_rings_side_by_side(worlds: Worlds, fault: Callable[[], object]) -> None:
+    """Of two rings one fails; the other does not care."""
+    *first, other, _ = worlds.run(4, go_on_beside, fault)
+    assert [fate.ended for fate in (*first, other)] == ["returned"] * 3
+    assert [fate.value for fate in first] == [None, None]
+    assert other.value.kind == "RingError"
+    assert other.value.fields["ring"] == (2, 3)
+
+
+def go_on_beside(log: Log, fault: Callable[[], object]) -> Failure | None:
+    """What steps of training raise, on two rings of which the last rank has a fault."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    with at_launch("backward", 1, fault) if dist.get_rank() == 3 else nullcontext():
+        try:
+            errors = [step(CALL, plain, mesh, training=True) for _ in range(20)]
+        except RuntimeError as error:
+            return failure_of(error)
+    assert max(errors) <= CALL.tolerance
+    return None

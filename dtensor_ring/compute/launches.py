@@ -96,7 +96,7 @@ class _Chain:
         """All tiles, with segments without keys or without queries between them."""
         rows, cols = [0], [0]
         for batch, tile in self.links:
-            # Segments must cover all tokens, so gaps become segments of their own.
+            # Segments must cover all tokens: a gap becomes a segment that sees nothing.
             _skip(rows, cols, batch * num_rows + tile.rows[0], batch * num_cols + tile.cols[0])
             rows.append(batch * num_rows + tile.rows[1])
             cols.append(batch * num_cols + tile.cols[1])

@@ -123,7 +123,7 @@ def annotation_of(group: ProcessGroup) -> Annotation:
         assert world is not None, "a mesh has a world"
         ranks = tuple(dist.get_process_group_ranks(group))
         found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
-        # Slices of a mesh have groups of their own, but the same ranks.
+        # Two meshes of the same ranks have two groups, but are one axis.
         _BY_GROUP[group] = found
     return found
 

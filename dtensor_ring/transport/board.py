@@ -12,15 +12,17 @@ from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
-PATIENCE = 0.3
-"""Seconds for an answer of the store, whose host may be gone, and for other ranks to raise, too:
-after two of them all ranks know of a failure within a second."""
+ANSWER = 0.25
+"""Seconds for an answer of the store, whose host may be gone."""
+
+OTHERS = 0.5
+"""Seconds for the other ranks to raise, too: all ranks know of a failure within a second."""
 
 _FIRST = "dtensor_ring/first cause"
 
 
 class Board:
-    """The store of a group, asked in the failing path only. Each method takes `PATIENCE` at most.
+    """The store of a group, asked in the failing path only, and not for long.
 
     Args:
         group: whose ranks read and write it.
@@ -33,22 +35,23 @@ class Board:
 
     def first_cause(self, text: str) -> str:
         """The cause that was written first, by any rank; this one, if there was none."""
-        found = _within_patience(lambda: self._store.compare_set(_FIRST, "", text))
+        found = _answer(lambda: self._store.compare_set(_FIRST, "", text), ANSWER)
         return text if found is None else found.decode()
 
     def all_raised(self, where: str) -> bool:
-        """Whether all ranks ask this for the same place in the same call, within `PATIENCE`."""
-        return bool(_within_patience(lambda: self._count(f"dtensor_ring/raised/{where}")))
+        """Whether all ranks ask this for the same place in the same call, within `OTHERS`."""
+        key = f"dtensor_ring/raised/{where}"
+        return bool(_answer(lambda: self._count(key), OTHERS + ANSWER))
 
     def _count(self, key: str) -> bool:
-        num_raised, end = self._store.add(key, 1), time.monotonic() + PATIENCE
+        num_raised, end = self._store.add(key, 1), time.monotonic() + OTHERS
         while num_raised < self._size and time.monotonic() < end:
             time.sleep(0.005)
             num_raised = self._store.add(key, 0)
         return num_raised >= self._size
 
 
-def _within_patience(ask: Callable[[], T]) -> T | None:
+def _answer(ask: Callable[[], T], seconds: float) -> T | None:
     """The answer, `None` if it fails or does not come in time."""
     answers: list[T] = []
 
@@ -61,5 +64,5 @@ def _within_patience(ask: Callable[[], T]) -> T | None:
     # In a thread: a store has one timeout for all, of minutes, and its host may hang.
     thread = Thread(target=run, name="dtensor_ring board", daemon=True)
     thread.start()
-    thread.join(PATIENCE + 0.1)
+    thread.join(seconds)
     return answers[0] if answers else None

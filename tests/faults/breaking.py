@@ -9,8 +9,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from time import monotonic, sleep
 from typing import Any
 from unittest.mock import patch
+
+import torch.distributed as dist
 
 from dtensor_ring.compute.kernels import KERNELS
 from tests.faults.worlds import TIMEOUT
@@ -25,6 +28,17 @@ class Broken(RuntimeError):
 
 def break_kernel() -> None:
     raise Broken("no memory left")
+
+
+def break_together() -> None:
+    """Raise once all ranks are here: one that is far ahead takes itself for the only one."""
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    number = store.add("here", 1)
+    # All ranks come once, then once more, and so on.
+    wanted, end = -(-number // size) * size, monotonic() + TIMEOUT
+    while store.add("here", 0) < wanted and monotonic() < end:
+        sleep(0.001)
+    break_kernel()
 
 
 def leave() -> None:

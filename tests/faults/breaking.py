@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from time import monotonic, sleep
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-
 from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.transport import board
 from tests.faults.worlds import TIMEOUT
 
 STOPPED = TIMEOUT + 2
@@ -28,17 +26,6 @@ class Broken(RuntimeError):
 
 def break_kernel() -> None:
     raise Broken("no memory left")
-
-
-def break_together() -> None:
-    """Raise once all ranks are here: one that is far ahead takes itself for the only one."""
-    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    number = store.add("here", 1)
-    # All ranks come once, then once more, and so on.
-    wanted, end = -(-number // size) * size, monotonic() + TIMEOUT
-    while store.add("here", 0) < wanted and monotonic() < end:
-        sleep(0.001)
-    break_kernel()
 
 
 def leave() -> None:
@@ -71,3 +58,11 @@ def at_launch(direction: str, number: int, fault: Callable[[], object]) -> Itera
 
     with patch.object(kernel, direction, faulty):
         yield
+
+
+def patience() -> AbstractContextManager[object]:
+    """Ranks that raise wait long for the others to raise, too.
+
+    A machine that is busy with other tests may run one rank much later than another.
+    """
+    return patch.object(board, "PATIENCE", TIMEOUT)

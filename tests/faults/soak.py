@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_ring import Balanced, Mask
 from dtensor_ring.dtensor.annotation import annotation_of
 from tests.dense import largest
-from tests.faults.breaking import at_launch, break_kernel, break_together, kill
+from tests.faults.breaking import at_launch, break_kernel, kill, patience
 from tests.faults.calls import Call, configure, plain, step
 from tests.faults.differences import DIFFERENCES
 from tests.faults.worlds import Fate, Log, Terms, Worlds
@@ -148,7 +148,7 @@ def break_one(this: Round) -> None:
 
 def break_all(this: Round) -> None:
     """The kernels of all ranks raise, and the next call is right."""
-    with at_launch("backward", 1, break_together):
+    with patience(), at_launch("backward", 1, break_kernel):
         assert failure_of_step(CALL) is not None
     assert failure_of_step(CALL) is None, "the call after one that failed on all ranks"
 

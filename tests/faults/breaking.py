@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.transport import board
 from tests.faults.worlds import TIMEOUT
 
 STOPPED = TIMEOUT + 2
@@ -57,3 +58,11 @@ def at_launch(direction: str, number: int, fault: Callable[[], object]) -> Itera
 
     with patch.object(kernel, direction, faulty):
         yield
+
+
+def patience() -> AbstractContextManager[object]:
+    """Ranks that raise wait long for the others to raise, too.
+
+    A machine that is busy with other tests may run one rank much later than another.
+    """
+    return patch.object(board, "PATIENCE", TIMEOUT)

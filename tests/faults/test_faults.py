@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask
-from tests.faults.breaking import at_launch, break_kernel, kill, leave, stop
+from tests.faults.breaking import at_launch, break_kernel, kill, leave, patience, stop
 from tests.faults.calls import Call, make, plain, step
 from tests.faults.worlds import TIMEOUT, Failure, Fate, Log, Worlds, failure_of
 
@@ -218,9 +218,12 @@ def retry(
 ) -> tuple[list[str], float | Failure]:
     """The errors of calls whose kernels raise, and what comes of the next one."""
     mesh, kinds = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    is_broken, are_all = dist.get_rank() in broken, len(broken) == mesh.size()
     for _ in range(times):
-        is_broken = dist.get_rank() in broken
-        with at_launch(direction, 0, break_kernel) if is_broken else nullcontext():
+        with (
+            patience() if are_all else nullcontext(),
+            at_launch(direction, 0, break_kernel) if is_broken else nullcontext(),
+        ):
             try:
                 step(LARGE, plain, mesh, training=True)
             except Exception as error:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import available_kernels
-from dtensor_ring.dtensor.annotation import AxisConfig, annotation_of, axis_group
+from dtensor_ring.dtensor.annotation import AxisConfig, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.run import shard_length
@@ -32,7 +32,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
     query = call["query"]
     if isinstance(query, DTensor):
         axes = [axis for axis, where in enumerate(query.placements) if where == Shard(SEQUENCE)]
-        groups = [query.device_mesh.get_group(axis) for axis in axes]
+        groups = [group_of(query.device_mesh, axis) for axis in axes]
     else:
         groups = [axis_group(mesh)] if mesh is not None else []
     kernels = [name for name, missing in available_kernels().items() if missing is None]

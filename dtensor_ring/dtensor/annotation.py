@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
@@ -85,6 +86,8 @@ class Annotation:
     ranks: tuple[int, ...]
     config: AxisConfig | None = None
     is_assumed: bool = False
+    group_name: str | None = None
+    """Of the group that was last seen over these ranks."""
 
     @property
     def how(self) -> str:
@@ -124,7 +127,7 @@ def annotation_of(group: ProcessGroup) -> Annotation:
         ranks = tuple(dist.get_process_group_ranks(group))
         found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
         # Two meshes of the same ranks have two groups, but are one axis.
-        _BY_GROUP[group] = found
+        _BY_GROUP[group], found.group_name = found, group.group_name
     return found
 
 
@@ -235,12 +238,60 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
 def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """The group of an axis of a mesh that contains this rank.
 
-    The mesh keeps its names, as it keeps our specs: to find a name takes it longer than to find the
-    group of that name. A group that was destroyed is not found, as without this.
+    DTensor keeps results of its rules, with their meshes, and takes meshes of the same ranks for
+    one another. So a mesh may come back whose group was destroyed, and whose group's name is that
+    of another one by now: then the group that was last used over the same ranks takes its place.
+
+    The mesh keeps what was found, as it keeps our specs: to find a name takes it longer than to
+    find the group of that name.
+
+    Raises:
+        ValueError: if the group was destroyed, and there is no other one over its ranks.
     """
-    if torch.compiler.is_compiling():  # a compiler takes groups for inputs of its graph
+    if torch.compiler.is_dynamo_compiling():  # it takes groups for inputs of its graph
         return mesh.get_group(axis)
-    names = mesh.__dict__.setdefault("_dtensor_ring_groups", {})
-    if axis not in names:
-        names[axis] = mesh.get_group(axis).group_name
-    return _resolve_process_group(names[axis])
+    kept = mesh.__dict__.setdefault("_dtensor_ring_groups", {})
+    if axis in kept:
+        name, known = kept[axis]
+        group = _registered(name)
+        if group is not None and group is known():
+            return group
+    group = _found(mesh, axis)
+    kept[axis] = group.group_name, ref(group)
+    return group
+
+
+def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
+    """The layout that an axis was annotated with, `None` if it was not or its group is gone."""
+    try:
+        return annotation_of(group_of(mesh, axis)).layout
+    except ValueError:
+        return None
+
+
+def _registered(name: str) -> ProcessGroup | None:
+    """The group of that name, if there is one."""
+    try:
+        return _resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
+    except RuntimeError:
+        return None
+
+
+def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
+    """A group over the ranks of an axis: the mesh's own, else the one that was last used."""
+    index: list[Any] = list(mesh.get_coordinate() or ())
+    index[axis] = slice(None)
+    with _disable_current_modes():  # a compiler's tensors have no values
+        ranks = tuple(mesh.mesh[tuple(index)].tolist())
+    world = dist.group.WORLD
+    if world is not None:
+        here = _AXES.get(world, {}).get(ranks)
+        for name in (mesh._dim_group_names[axis], None if here is None else here.group_name):
+            group = None if name is None else _registered(name)
+            # Names are given again in a new world.
+            if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
+                return group
+    raise ValueError(
+        f"the process group of {mesh} over ranks {list(ranks)} was destroyed: make the mesh anew, "
+        "and annotate it with set_sequence_layout"
+    )

@@ -114,9 +114,11 @@ def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
     """First row and number of rows of the batch that this rank holds."""
     # Axes shard the batch one after the other, each what the one before left.
     start, length = 0, query.shape[BATCH]
+    coordinate = ring.mesh.get_coordinate()
+    assert coordinate is not None, "this rank has a ring in the mesh"
     for axis, where in enumerate(ring.placements):
         if where == Shard(BATCH):
-            rank, size = ring.mesh.get_local_rank(axis), ring.mesh.size(axis)
+            rank, size = coordinate[axis], ring.mesh.size(axis)
             start += sum(shard_length(other, size, length) for other in range(rank))
             length = shard_length(rank, size, length)
     return start, length

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.dtensor.annotation import annotation_of, group_of
+from dtensor_ring.dtensor.annotation import layout_of
 from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.caller import CALLER, place_of
@@ -113,7 +113,7 @@ def _on_annotated_axis(x: Any, dim: int) -> bool:
         return False
     mesh = x.device_mesh
     return any(
-        where == Shard(dim) and annotation_of(group_of(mesh, axis)).layout is not None
+        where == Shard(dim) and layout_of(mesh, axis) is not None
         for axis, where in enumerate(x.placements)
     )
 

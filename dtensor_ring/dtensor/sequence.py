@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
+from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.balanced import Balanced
@@ -135,9 +135,9 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
             f"dim {dim} of dtensor must be sharded over one mesh axis, got {dtensor.placements}; a "
             "tensor that was gathered by other means keeps the order of its layout"
         )
-    group = dtensor.device_mesh.get_group(axes[0])
+    group = group_of(dtensor.device_mesh, axes[0])
     chosen, world_size = _chosen_layout(group, layout), group.size()
-    full = _gathered(dtensor, axes[0])
+    full = _gathered(_on_groups_in_use(dtensor, group, axes[0]), axes[0])
     # Rank after rank is the layout's order; its inverse is that of the sequence.
     order = layout_order(chosen, world_size, full.shape[dim]).to(full.device)
     return full.index_select(dim, order.argsort())
@@ -174,6 +174,21 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
         raise ValueError(
             f"local must have a dtype that PyTorch sums, got {local.dtype}; use .float()"
         ) from None
+
+
+def _on_groups_in_use(dtensor: DTensor, group: ProcessGroup, axis: int) -> DTensor:
+    """The tensor, on another mesh if the group of this axis was destroyed: see `group_of`."""
+    mesh = dtensor.device_mesh
+    if torch.compiler.is_compiling() or mesh._dim_group_names[axis] == group.group_name:
+        return dtensor
+    groups = [group_of(mesh, other) for other in range(mesh.ndim)]
+    names = {"mesh_dim_names": mesh.mesh_dim_names}
+    if mesh.ndim == 1:
+        in_use = DeviceMesh.from_group(groups[0], mesh.device_type, **names)
+    else:
+        in_use = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, **names)
+    how = {"run_check": False, "shape": dtensor.shape, "stride": dtensor.stride()}
+    return DTensor.from_local(dtensor.to_local(), in_use, dtensor.placements, **how)
 
 
 def _gathered(dtensor: DTensor, axis: int) -> Tensor:

@@ -4,11 +4,11 @@ from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
+from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
     shard_sequence,
-    sum_over_sequence,
     unshard_sequence,
 )
 from dtensor_ring.dtensor.style import ContextParallel

@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.dtensor.annotation import annotate, axis_group
 from dtensor_ring.dtensor.arguments import check_tensors, scores_of
 from dtensor_ring.dtensor.attention import CAUSAL, attend
+from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.dtensor.sequence import (
     local_positions,
     shard_sequence,
-    sum_over_sequence,
     unshard_sequence,
 )
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call

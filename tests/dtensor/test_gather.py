@@ -1,0 +1,83 @@
+"""Sums over the axis, and gathers whose gradients average over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring import SequenceAxis, shard_sequence, sum_over_sequence, unshard_sequence
+from dtensor_ring.dtensor.sequence import from_local_tokens
+from tests.meshes import eager_and_compiled
+from tests.pool import Pool
+
+
+def test_sum_over_the_axis(pool: Pool) -> None:
+    pool.run(3, _check_sum)
+
+
+def _check_sum() -> None:
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    axis = SequenceAxis(mesh, "zigzag")
+    for function in eager_and_compiled(axis.sum):
+        local = torch.tensor([1.0, 2.0]).mul_(10**rank).requires_grad_()
+        total = function(local)
+        (total * (1 + rank)).sum().backward()
+        assert total.tolist() == [111.0, 222.0]
+        assert local.grad.tolist() == [6.0, 6.0], "the sum of the ranks' gradients"
+    for wrong in (DTensor.from_local(local, mesh, [Shard(0)]), 1.0):
+        with pytest.raises(TypeError, match="must be this rank's plain tensor, got"):
+            sum_over_sequence(wrong, mesh)
+
+
+def test_gradients_average_over_the_axis(pool: Pool) -> None:
+    pool.run(2, _check_average)
+
+
+def _check_average() -> None:
+    """An embedding and a tied head around a sharded part: DDP's mean is the dense gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    weight, middle = torch.randn(5, 4), torch.randn(4, 4)
+    tokens = torch.arange(7) % 5
+    ours, dense = ([x.clone().requires_grad_() for x in (weight, middle)] for _ in range(2))
+    hidden = shard_sequence(ours[0][tokens], mesh, 0, "zigzag").to_local() @ ours[1]
+    whole = unshard_sequence(from_local_tokens(hidden, mesh, 0, 7), 0)
+    local = sum_over_sequence(hidden.square().sum(), mesh)
+    penalty = ours[1].square().sum()
+    ((whole @ ours[0].T).square().sum() + local + penalty).backward()
+    expected = dense[0][tokens] @ dense[1]
+    logits = expected @ dense[0].T
+    (logits.square().sum() + expected.square().sum() + dense[1].square().sum()).backward()
+    for mine, theirs in zip(ours, dense, strict=True):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad / 2, theirs.grad)
+
+
+class TwoOutputs(nn.Module):
+    """Two layers on this rank's tokens, whose outputs are gathered."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.layers = mesh, nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, whole: Tensor) -> list[Tensor]:
+        local = shard_sequence(whole, self.mesh, 0, "zigzag").to_local()
+        parts = [from_local_tokens(layer(local), self.mesh, 0, 8) for layer in self.layers]
+        return [unshard_sequence(part, 0) for part in parts]
+
+
+def test_outputs_that_nobody_uses_under_ddp(pool: Pool) -> None:
+    pool.run(2, _check_unused)
+
+
+def _check_unused() -> None:
+    model = TwoOutputs(init_device_mesh("cpu", (2,)))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    used, _ = ddp(torch.ones(8, 3))
+    used.sum().backward()
+    weights = [layer.weight.grad for layer in model.layers]
+    assert torch.equal(weights[0], torch.full((3, 3), 8.0))
+    assert weights[1] is None or not weights[1].any()

@@ -99,11 +99,14 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
 def _describe(name: str, x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
+    if x.layout is not torch.strided or x.is_nested:  # refused later; there may be no shape to read
+        return f"{x.layout} {x.dtype}"
     kind = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {x.device.type}"
     if isinstance(x, DTensor):
         return f"{kind} {tuple(x.placements)}"
     # Boundaries decide the plan, so their content must agree; comparing all tensors would cost.
-    has_content = name in ("cu_seqlens", "key_cu_seqlens", "runs") and x.device.type == "cpu"
+    is_readable = x.device.type == "cpu" and x.dtype == torch.int32
+    has_content = is_readable and name in ("cu_seqlens", "key_cu_seqlens", "runs")
     return f"{kind} {x.tolist()}" if has_content else kind
 
 
@@ -115,7 +118,7 @@ def _wants_gradients(call: dict[str, Any]) -> str:
 def _autocast(query: Any) -> str:
     """The dtype that the op casts to, if it does."""
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    is_on = torch.is_autocast_enabled(device_type)
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
 
 

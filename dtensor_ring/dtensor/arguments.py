@@ -67,8 +67,10 @@ def scores_of(
         softcap = _softcap(softcap, query.dtype)
     if scale is None:
         scale = default_scale(query.shape[-1])
-    elif type(scale) is not float or not -LARGEST <= scale <= LARGEST:
+    elif type(scale) is not float or not SMALLEST <= abs(scale) <= LARGEST:
         scale = _number("scale", scale, query.dtype)
+        # Kernels round it to 0 in the end, and multiply -inf by it unless they know.
+        scale = scale if abs(scale) >= _limits(query.dtype)[0] else 0.0
     if sinks is not None and not isinstance(sinks, Tensor):
         raise TypeError(
             f"sinks must be a tensor of one logit per query head, got {type(sinks).__name__}; "

@@ -244,7 +244,7 @@ def _check_cross(
     counts = [None if rows is None else rows.arrays[0].size for rows in (documents, key_documents)]
     if counts[0] != counts[1]:
         raise ValueError(
-            f"cross attention of documents, {seq_lens[0]} query, {seq_lens[1]} key tokens, needs "
+            f"cross attention of documents ({seq_lens[0]} query, {seq_lens[1]} key tokens) needs "
             "as many boundaries in cu_seqlens as in key_cu_seqlens, "
             f"got {counts[0] or 'none'} and {counts[1] or 'none'}"
         )

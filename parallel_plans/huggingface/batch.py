@@ -46,7 +46,7 @@ def _described(x: Any) -> str:
     return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
 
 
-def check_batch(given: dict[str, Any]) -> int:
+def check_batch(model: Any, given: dict[str, Any]) -> int:
     """Refuse what would be computed wrongly; returns the length of the sequence, in tokens.
 
     Raises:
@@ -77,7 +77,9 @@ def check_batch(given: dict[str, Any]) -> int:
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
-    return _check_lengths(given)
+    seq_len = _check_lengths(given)
+    _check_range(model, given)
+    return seq_len
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
@@ -91,7 +93,7 @@ def _check_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be ones and zeros, got {x.dtype}; use .bool()")
 
 
-def check_range(model: Any, batch: dict[str, Any]) -> None:
+def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """Refuse tokens and labels that the model has no row for, on all ranks alike.
 
     Only the rank that gets such a token would notice, and the others wait for it. On a GPU, looking
@@ -129,10 +131,23 @@ def _check_lengths(given: dict[str, Any]) -> int:
         if not x.numel():
             raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
         lengths[name] = x.shape[1]
+    _check_rows(given)
     seq_len = next(iter(lengths.values()))
     if any(length != seq_len for length in lengths.values()):
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
     return seq_len
+
+
+def _check_rows(given: dict[str, Any]) -> None:
+    """Masks and positions may have one row for all; labels have those of the tokens."""
+    ids = given.get("input_ids")
+    tokens = given["inputs_embeds"] if ids is None else ids
+    for name, rows in (("attention_mask", 1), ("position_ids", 1), ("labels", len(tokens))):
+        x = given.get(name)
+        if x is not None and len(x) not in (rows, len(tokens)):
+            raise ValueError(
+                f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
+            )
 
 
 def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:

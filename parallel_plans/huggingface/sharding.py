@@ -22,7 +22,6 @@ from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     SAME_BATCH,
     check_batch,
-    check_range,
     described,
     local_batch,
     next_tokens,
@@ -103,8 +102,7 @@ class Sharding:
         has_logits = pops_logits(model, given) or self.returns_logits
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
-        seq_len = check_batch(batch)
-        check_range(model, batch)
+        seq_len = check_batch(model, batch)
         if "labels" in batch:
             self._loss.check(model)
             # Shifted before it is dealt: the next token may be on another rank.

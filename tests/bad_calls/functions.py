@@ -32,10 +32,10 @@ def _nothing(arguments: dict[str, Any], result: Any) -> None:
 
 @dataclass(frozen=True)
 class Function:
-    """One public function: `call(mesh, **arguments)`, and a right value for each argument."""
+    """One public function: `call(mesh, **arguments)`, and right values of each argument."""
 
     call: Callable[..., Any]
-    right: dict[str, Make]
+    right: dict[str, list[Make]]
     check: Callable[[dict[str, Any], Any], None] = _nothing
 
 
@@ -62,6 +62,7 @@ def check_attention(arguments: dict[str, Any], result: Any) -> None:
     if out.device.type == "meta" or not query.numel():
         return
     options = {name: given[name] for name in names if name in given}
+    options |= {name: float(options[name]) for name in names[3:] if options.get(name) is not None}
     expected = dense_attention(query, key, value, mask, **options).out
     largest = TOLERANCES.get(out.dtype, 5e-2) * (1 + expected.abs().max().item())
     torch.testing.assert_close(out.double(), expected, atol=largest, rtol=0.0)
@@ -87,8 +88,12 @@ def _check_labels(arguments: dict[str, Any], result: Tensor) -> None:
     assert (result.shape, result.dtype) == (arguments["tokens"].shape, arguments["tokens"].dtype)
 
 
-def _just(value: Any) -> Make:
-    return lambda _: value
+def _just(*values: Any) -> list[Make]:
+    return [lambda _, value=value: value for value in values]
+
+
+def _made(*makes: Callable[[], Any]) -> list[Make]:
+    return [lambda _, make=make: make() for make in makes]
 
 
 def _on_axis(method: str) -> Callable[..., Any]:
@@ -114,37 +119,62 @@ def _model(mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def reset(mesh: DeviceMesh) -> None:
-    """Give the axis the layout that calls begin with."""
+    """Forget how the axis was configured: each call is the first."""
     annotation_of(mesh.get_group()).config = None
-    ring.set_sequence_layout(mesh, "zigzag")
 
 
-QKV: dict[str, Make] = {name: lambda _: tensor() for name in ("query", "key", "value")}
-SHARDED: dict[str, Make] = dict.fromkeys(QKV, dtensor)
-OPTIONS: dict[str, Make] = {
-    "mask": _just(Mask.full()),
-    "cu_seqlens": lambda _: ints(0, 3, 8),
+Right = dict[str, list[Make]]
+QKV: Right = {
+    # As they are, and where not all strides are those of a contiguous tensor.
+    name: _made(tensor, lambda: tensor(1, 8, 2, 4).transpose(1, 2))
+    for name in ("query", "key", "value")
+}
+SHARDED: Right = {name: [dtensor] for name in QKV}
+DIMS: Right = {"dim": _just(2, -2)}
+OPTIONS: Right = {
+    "mask": _just(Mask.full(), Mask.causal(), Mask.sliding(2), Mask.local(1, 3), Mask.chunked(3))
+    + _just(Mask.prefix_causal(2), Mask.sliding(2**63 - 1)),
+    "cu_seqlens": _made(lambda: ints(0, 3, 8), lambda: ints([0, 3, 3, 6]), lambda: None),
     "key_cu_seqlens": _just(None),
     "runs": _just(None),
-    "sinks": _just(None),
-    "scale": _just(0.3),
-    "softcap": _just(0.0),
+    "sinks": _made(lambda: None, lambda: tensor(2), lambda: tensor(2, dtype=torch.bfloat16)),
+    "scale": _just(None, 0.3, -1, 0),
+    "softcap": _just(0.0, 0, 1.5, 30),
 }
-CALLED: dict[str, Make] = {**OPTIONS, "kernel": _just(None), "return_lse": _just(False)}
-AXIS: dict[str, Make] = {
-    "layout": _just("zigzag"),
-    "strategy": _just(None),
-    "kernel": _just(None),
-    "policy": _just(None),
+CALLED: Right = {
+    **OPTIONS,
+    "kernel": _just(None, "reference"),
+    "return_lse": _just(False, True),
+    "validate": _just(False, True),
 }
-PLANNED: dict[str, Make] = {
-    "mask": _just(Mask.causal()),
-    "seq_len": _just(8),
-    "world_size": _just(2),
-    "cu_seqlens": _just(None),
+AXIS: Right = {
+    "layout": _just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
+    "strategy": _just(None, "ring", "direct"),
+    "kernel": _just(None, "reference"),
+    "policy": _just(None, ring.TransferPolicy(torch.bfloat16)),
 }
-TOKENS: dict[str, Make] = {"tokens": lambda _: torch.arange(8), "cu_seqlens": lambda _: ints(0, 8)}
-MESH: dict[str, Make] = {"mesh": lambda mesh: mesh}
+PLANNED: Right = {
+    "mask": OPTIONS["mask"],
+    "seq_len": _just(8, 12),
+    "world_size": _just(1, 2, 4),
+    "cu_seqlens": _just(None, (0, 3, 8), [[0, 8], [0, 5]]),
+}
+TOKENS: Right = {
+    "tokens": _made(lambda: torch.arange(8), lambda: torch.ones(1, 8, dtype=torch.int32)),
+    "cu_seqlens": _made(lambda: None, lambda: ints(0, 3, 8)),
+    "ignore_index": _just(-100, 0),
+}
+MASK: Right = {
+    "left": _just(None, 0, 5),
+    "right": _just(None, 0, 5),
+    "chunk": _just(None),
+    "prefix": _just(None, 3),
+}
+MESH: Right = {"mesh": [lambda mesh: mesh]}
+INPUTS: Right = {"inputs": _just(("query", "key", "value"), ["q", "kv"])}
+IDS: Right = {
+    "input_ids": _made(lambda: torch.arange(8).unsqueeze(0), lambda: torch.ones(2, 8).long())
+}
 
 
 def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,17 +189,17 @@ FUNCTIONS: dict[str, Function] = {
         lambda _, **given: ring.ring_attention(**given), SHARDED | CALLED, check_attention
     ),
     "SequenceAxis.attention": Function(
-        _on_axis("attention"), QKV | OPTIONS | {"seq_len": _just(None)}, check_attention
+        _on_axis("attention"), QKV | OPTIONS | {"seq_len": _just(None, 8)}, check_attention
     ),
     "SequenceAxis.shard": Function(
-        _on_axis("shard"), {"tensor": QKV["query"], "dim": _just(2)}, _check_same("tensor")
+        _on_axis("shard"), {"tensor": QKV["query"], **DIMS}, _check_same("tensor")
     ),
     "SequenceAxis.unshard": Function(
-        _on_axis("unshard"), {"dtensor": dtensor, "dim": _just(2)}, _check_same("dtensor")
+        _on_axis("unshard"), {"dtensor": [dtensor], **DIMS}, _check_same("dtensor")
     ),
     "SequenceAxis.sum": Function(_on_axis("sum"), {"local": QKV["query"]}, _check_same("local")),
     "SequenceAxis.positions": Function(
-        _on_axis("positions"), {"seq_len": _just(8)}, _check_positions
+        _on_axis("positions"), {"seq_len": _just(8, 0, 9)}, _check_positions
     ),
 }
 FUNCTIONS |= {
@@ -180,45 +210,57 @@ FUNCTIONS |= {
         ("sequence_layout", MESH, _nothing),
         (
             "shard_sequence",
-            {"tensor": QKV["query"], **MESH, "dim": _just(2), "layout": _just(None)},
+            {"tensor": QKV["query"], **MESH, **DIMS, "layout": _just(None, "zigzag")},
             _check_same("tensor"),
         ),
         (
             "unshard_sequence",
-            {"dtensor": dtensor, "dim": _just(2), "layout": _just(None)},
+            {"dtensor": [dtensor], **DIMS, "layout": _just(None)},
             _check_same("dtensor"),
         ),
         ("sum_over_sequence", {"local": QKV["query"], **MESH}, _check_same("local")),
         ("sequence_runs", {"layout": _just(ring.Balanced(Mask.causal(), 8, 2))}, _nothing),
         ("describe_schedule", {"layout": _just("zigzag"), **PLANNED}, _nothing),
         ("compare_layouts", PLANNED, _nothing),
-        ("Balanced", PLANNED | {"block": _just(None)}, _nothing),
+        ("Balanced", PLANNED | {"block": _just(None, 2)}, _nothing),
         ("BlockCyclic", {"block": _just(2)}, _nothing),
-        ("Mask", dict.fromkeys(("left", "right", "chunk", "prefix"), _just(None)), _nothing),
         (
-            "TransferPolicy",
-            {"kv_dtype": _just(None), "grad_dtype": _just(torch.float32)},
+            "Mask",
+            dict.fromkeys(("left", "right"), _just(None, 0, 5))
+            | {"chunk": _just(None), "prefix": _just(None, 3)},
             _nothing,
         ),
-        ("next_token_labels", TOKENS | {"ignore_index": _just(-100)}, _check_labels),
-        ("ContextParallel", AXIS | {"inputs": _just(("query", "key", "value"))}, _nothing),
+        (
+            "TransferPolicy",
+            {
+                "kv_dtype": _just(None, torch.bfloat16),
+                "grad_dtype": _just(torch.float32, torch.float16),
+            },
+            _nothing,
+        ),
+        ("next_token_labels", TOKENS, _check_labels),
+        (
+            "ContextParallel",
+            AXIS | INPUTS,
+            _nothing,
+        ),
     )
 }
 FUNCTIONS |= {
     "register_kernel": Function(
-        _registered, {"kernel": lambda _: Mine(), "before": _just(None)}, _nothing
+        _registered, {"kernel": _made(Mine), "before": _just(None, "cpu_flash")}, _nothing
     ),
     "ContextParallel, called": Function(_parallel, QKV),
     "context_parallel_plan": Function(
-        _without_mesh(context_parallel_plan), {"model": lambda _: _model(), **AXIS}
+        _without_mesh(context_parallel_plan), {"model": _made(_model), **AXIS}
     ),
     "context_parallel_plan, called": Function(
         lambda mesh, **given: _model(mesh)(**given),
         {
-            "input_ids": lambda _: torch.arange(8).unsqueeze(0),
-            "labels": lambda _: torch.arange(8).unsqueeze(0),
-            "attention_mask": _just(None),
-            "position_ids": _just(None),
+            **IDS,
+            "labels": _made(lambda: None),
+            "attention_mask": _made(lambda: None),
+            "position_ids": _made(lambda: None, lambda: torch.arange(8).unsqueeze(0)),
         },
     ),
 }

@@ -181,7 +181,9 @@ def _check_more_axes() -> None:
         assert torch.equal(unshard_sequence(sharded, 1), whole)
         assert torch.equal(unshard_sequence(sharded, -2), whole)
     both = placed(whole[:, :2], mesh, (Shard(1), Shard(1)), whole[:, :8])
-    with pytest.raises(ValueError, match=r"dimension 1 must be sharded over one mesh axis, got \("):
+    with pytest.raises(
+        ValueError, match=r"dim 1 of dtensor must be sharded over one mesh axis, got \("
+    ):
         unshard_sequence(both, 1)
 
 
@@ -214,15 +216,28 @@ def _check_refusals() -> None:
         shard_sequence(tokens, mesh["cp"], 0, "spiral")
     with pytest.raises(ValueError, match="runs over one axis"):
         shard_sequence(tokens, mesh, 0)
-    with pytest.raises(IndexError, match="from -1 to 0, got 1"):
+    with pytest.raises(IndexError, match=r"dim must be from -1 to 0 for a tensor of .*, got 1"):
         shard_sequence(tokens, mesh["cp"], 1)
     sharded = shard_sequence(torch.arange(8).view(2, 4), mesh["cp"], 1)
-    with pytest.raises(ValueError, match="dimension 0 must be sharded over one mesh axis"):
+    with pytest.raises(ValueError, match="dim 0 of dtensor must be sharded over one mesh axis"):
         unshard_sequence(sharded, 0)
-    with pytest.raises(IndexError, match="from -2 to 1, got 2"):
+    with pytest.raises(IndexError, match=r"dim must be from -2 to 1 for a dtensor of .*, got 2"):
         unshard_sequence(sharded, 2)
-    with pytest.raises(TypeError, match="takes a DTensor, as shard_sequence returns, got Tensor"):
+    with pytest.raises(TypeError, match="dtensor must be a DTensor, as shard_sequence returns, "):
         unshard_sequence(tokens, 0)  # pyrefly: ignore
+    for wrong in (None, "1", 1.0, True):
+        with pytest.raises(TypeError, match=f"dim must be an int, got {wrong!r}"):
+            shard_sequence(tokens, mesh["cp"], wrong)
+        with pytest.raises(TypeError, match=f"dim must be an int, got {wrong!r}"):
+            unshard_sequence(sharded, wrong)
+    with pytest.raises(
+        ValueError, match=r"tensor must be a dense, strided tensor, got a torch.spa"
+    ):
+        shard_sequence(tokens.to_sparse(), mesh["cp"], 0)
+    for dtype in (torch.uint16, torch.float8_e4m3fn):
+        narrow = shard_sequence(tokens.to(dtype), mesh["cp"], 0)
+        with pytest.raises(ValueError, match=f"cannot gather {dtype} .*; use .to.. of another"):
+            unshard_sequence(narrow, 0)
     for misuse in (lambda x: unshard_sequence(sharded, 1, x), sequence_runs):
         with pytest.raises(
             TypeError, match=r"only a Balanced layout .* got 'zigzag'; of any other"
@@ -233,7 +248,9 @@ def _check_refusals() -> None:
     with pytest.raises(ValueError, match=r"contiguous, it cannot become zigzag: .* annotate"):
         set_sequence_layout(line, "zigzag")
     for tensor in ([0, 1], shard_sequence(tokens, line, 0)):
-        with pytest.raises(TypeError, match="takes a plain tensor that every rank holds whole"):
+        with pytest.raises(
+            TypeError, match="tensor must be a plain tensor that every rank holds wh"
+        ):
             shard_sequence(tensor, line, 0)
     absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
     with pytest.raises(ValueError, match="is not part of"):

@@ -201,7 +201,7 @@ UNSUPPORTED = {
         **{"position_embedding_type": "rotary", "token_dropout": True},
         **{"mask_token_id": 3, "pad_token_id": 1, "intermediate_size": 8},
     ),
-    "is for models of transformers 5.x, got Linear": lambda: nn.Linear(2, 2),
+    "one of transformers 5.x for a context-parallel plan, got Linear": lambda: nn.Linear(2, 2),
 }
 
 

@@ -1,0 +1,69 @@
+"""Outputs are ordinary tensors: they may be changed in place, as those of PyTorch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring import ring_attention, set_sequence_layout, shard_sequence
+from tests.meshes import random_inputs
+from tests.pool import Pool
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "scaled": lambda out: out.mul_(2),
+    "moved": lambda out: out.add_(1),
+    "in part": lambda out: out.select(2, 0).zero_(),
+    "through a view": lambda out: out.transpose(1, 2).mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_outputs_change_in_place(pool: Pool, change: str) -> None:
+    pool.run(2, _check_change, change)
+
+
+def _check_change(change: str) -> None:
+    """As those of PyTorch's attention in one process: the next backward sees that they did."""
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, "zigzag")
+    whole = [x.requires_grad_() for x in random_inputs(kv_heads=4)[:3]]
+    shards = [shard_sequence(x.detach(), mesh, 2) for x in whole]
+    placed = [x.requires_grad_() for x in shards]
+    local = [x.to_local().detach().requires_grad_() for x in shards]
+    for attend in (
+        partial(F.scaled_dot_product_attention, *whole),
+        partial(ring_attention, *local, mesh=mesh),
+        partial(ring_attention, *placed),
+        partial(F.scaled_dot_product_attention, *placed),
+    ):
+        out, same = attend(), attend().detach()
+        CHANGES[change](out)
+        CHANGES[change](same)
+        assert torch.equal(_shard(out), _shard(same))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def _shard(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def test_outputs_of_no_grad_change_in_place(pool: Pool) -> None:
+    pool.run(1, _check_change_after_no_grad)
+
+
+def _check_change_after_no_grad() -> None:
+    mesh, factor = init_device_mesh("cpu", (1,)), torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        out = ring_attention(*random_inputs()[:3], mesh=mesh)
+    expected = out.sum()
+    out.mul_(factor).sum().backward()
+    torch.testing.assert_close(factor.grad, expected)

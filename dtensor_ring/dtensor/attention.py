@@ -120,6 +120,7 @@ def ring_attention(
     Raises:
         TypeError: if an argument is of another type, or DTensors and tensors are mixed.
         ValueError: if the shapes, placements, boundaries, numbers or kernel do not allow it.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

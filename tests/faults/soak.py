@@ -47,7 +47,7 @@ WARM_UP = 0.5
 TERMS = Terms(timeout=20, deadline=120)
 CALL = Call(mask=Mask.full(), kernel="reference")
 GROWTH = {"MB": 16.0, "descriptors": 6.0, "threads": 3.0}
-"""By how much a process may have more at the end than at the start: at most one group, that of the last
+"""By how much a process may have more at the end than at the start: one group, that of the last
 DTensors, may live on until there are others."""
 
 

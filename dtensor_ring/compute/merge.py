@@ -68,7 +68,8 @@ def is_bounded(values: Tensor) -> bool:
     """
     # One pass over the values costs less than any kernel. Their norm is finite only if all of them
     # are, and small enough to be subtracted.
-    return values.is_cpu and isfinite(torch.linalg.vector_norm(values).item())
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return values.is_cpu and isfinite(torch.linalg.vector_norm(values, dtype=wide).item())
 
 
 def _mix(out: Tensor, block_out: Tensor, weight: Tensor, target: Tensor) -> None:

@@ -238,19 +238,16 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
 def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """The group of an axis of a mesh that contains this rank.
 
-    DTensor keeps results of its rules, with their meshes, and takes meshes of the same ranks for
-    one another. So a mesh may come back whose group was destroyed, and whose group's name is that
-    of another one by now: then the group that was last used over the same ranks takes its place.
-
-    The mesh keeps what was found, as it keeps our specs: to find a name takes it longer than to
-    find the group of that name.
+    DTensor keeps meshes, and takes those of the same ranks for one another. So one may come back
+    whose group was destroyed: the group that was last used over the same ranks takes its place.
 
     Raises:
         ValueError: if the group was destroyed, and there is no other one over its ranks.
     """
     if torch.compiler.is_dynamo_compiling():  # it takes groups for inputs of its graph
         return mesh.get_group(axis)
-    kept = mesh.__dict__.setdefault("_dtensor_ring_groups", {})
+    # The mesh keeps what was found: to find a name takes longer than to find the group of a name.
+    kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
     if axis in kept:
         name, known = kept[axis]
         group = _registered(name)
@@ -259,6 +256,13 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     group = _found(mesh, axis)
     kept[axis] = group.group_name, ref(group)
     return group
+
+
+class _Groups(dict[int, tuple[str, Any]]):
+    """By axis, name and weak reference of its group, which does not travel with the mesh."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Groups, ()
 
 
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:

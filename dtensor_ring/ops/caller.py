@@ -18,9 +18,10 @@ _WITHIN = "torch.", "dtensor_ring."
 
 def place_of(frame: FrameType | None) -> str:
     """The line of the user that a frame was called from, as its file has it on every host."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WITHIN):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_WITHIN):
         frame = frame.f_back
-    if frame is None:
+    # Code without a file is generated, and numbered by process.
+    if frame is None or frame.f_code.co_filename.startswith("<"):
         return ""
     file = frame.f_code.co_filename.rpartition("/")[2]
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

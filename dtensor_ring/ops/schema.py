@@ -37,10 +37,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     """The ring op on plain tensors."""
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
-    question, kernel = call.question(query.shape[0]), call.select(query, value)
-    plan = question.plan(query, key)
-    query, key, value = _unit_stride(query, key, value)
+    question = call.question(query.shape[0])
     with turn(call, question, query, value) as transport:
+        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+        plan, kernel = question.plan(query, key), call.select(query, value)
+        query, key, value = _unit_stride(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
         )
@@ -65,11 +66,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = unflatten(options)
     question = call.question(query.shape[0])
-    plan = question.plan(query, key)
-    kernel = call.select(query, value, differentiable_lse=grad_lse is not None)
-    grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
-    saved = Saved(grad_out, out, lse, grad_lse)
     with turn(call, question, query, value, lse) as transport:
+        plan = question.plan(query, key)
+        kernel = call.select(query, value, differentiable_lse=grad_lse is not None)
+        grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
+        saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
             *(saved, query, (key, value), plan, kernel, call.scores),
             *(transport, call.place.policy),

@@ -50,16 +50,18 @@ def turn(
     sinks = None if call.scores.sinks is None else call.scores.sinks.dtype
     shapes = *query.shape[:2], query.shape[3], value.shape[1], value.shape[3]
     word = _word(
-        *(lse is not None, query.dtype, shapes, sinks),
+        *(lse is not None, query.dtype, query.device.type, shapes, sinks),
         *(call.scores._replace(sinks=None), call.place.policy, *question),
     )
-    return turn_of(group, word, query.device, origin, CALLER.place)
+    direction = "forward" if lse is None else "backward"
+    return turn_of(group, word, direction, query.device, origin, CALLER.place)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
 def _word(
     is_backward: bool,
     dtype: torch.dtype,
+    device: str,
     shapes: tuple[int, ...],
     sinks: torch.dtype | None,
     scores: Scores,
@@ -72,6 +74,7 @@ def _word(
     fields = {
         "direction": "backward" if is_backward else "forward",
         "dtype": dtype,
+        "device": device,
         "batch": batch,
         "query heads": num_heads,
         "key heads": num_key_heads,

@@ -15,10 +15,11 @@ T = TypeVar("T")
 ANSWER = 0.25
 """Seconds for an answer of the store, whose host may be gone."""
 
+FIRST = 5.0
+"""Seconds for its first answer, when nothing has failed yet."""
+
 OTHERS = 0.5
 """Seconds for the other ranks to raise, too: all ranks know of a failure within a second."""
-
-_FIRST = "dtensor_ring/first cause"
 
 
 class Board:
@@ -26,29 +27,41 @@ class Board:
 
     Args:
         group: whose ranks read and write it.
+        generation: of the group: a store may be that of an earlier world, too.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # None if the group was destroyed meanwhile.
-        self._store: Any = distributed_c10d._world.pg_map.get(group, (None, None))[1]
-        self._size = group.size()
+    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
+        self._store, self._size = _store_of(group), group.size()
+        self._prefix = f"dtensor_ring/{generation}"
 
     def first_cause(self, text: str) -> str:
         """The cause that was written first, by any rank; this one, if there was none."""
-        found = _answer(lambda: self._store.compare_set(_FIRST, "", text), ANSWER)
+        found = _answer(lambda: self._store.compare_set(f"{self._prefix}/first", "", text), ANSWER)
         return text if found is None else found.decode()
 
     def all_raised(self, where: str) -> bool:
-        """Whether all ranks ask this for the same place in the same call, within `OTHERS`."""
-        key = f"dtensor_ring/raised/{where}"
-        return bool(_answer(lambda: self._count(key), OTHERS + ANSWER))
+        """Whether all ranks ask this for the same place, within `OTHERS`; all get one answer."""
+        return bool(_answer(lambda: self._verdict(f"{self._prefix}/{where}"), OTHERS + ANSWER))
 
-    def _count(self, key: str) -> bool:
+    def _verdict(self, key: str) -> bool:
         num_raised, end = self._store.add(key, 1), time.monotonic() + OTHERS
         while num_raised < self._size and time.monotonic() < end:
             time.sleep(0.005)
             num_raised = self._store.add(key, 0)
-        return num_raised >= self._size
+        # The first to know says it for all: a rank that comes late must not think otherwise.
+        mine = "all" if num_raised >= self._size else "some"
+        return self._store.compare_set(f"{key}/verdict", "", mine) == b"all"
+
+
+def generation_of(group: dist.ProcessGroup) -> int:
+    """How many groups had this store before, if each of their ranks asked this once."""
+    found = _answer(lambda: _store_of(group).add("dtensor_ring/sessions", 1), FIRST)
+    return 0 if found is None else (found - 1) // group.size()
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The store of a group, `None` if it was destroyed."""
+    return distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
 def _answer(ask: Callable[[], T], seconds: float) -> T | None:

@@ -51,7 +51,10 @@ class Transport(ABC):
         return False
 
     def at(self, label: Label) -> None:  # noqa: B027 - most need not know
-        """Every step of a loop begins with it."""
+        """Every step of a loop begins with it, and goes on with it after each start of messages.
+
+        Ranks that have been asked as often have started the same messages.
+        """
 
     def abort(self) -> None:  # noqa: B027 - most are closed with the group
         """Let nobody wait for this rank any more: after an error, no call follows."""

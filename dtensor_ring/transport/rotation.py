@@ -141,6 +141,7 @@ class ShardRotation(Rotation):
         with label("send"):
             if moves:
                 self._start(hop, outgoing)
+        self._transport.at(label)
         yield self._kv(step)
         with label("wait"):
             if moves:
@@ -197,6 +198,7 @@ class SumRotation(Rotation):
         self._hop = self._hops[step.number]
         with label("send sums"):
             self._start(self._hop, [self._resident.pop(x.source) for x in self._hop.sends])
+        self._transport.at(label)
 
     def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:
         """Wait for the last hop; the sums for this rank's own shard, and whether it is the last.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtensor_ring.transport.board import generation_of
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.watch import WATCH
 
@@ -30,14 +30,16 @@ class Session:
     Args:
         ranks: the global ranks of the group.
         has_words: whether it can send words.
+        generation: of the group, see `generation_of`.
     """
 
-    def __init__(self, ranks: tuple[int, ...], has_words: bool) -> None:
-        self.ranks, self.has_words = ranks, has_words
+    def __init__(self, ranks: tuple[int, ...], has_words: bool, generation: int = 0) -> None:
+        self.ranks, self.has_words, self.generation = ranks, has_words, generation
         self.cause: str | None = None
         self.number = 0
         self._lock = Lock()
-        self._origins: OrderedDict[int, tuple[StorageWeakRef, int]] = OrderedDict()
+        self._origins: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._num_alive = 16
 
     def begin(self) -> int:
         """Begin a call; returns its number, counted from 1.
@@ -73,9 +75,10 @@ class Session:
         """Keep the number of the last call by the memory of its log-sum-exp."""
         origins, storage = self._origins, lse.untyped_storage()
         origins[storage._cdata] = StorageWeakRef(storage), self.number
-        # Outputs die about in the order in which they were made.
-        while origins and next(iter(origins.values()))[0].expired():
-            origins.popitem(last=False)
+        if len(origins) > self._num_alive:
+            # Twice as many as are alive: so a call looks at two of them, on average.
+            self._origins = {x: kept for x, kept in origins.items() if not kept[0].expired()}
+            self._num_alive = 2 * len(self._origins) + 16
 
     def origin_of(self, lse: Tensor) -> int:
         """The number of the call that made a log-sum-exp; 0 if it is a copy of that."""
@@ -88,8 +91,10 @@ def session_of(group: dist.ProcessGroup) -> Session:
     found = _SESSIONS.get(group)
     if found is None:
         ranks = tuple(dist.get_process_group_ranks(group))
+        has_words = _has_words(group)
+        generation = generation_of(group) if has_words else 0
         WATCH.start()
-        found = _SESSIONS.setdefault(group, Session(ranks, _has_words(group)))
+        found = _SESSIONS.setdefault(group, Session(ranks, has_words, generation))
     return found
 
 

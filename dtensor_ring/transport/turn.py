@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Self
 
 import torch
@@ -27,13 +27,19 @@ Turns = AbstractContextManager[Transport]
 
 
 def turn_of(
-    group: dist.ProcessGroup, word: Word, device: torch.device, origin: int = 0, place: str = ""
+    group: dist.ProcessGroup,
+    word: Word,
+    direction: str,
+    device: torch.device,
+    origin: int = 0,
+    place: str = "",
 ) -> Turns:
     """A context that gives the transport for one call over a group.
 
     Args:
         group: of the ring.
         word: what the call is.
+        direction: "forward" or "backward".
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
         place: in the code of the caller; empty if not known.
@@ -42,7 +48,7 @@ def turn_of(
     if not session.has_words:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
-    return Turn(group, session, transport, keeps_tags, word, origin, place)
+    return Turn(group, session, transport, keeps_tags, word, direction, origin, place)
 
 
 class Turn(Transport):
@@ -55,13 +61,15 @@ class Turn(Transport):
         transport: Transport,
         keeps_tags: bool,
         word: Word,
+        direction: str,
         origin: int,
         place: str,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
         self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
-        self._number = self._tag = 0
-        self._label, self._since = Label("forward", 0, group.rank()), 0.0
+        self._direction = direction
+        self._step: int | None = None
+        self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
         self._in_flight: list[Sent] = []
 
@@ -88,10 +96,13 @@ class Turn(Transport):
             elif not isinstance(error, RingError):
                 self._raised(error)
         finally:
-            self._in_flight = []  # else memory of messages would live until a collection
+            # Else memory of messages, and the group, would live until a collection.
+            self._words, self._in_flight = [], []
             self._session.end()
 
     def prepare(self, device: torch.device) -> None:
+        if not self._keeps_tags:
+            self._agree()  # else messages of calls that differ could meet
         self._transport.prepare(device)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -101,20 +112,23 @@ class Turn(Transport):
         self._transport.free(buffer)
 
     def at(self, label: Label) -> None:
-        self._label = label
+        self._step = label.step
+        self._phase += 1
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        if not self._keeps_tags:
-            self._agree()  # else messages of calls that differ could meet
-        receives, sends = ([x._replace(tag=self._tag) for x in side] for side in (receives, sends))
+        tag = self._tag
+        receives, sends = (
+            [P2P(x.flat, x.peer, tag, x.source) for x in side] for side in (receives, sends)
+        )
         # Words are waited for first: before anything of a peer is used.
         words, self._words = self._words, []
-        messages, self._since = receives + sends, time.monotonic()
-        try:
-            works = self._transport.start(receives, sends)
-        except RuntimeError as error:
-            raise self.failed(error, messages[0]) from error
-        return words + self._sent(works, messages)
+        messages = receives + sends
+        # NCCL has one work for all messages of a hop: an error of it is told of the first.
+        with self._naming(messages[0] if messages else None):
+            works = zip(self._transport.start(receives, sends), messages, strict=False)
+        sent = [Sent(self, work, message) for work, message in works]
+        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
+        return words + sent
 
     def _send_word(self) -> None:
         """Start the exchange of words with both neighbours."""
@@ -124,20 +138,22 @@ class Turn(Transport):
         self._theirs = bytearray(len(self._mine))
         theirs, mine = flat(self._theirs), flat(self._mine)
         peers = (rank - 1) % self._group.size(), (rank + 1) % self._group.size()
-        messages, self._since = [P2P(theirs, peers[0]), P2P(mine, peers[1])], time.monotonic()
-        try:
+        messages = P2P(theirs, peers[0]), P2P(mine, peers[1])
+        with self._naming(messages[0]):
             works = ProcessGroupTransport(self._group).pass_on(*messages)
-        except RuntimeError as error:
-            raise self.failed(error, messages[0]) from error
         answer, sent = zip(works, messages, strict=True)
         self._words = [Answer(self, *answer), Sent(self, *sent)]
         self._in_flight = [*self._words]
 
-    def _sent(self, works: Iterable[Work], messages: list[P2P]) -> list[Sent]:
-        # NCCL has one work for all messages of a hop: an error of it is told of the first.
-        sent = [Sent(self, work, message) for work, message in zip(works, messages, strict=False)]
-        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
-        return sent
+    @contextmanager
+    def _naming(self, message: P2P | None) -> Iterator[None]:
+        """Tell errors of the backend as those of a message that was to be started."""
+        try:
+            yield
+        except torch.OutOfMemoryError:  # no fault of a message
+            raise
+        except RuntimeError as error:
+            raise self.failed(error, message, 0.0) from error
 
     def _agree(self) -> None:
         """Wait for the words, if nobody has."""
@@ -166,16 +182,17 @@ class Turn(Transport):
         self._shut_down(text)
         raise self._error(text, peer=there)
 
-    def failed(self, error: RuntimeError, message: P2P) -> RingError:
-        """The error of a message that did not get through."""
-        peer, seconds = self._session.ranks[message.peer], time.monotonic() - self._since
+    def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
+        """The error of a message that did not get through, for which this rank had waited."""
+        peer = None if message is None else self._session.ranks[message.peer]
         text = (
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
             f"{_reason(error)}"
         )
         cause = self._shut_down(text)
         text = text if cause == text else f"{text}; the first cause: {cause}"
-        return self._error(text, peer, message.source, seconds)
+        source = None if message is None else message.source
+        return self._error(text, peer, source, seconds)
 
     def waiting_for(self, message: P2P) -> str:
         """What a rank that waits for a message does, for a warning."""
@@ -184,39 +201,45 @@ class Turn(Transport):
         return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
 
     def _raised(self, error: BaseException) -> None:
-        """Tell the other ranks, unless all of them raised in this step."""
-        label = self._label
-        place = f"{self._number}, {label.ring}, step {label.step}"
-        if Board(self._group).all_raised(place):
+        """Tell the other ranks, unless all of them raised at the same point."""
+        # An interrupt comes at any point, and must not wait.
+        if isinstance(error, Exception) and self._board().all_raised(
+            f"call {self._number}, {self._phase}"
+        ):
             # All have started the same messages: they arrive, and the group stays in order.
-            for message in self._in_flight:
-                message.wait()
+            with suppress(RingError):  # else it is shut down by now
+                for message in self._in_flight:
+                    message.wait()
             return
         quoted = f"{type(error).__name__}: {error}"[:LONGEST]
         self._shut_down(f"{self._here()} raised, {self._where()}: {quoted}")
 
     def _shut_down(self, text: str) -> str:
         """Close the group, so that no rank waits for this one; returns the first cause."""
-        self._session.cause = Board(self._group).first_cause(text)
+        self._session.cause = self._board().first_cause(text)
         self._transport.abort()
         ProcessGroupTransport(self._group).abort()
         return self._session.cause
+
+    def _board(self) -> Board:
+        return Board(self._group, self._session.generation)
 
     def _here(self) -> str:
         return f"rank {self._session.ranks[self._group.rank()]}"
 
     def _where(self) -> str:
-        return f"in {self._label.ring}, step {self._label.step}"
+        step = "before its first step" if self._step is None else f"step {self._step}"
+        return f"in {self._direction}, {step}"
 
     def _error(
-        self, text: str, peer: int, source: int | None = None, seconds: float = 0.0
+        self, text: str, peer: int | None, source: int | None = None, seconds: float = 0.0
     ) -> RingError:
-        ranks, label = self._session.ranks, self._label
+        ranks = self._session.ranks
         return RingError(
             f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}",
             ring=ranks,
-            direction=label.ring,
-            step=label.step,
+            direction=self._direction,
+            step=self._step,
             source=source,
             peer=peer,
             seconds=seconds,
@@ -238,12 +261,13 @@ class Sent:
     def wait(self) -> None:
         if self.has_arrived:
             return
-        turn, message = self._turn, self._message
-        WATCH.begin(self)
+        since = time.monotonic()
+        WATCH.begin(self, since)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise turn.failed(error, message) from error
+            seconds = time.monotonic() - since
+            raise self._turn.failed(error, self._message, seconds) from error
         finally:
             WATCH.end()
         self.has_arrived = True

@@ -38,13 +38,13 @@ class Watch:
 
     def __init__(self) -> None:
         self.waits: dict[int, Wait] = {}  # by thread
-        self._next: dict[Wait, float] = {}
+        self._next: dict[tuple[int, float], float] = {}  # by thread and begin: a wait ends
         self._thread: Thread | None = None
         self._lock = Lock()
 
-    def begin(self, what: object) -> None:
-        """This thread waits from now on."""
-        self.waits[get_ident()] = Wait(time.monotonic(), what)
+    def begin(self, what: object, since: float) -> None:
+        """This thread waits from that time of `time.monotonic` on."""
+        self.waits[get_ident()] = Wait(since, what)
 
     def end(self) -> None:
         """This thread waits no more."""
@@ -52,11 +52,11 @@ class Watch:
 
     def due(self, now: float) -> list[str]:
         """What is to be told at a time."""
-        waits = list(self.waits.values())
+        waits = {(thread, wait.since): wait.what for thread, wait in list(self.waits.items())}
         self._next = {wait: self._next.get(wait, FIRST_WARNING) for wait in waits}
-        late = [wait for wait in waits if now - wait.since >= self._next[wait]]
-        self._next |= {wait: 2 * (now - wait.since) for wait in late}
-        return [f"{wait.what}: {now - wait.since:.0f} s" for wait in late]
+        late = [wait for wait in waits if now - wait[1] >= self._next[wait]]
+        self._next |= {wait: 2 * (now - wait[1]) for wait in late}
+        return [f"{waits[wait]}: {now - wait[1]:.0f} s" for wait in late]
 
     def start(self) -> None:
         """Look from now on, in a thread that ends with the process."""

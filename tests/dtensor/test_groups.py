@@ -5,6 +5,8 @@ Within one run: between runs the pool clears the caches of DTensor that this is 
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,3 +132,17 @@ def _attend_doubled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def test_tensors_are_saved_without_groups(pool: Pool) -> None:
+    pool.run(2, _check_saved)
+
+
+def _check_saved() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, "zigzag")
+    inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
+    out = ring_attention(*inputs)
+    loaded = pickle.loads(pickle.dumps(out))
+    assert torch.equal(loaded.to_local(), out.to_local())
+    assert torch.equal(ring_attention(*inputs).to_local(), out.to_local())

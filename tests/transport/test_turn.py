@@ -229,3 +229,27 @@ def _differ_without_tags() -> tuple[int, Found]:
     if dist.get_rank():
         tensors = [x.double() for x in tensors]
     return transport.num_started, error_of(lambda: axis.attention(*tensors))
+
+
+class Full(ProcessGroupTransport):
+    """A transport that has no memory for messages."""
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        raise Failing("no buffers")
+
+
+def test_ranks_raise_at_two_points_of_one_step(pool: Pool) -> None:
+    """One has started messages, the other has not: they are not alike, and nobody waits."""
+    for text, _ in pool.run(2, _raise_at_two_points):
+        assert "takes no more calls since rank" in text
+        assert "raised, in forward, step 0: Failing: no" in text
+
+
+def _raise_at_two_points() -> Found:
+    mesh = init_device_mesh("cpu", (2,))
+    transport = None if dist.get_rank() else Full(mesh.get_group())
+    axis = SequenceAxis(mesh, "zigzag", transport=transport, kernel="reference")
+    tensors = inputs()
+    with _failing("forward", 0), pytest.raises(Failing):
+        axis.attention(*tensors)
+    return error_of(lambda: axis.attention(*tensors))

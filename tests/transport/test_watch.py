@@ -7,7 +7,7 @@ from dtensor_ring.transport.watch import FIRST_WARNING, Watch
 
 def test_waits_are_told_again_after_twice_the_time() -> None:
     watch = Watch()
-    watch.begin("rank 1 waits for rank 0")
+    watch.begin("rank 1 waits for rank 0", 100.0)
     (wait,) = watch.waits.values()
     told = [seconds for seconds in range(0, 1000, 5) if watch.due(wait.since + seconds)]
     assert told == [30, 60, 120, 240, 480, 960]
@@ -17,8 +17,8 @@ def test_waits_are_told_again_after_twice_the_time() -> None:
 
 def test_a_new_wait_is_told_in_its_turn() -> None:
     watch = Watch()
-    for _ in range(2):
-        watch.begin("rank 1 waits for rank 0")
+    for since in (100.0, 200.0):
+        watch.begin("rank 1 waits for rank 0", since)
         (wait,) = watch.waits.values()
         (text,) = watch.due(wait.since + FIRST_WARNING)
         assert text == "rank 1 waits for rank 0: 30 s"

@@ -224,9 +224,8 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        pick = (
-            f'mesh["{names[-1]}"]' if names else 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
-        )
+        named = 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
+        pick = f'mesh["{names[-1]}"]' if names else named
         raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -97,11 +97,13 @@ def _word(
     return Word({name: str(value) for name, value in fields.items()})
 
 
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)  # once for forward and backward
 def _boundaries(documents: Documents | None) -> str:
     """The boundaries of each row of the batch."""
     return "none" if documents is None else ", ".join(map(_numbers, documents.arrays))
 
 
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def _runs(layout: RunTable) -> str:
     """Start and length of each run, and -1 after those of a rank."""
     rows = ((*(number for run in row for number in run), -1) for row in layout.table)

@@ -40,7 +40,7 @@ class Link(Transport):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for flat, _ in receives:
+            for flat in (message.flat for message in receives):
                 if self._rate is not None:
                     seconds = flat.numel() * flat.itemsize / self._rate
                     torch.cuda._sleep(int(seconds * cycles_per_second()))

@@ -14,6 +14,8 @@ from tests.test_public import CODE, ROOT
 
 pytestmark = pytest.mark.slow
 
+LIMIT = "timeout=timedelta(seconds=30)"
+"""Of the page; here a meeting that hangs is over sooner."""
 UNMET = DROPPED, "_create_gloo_process_group"
 FAILS_ONCE = """
 import os
@@ -30,7 +32,9 @@ def printed_steps(folder: Path, before: str = "") -> dict[str, float]:
     """The losses that rank 0 prints, by step; a step that is made again is an error."""
     folder.mkdir()
     script = folder / "train.py"
-    script.write_text(before + CODE.findall((ROOT / "docs/failures.md").read_text())[-1][0])
+    code = CODE.findall((ROOT / "docs/failures.md").read_text())[-1][0]
+    assert LIMIT in code
+    script.write_text(before + code.replace(LIMIT, "timeout=timedelta(seconds=6)"))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, "--max-restarts", "3", str(script)]
     run = subprocess.run(command, cwd=folder, timeout=200, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
 from dtensor_ring.dtensor.arguments import as_flag, check_options, check_tensors, scores_of
 from dtensor_ring.ops.autograd import ring_op
-from dtensor_ring.ops.caller import CALLER, place_of
+from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
 from dtensor_ring.planning.mask import Mask
 
@@ -148,11 +148,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tenso
     check_options(query, call)
     if torch.compiler.is_compiling():
         return ring_op(query, key, value, *flatten(call))
-    CALLER.place = place_of(sys._getframe(1))
-    try:
-        return ring_op(query, key, value, *flatten(call))
-    finally:
-        CALLER.place = ""
+    return called_from(sys._getframe(1), ring_op, query, key, value, *flatten(call))
 
 
 def _placed(

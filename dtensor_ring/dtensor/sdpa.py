@@ -15,7 +15,7 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.annotation import layout_of
 from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.ops.caller import CALLER, place_of
+from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
@@ -72,11 +72,8 @@ def _forward_handler(previous: Handler | None) -> Handler:
         _refuse(bound)
         if query.ndim != 4:  # only the composite op takes these: its parts come back here
             return op.decompose(*args, **kwargs)
-        CALLER.place = place_of(sys._getframe(1))
-        try:
-            out, lse = ring_forward_dtensor(query, key, value, _call(bound))
-        finally:
-            CALLER.place = ""
+        attention = query, key, value, _call(bound)
+        out, lse = called_from(sys._getframe(1), ring_forward_dtensor, *attention)
         return _like_returns(op, out, lse)
 
     return handle

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import local
 from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class _Caller(local):
@@ -25,3 +29,12 @@ def place_of(frame: FrameType | None) -> str:
         return ""
     file = frame.f_code.co_filename.rpartition("/")[2]
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
+    """The result of `run`, during which `CALLER` has the place that a frame was called from."""
+    CALLER.place = place_of(frame)
+    try:
+        return run(*arguments)
+    finally:
+        CALLER.place = ""

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
@@ -46,25 +45,28 @@ def turn(
     if question.world_size == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     origin = 0 if lse is None else session_of(group).origin_of(lse)
-    # The sinks of a ring's ranks are of one shape: that of the query's heads.
-    sinks = None if call.scores.sinks is None else call.scores.sinks.dtype
+    direction = "forward" if lse is None else "backward"
+    # The mask is in the question. All ranks' sinks have the shape of the query's heads.
+    _, scale, softcap, sinks, kernel = call.scores
     shapes = *query.shape[:2], query.shape[3], value.shape[1], value.shape[3]
     word = _word(
-        *(lse is not None, query.dtype, query.device.type, shapes, sinks),
-        *(call.scores._replace(sinks=None), call.place.policy, *question),
+        *(direction, query.dtype, query.device.type, shapes),
+        *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
+        *(call.place.policy, *question),
     )
-    direction = "forward" if lse is None else "backward"
     return turn_of(group, word, direction, query.device, origin, CALLER.place)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
 def _word(
-    is_backward: bool,
+    direction: str,
     dtype: torch.dtype,
     device: str,
     shapes: tuple[int, ...],
     sinks: torch.dtype | None,
-    scores: Scores,
+    scale: float,
+    softcap: float,
+    kernel: str | None,
     policy: TransferPolicy,
     *asked: Any,
 ) -> Word:
@@ -72,7 +74,7 @@ def _word(
     question = Question(*asked)
     layout = question.layout
     fields = {
-        "direction": "backward" if is_backward else "forward",
+        "direction": direction,
         "dtype": dtype,
         "device": device,
         "batch": batch,
@@ -82,11 +84,11 @@ def _word(
         "value head dim": value_head_dim,
         "tokens": question.seq_len,
         "tokens of keys": question.key_seq_len,
-        "mask": scores.mask,
-        "scale": scores.scale,
-        "softcap": scores.softcap,
+        "mask": question.mask,
+        "scale": scale,
+        "softcap": softcap,
         "sinks": sinks,
-        "kernel": scores.kernel,
+        "kernel": kernel,
         "layout": layout.name if layout.per_batch else layout.spec,
         "strategy": question.strategy,
         "policy": policy,

@@ -20,7 +20,7 @@ RENEW = (
 )
 THREADS = (
     "two threads of a rank called a ring of one group at once, and its messages have one order; "
-    "give each thread a group of its own, or call from one thread"
+    "give each thread its own group, or call from one thread"
 )
 
 
@@ -39,7 +39,7 @@ class Session:
         self.number = 0
         self._lock = Lock()
         self._origins: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._num_alive = 16
+        self._max_origins = 16
 
     def begin(self) -> int:
         """Begin a call; returns its number, counted from 1.
@@ -75,10 +75,10 @@ class Session:
         """Keep the number of the last call by the memory of its log-sum-exp."""
         origins, storage = self._origins, lse.untyped_storage()
         origins[storage._cdata] = StorageWeakRef(storage), self.number
-        if len(origins) > self._num_alive:
-            # Twice as many as are alive: so a call looks at two of them, on average.
+        if len(origins) > self._max_origins:
+            # The limit doubles what is alive, so a sweep costs each call a constant time.
             self._origins = {x: kept for x, kept in origins.items() if not kept[0].expired()}
-            self._num_alive = 2 * len(self._origins) + 16
+            self._max_origins = 2 * len(self._origins) + 16
 
     def origin_of(self, lse: Tensor) -> int:
         """The number of the call that made a log-sum-exp; 0 if it is a copy of that."""

@@ -35,7 +35,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
     Raises:
         TypeError: if one is not a tensor.
-        ValueError: if one has other dims, or tensors of its own in place of them.
+        ValueError: if one does not have four dims, or is nested.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):

@@ -8,14 +8,14 @@ from typing import Any
 MAX_TOKENS = 2**40
 """Of a sequence: a thousand times what anybody trains on, and far from where int64 ends."""
 MAX_RANKS = 2**16
-"""Of a ring: a plan takes time in proportion, seconds for so many."""
+"""The most ranks of a ring. Planning time grows with them; this many take seconds."""
 
 
 def as_int(name: str, given: Any) -> int:
     """An integer of any type that is one.
 
     Raises:
-        TypeError: if it is none; names the argument.
+        TypeError: if it is not an integer; the message names the argument.
     """
     try:
         if isinstance(given, bool):  # an int in Python, but True is not a number of anything

@@ -12,7 +12,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, check_documents, plan
 
 MAX_STEPS = 2**20
-"""Of all ranks: a schedule of so many takes a minute and a gigabyte."""
+"""The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}
         for name, x in _gathered(fields, sharding, spec).items():
             setattr(output, name, x[:, :length])
-        # Of what is gathered already: the sum needs no message of its own.
+        # The log-probabilities are gathered already, so the sum needs no message.
         output.loss = -output.log_probs.sum() / torch.as_tensor(spec.num_items).clamp(min=1)
         return output
 

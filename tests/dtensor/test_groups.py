@@ -30,7 +30,7 @@ def new_world(name: str) -> None:
 
 
 def new_mesh() -> DeviceMesh:
-    """An annotated axis over a group of its own."""
+    """An annotated axis over a new group."""
     group = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
     set_sequence_layout(mesh, "zigzag")

@@ -197,7 +197,7 @@ def configure(call: Call, mesh: DeviceMesh) -> None:
 
 
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:
-    """One step of this rank; the error of its results, 0 if there are none."""
+    """Run one step on this rank; returns the largest error, 0 without results."""
     rank, size = mesh.get_local_rank(), mesh.size()
     positions = torch.tensor(call.layout_on(size).positions(rank, size, call.seq_len))
     results, losses = [], []

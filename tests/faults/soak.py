@@ -172,7 +172,7 @@ FAILURES: dict[str, Callable[[Round], None]] = {
 def failure_of_step(call: Call, num_steps: int = 1) -> str | None:
     """What training steps raise on the default group; they must be right otherwise."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    annotation_of(mesh.get_group()).config = None  # the calls before had axes of their own
+    annotation_of(mesh.get_group()).config = None  # earlier calls used other axes
     configure(call, mesh)
     try:
         errors = [step(call, plain, mesh, training=True) for _ in range(num_steps)]

@@ -33,14 +33,14 @@ from dtensor_ring.planning.dealing import deal
 from dtensor_ring.planning.documents import Documents, as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.rows import rows_of
+from dtensor_ring.planning.rows import slices_of
 
 SEQ_LEN = 2**24
 CACHES = {
     "plans": plan,
     "needs": planner._needs,
     "runs": deal,
-    "boundaries": rows_of,
+    "slices": slices_of,
     "balanced": balanced._deal,
 }
 CAUSAL = Mask.causal()

@@ -10,7 +10,7 @@ from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.tile import length
+from dtensor_ring.planning.span import length
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.protocol import Transport
 from dtensor_ring.transport.rotation import ShardRotation, SumRotation

@@ -17,7 +17,7 @@ from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.planning.tile import length
+from dtensor_ring.planning.span import length
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import protocol
 from dtensor_ring.transport.buffers import BufferPool

@@ -86,11 +86,11 @@ RingError(message: 'str', *, ring: 'tuple[int, ...]' = (), direction: 'str' = ''
 SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' =
         None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None, transport:
         'Transport | None' = None) -> 'None'
-    .attention(self, query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask' =
-        Mask(left=None, right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None,
-        sinks: 'Tensor | None' = None, scale: 'float | None' = None, softcap: 'float' = 0.0,
-        key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor | None' = None, seq_len: 'int |
-        None' = None) -> 'Tensor'
+    .attention(self, query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' =
+        None, cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float |
+        None' = None, softcap: 'float' = 0.0, key_cu_seqlens: 'Tensor | None' = None, runs:
+        'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, seq_len: 'int | None' =
+        None) -> 'Tensor'
     .kernel
     .layout
     .policy
@@ -128,12 +128,12 @@ describe_schedule(layout: 'Layout | str', mask: 'Mask', seq_len: 'int', world_si
 next_token_labels(tokens: 'Tensor', cu_seqlens: 'Tensor | None' = None, ignore_index: 'int' =
         -100) -> 'Tensor'
 register_kernel(kernel: 'Kernel', *, before: 'str | None' = None) -> 'None'
-ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask' =
-        Mask(left=None, right=0, chunk=None, prefix=None), cu_seqlens: 'Tensor | None' = None,
-        sinks: 'Tensor | None' = None, scale: 'float | None' = None, softcap: 'float' = 0.0,
-        kernel: 'str | None' = None, mesh: 'DeviceMesh | None' = None, return_lse: 'bool' =
-        False, key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor | None' = None, validate:
-        'bool' = False) -> 'Tensor | tuple[Tensor, Tensor]'
+ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' = None,
+        cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float | None'
+        = None, softcap: 'float' = 0.0, kernel: 'str | None' = None, mesh: 'DeviceMesh | None' =
+        None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor
+        | None' = None, slices: 'Slices | Tensor | None' = None, validate: 'bool' = False) ->
+        'Tensor | tuple[Tensor, Tensor]'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
 set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'str | None' =

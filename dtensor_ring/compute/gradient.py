@@ -14,7 +14,7 @@ from dtensor_ring.compute.memory import (
     in_order,
     region,
 )
-from dtensor_ring.planning.tile import Span
+from dtensor_ring.planning.span import Span
 
 
 class GradientSum:

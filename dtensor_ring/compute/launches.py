@@ -12,7 +12,8 @@ from dtensor_ring.compute.memory import cols_of, region, rows_of
 from dtensor_ring.compute.segments import Segments
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.tile import CAUSAL, FULL, Tile, length
+from dtensor_ring.planning.span import length
+from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 
 FEWEST = 3
 """Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""

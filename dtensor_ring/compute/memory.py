@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.tile import Span, Tile
+from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.tile import Tile
 
 Order = tuple[int, ...]
 """The dimensions, the one with the largest stride first."""

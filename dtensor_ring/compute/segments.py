@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.tile import length
+from dtensor_ring.planning.span import length
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,32 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.kernels import Scores, check_kernel
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.options import Call, default_scale
+from dtensor_ring.ops.options import Batch, Call, default_scale
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tile import CAUSAL, FULL
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Of the numbers that scores are computed with, unless tensors are float64."""
+
+
+def mask_of(mask: Mask | None, slices: Slices | Tensor | None) -> Mask:
+    """The mask that was given, or the default: causal, unless slices say what is seen."""
+    if mask is not None:
+        return mask
+    return CAUSAL if slices is None else FULL
+
+
+def batch_of(
+    cu_seqlens: Tensor | None,
+    key_cu_seqlens: Tensor | None,
+    runs: Tensor | None,
+    slices: Slices | Tensor | None,
+) -> Batch:
+    """The options that differ from batch to batch."""
+    if isinstance(slices, Slices):
+        slices = torch.from_numpy(slices.numbers)  # its memory: what was made of it is found by it
+    return Batch(cu_seqlens, key_cu_seqlens, runs, slices)
 
 
 def as_flag(name: str, given: Any) -> bool:
@@ -89,14 +110,12 @@ def check_options(query: Tensor, call: Call) -> None:
         ValueError: if one is not strided.
     """
     batch, sinks = call.batch, call.scores.sinks
-    given = ("cu_seqlens", batch.cu_seqlens), ("key_cu_seqlens", batch.key_cu_seqlens)
-    for name, x in (*given, ("runs", batch.runs)):
+    for name, x in zip(batch._fields, batch, strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
-            make = (
-                "sequence_runs(layout)" if name == "runs" else "torch.tensor(x, dtype=torch.int32)"
-            )
+            makers = {"runs": "sequence_runs(layout)", "slices": "sequence_slices(slices)"}
+            make = makers.get(name, "torch.tensor(x, dtype=torch.int32)")
             raise TypeError(f"{name} must be a plain tensor, as {make}, got {type(x).__name__}")
         check_strided(name, x)
     if sinks is None:

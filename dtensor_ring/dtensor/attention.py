@@ -12,13 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
-from dtensor_ring.dtensor.arguments import as_flag, check_options, check_tensors, scores_of
+from dtensor_ring.dtensor.arguments import (
+    as_flag,
+    batch_of,
+    check_options,
+    check_tensors,
+    mask_of,
+    scores_of,
+)
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
-from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
+from dtensor_ring.ops.options import ON_DTENSORS, Call, Place, flatten
 from dtensor_ring.planning.mask import Mask
-
-CAUSAL = Mask.causal()
+from dtensor_ring.planning.slices import Slices
 
 
 @overload
@@ -27,7 +33,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask = ...,
+    mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
     scale: float | None = ...,
@@ -37,6 +43,7 @@ def ring_attention(
     return_lse: Literal[False] = ...,
     key_cu_seqlens: Tensor | None = ...,
     runs: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
     validate: bool = ...,
 ) -> Tensor: ...
 @overload
@@ -45,7 +52,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask = ...,
+    mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
     scale: float | None = ...,
@@ -55,6 +62,7 @@ def ring_attention(
     return_lse: Literal[True],
     key_cu_seqlens: Tensor | None = ...,
     runs: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
     validate: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
@@ -62,7 +70,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask = CAUSAL,
+    mask: Mask | None = None,
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -72,6 +80,7 @@ def ring_attention(
     return_lse: bool = False,
     key_cu_seqlens: Tensor | None = None,
     runs: Tensor | None = None,
+    slices: Slices | Tensor | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded over the ranks of a mesh axis.
@@ -87,7 +96,7 @@ def ring_attention(
         key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention),
             and nothing is repeated. Another length than the query's makes it cross attention.
         value: `(B, Nkv, S, Hv)`, placed as the query.
-        mask: which keys a query sees; causal by default.
+        mask: which keys a query sees; causal by default, unless `slices` say it.
         cu_seqlens: boundaries of packed documents in global positions, int32 on the CPU, shape
             `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens after the last
             boundary see nothing, and their output is 0.
@@ -109,6 +118,8 @@ def ring_attention(
         runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
             int32 on the CPU, `(W, R, 2)`, ascending in each row. By default the layout of the mesh
             says.
+        slices: what queries see, in place of mask and boundaries: `Slices`, or under a compiler the
+            tensor that `sequence_slices` makes of them, `(N, 6)` or `(B, N, 6)`.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
             eager calls. A call that is not a ring (no sharded sequence, a mesh of several axes)
@@ -130,15 +141,18 @@ def ring_attention(
     """
     if type(return_lse) is not bool or type(validate) is not bool:
         return_lse, validate = as_flag("return_lse", return_lse), as_flag("validate", validate)
+    mask, batch = mask_of(mask, slices), batch_of(cu_seqlens, key_cu_seqlens, runs, slices)
     if validate:
         arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
         arguments |= {"cu_seqlens": cu_seqlens, "key_cu_seqlens": key_cu_seqlens, "runs": runs}
+        arguments |= {"slices": batch.slices}
         arguments |= {"scale": scale, "softcap": softcap, "kernel": kernel}
         validate_call(arguments | {"return_lse": return_lse}, mesh)
     check_tensors(query, key, value)
     place, of_axis = _placed(query, key, mesh, runs is not None)
-    scores = scores_of(query, mask, scale, softcap, sinks, of_axis if kernel is None else kernel)
-    call = Call(Batch(cu_seqlens, key_cu_seqlens, runs), scores, place)
+    kernel = of_axis if kernel is None else kernel
+    scores = scores_of(query, mask, scale, softcap, sinks, kernel)
+    call = Call(batch, scores, place)
     out, lse = attend(query, key, value, call)
     return (out, lse) if return_lse else out
 

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import annotate, axis_group
-from dtensor_ring.dtensor.arguments import check_tensors, scores_of
-from dtensor_ring.dtensor.attention import CAUSAL, attend
+from dtensor_ring.dtensor.arguments import batch_of, check_tensors, mask_of, scores_of
+from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.dtensor.sequence import (
@@ -16,12 +16,13 @@ from dtensor_ring.dtensor.sequence import (
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
+from dtensor_ring.ops.options import ON_DTENSORS, Call
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import set_transport
@@ -111,13 +112,14 @@ class SequenceAxis:
         key: Tensor,
         value: Tensor,
         *,
-        mask: Mask = CAUSAL,
+        mask: Mask | None = None,
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         key_cu_seqlens: Tensor | None = None,
         runs: Tensor | None = None,
+        slices: Slices | Tensor | None = None,
         seq_len: int | None = None,
     ) -> Tensor:
         """`ring_attention` over this axis; see there for arguments and errors.
@@ -127,20 +129,22 @@ class SequenceAxis:
                 and value.
             key: `(B, Nkv, S, H)`.
             value: `(B, Nkv, S, Hv)`.
-            mask: which keys a query sees.
+            mask: which keys a query sees; causal by default, unless `slices` say it.
             cu_seqlens: boundaries of documents.
             sinks: one logit per query head.
             scale: factor of the scores.
             softcap: bound of the scores.
             key_cu_seqlens: boundaries of the keys' documents.
             runs: the runs of this batch, for a layout that belongs to it.
+            slices: what queries see, in place of mask and boundaries.
             seq_len: S of local shards, if not all ranks have as many tokens, as it does not divide.
 
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, as the query is.
         """
         check_tensors(query, key, value)
-        batch = Batch(cu_seqlens, key_cu_seqlens, runs)
+        mask = mask_of(mask, slices)
+        batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices)
         if isinstance(query, DTensor):
             if seq_len is not None:
                 raise ValueError("seq_len is for local shards: DTensors say theirs; leave it out")

@@ -71,29 +71,31 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     batch, scores, config = call.batch, call.scores, ring.config
     bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
     key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
+    slices = _local_rows("slices", batch.slices, query, ring, 3)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
     if scores.sinks is not None or (scores.kernel is None and config.kernel is not None):
         sinks, kernel = _local_sinks(scores.sinks, ring), scores.kernel or config.kernel
         scores = scores._replace(sinks=sinks, kernel=kernel)
     return Call(
-        Batch(bounds, key_bounds, batch.runs),
+        Batch(bounds, key_bounds, batch.runs, slices),
         scores,
         config.place(ring.group.group_name, *lengths),
     )
 
 
-def _local_rows(name: str, cu_seqlens: Any, query: DTensor, ring: Ring) -> Any:
-    if cu_seqlens is None or cu_seqlens.ndim != 2:
-        return cu_seqlens
-    if len(cu_seqlens) != query.shape[BATCH]:
+def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
+    """This rank's rows of what is given for the whole batch, of so many dims if it is by row."""
+    if given is None or given.ndim != ndim:
+        return given
+    if len(given) != query.shape[BATCH]:
+        one, rows = ("(D+1,)", "D+1") if ndim == 2 else ("(N, 6)", "N, 6")
         raise ValueError(
-            f"{name} must be that of the whole batch, shape (D+1,) or "
-            f"({query.shape[BATCH]}, D+1), got {tuple(cu_seqlens.shape)}"
+            f"{name} must be that of the whole batch, shape {one} or "
+            f"({query.shape[BATCH]}, {rows}), got {tuple(given.shape)}"
         )
     start, length = _batch_rows(query, ring)
     # The same object where it can be: what was made of it is found by its address.
-    whole = (start, length) == (0, len(cu_seqlens))
-    return cu_seqlens if whole else cu_seqlens[start : start + length]
+    return given if (start, length) == (0, len(given)) else given[start : start + length]
 
 
 def _local_sinks(sinks: Any, ring: Ring) -> Any:

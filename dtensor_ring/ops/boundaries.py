@@ -19,6 +19,7 @@ from torch import Tensor
 from dtensor_ring.planning.cache import ByteStore
 from dtensor_ring.planning.documents import Documents, as_documents
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 
 class _Known(NamedTuple):
@@ -117,6 +118,22 @@ def _table(content: np.ndarray) -> RunTable:
     # Padding of the table says nothing, and differs with its length.
     rows = ((run for run in row if run[1]) for row in content.tolist())
     return RunTable(tuple(tuple((start, length) for start, length in row) for row in rows))
+
+
+def slices_of_table(slices: Tensor, batch: int) -> Slices:
+    """The slices `(N, 6)` or `(B, N, 6)` as the planner wants them, see `sequence_slices`.
+
+    Raises:
+        ValueError: if they are not int32 on the CPU, of shape (N, 6) or (batch, N, 6).
+    """
+    check_host(slices, "slices")
+    shape = tuple(slices.shape)
+    if shape[-1:] != (NUM_FIELDS,) or shape[:-2] not in ((), (batch,)) or len(shape) < 2:
+        raise ValueError(
+            f"slices must have shape (N, {NUM_FIELDS}) or ({batch}, N, {NUM_FIELDS}), got {shape}; "
+            "see sequence_slices"
+        )
+    return _converted(slices, "slices", lambda content: content.shape[-1], Slices.of_numbers)
 
 
 def check_host(x: Tensor, name: str) -> None:

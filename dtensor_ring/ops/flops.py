@@ -11,8 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
-from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.plan import visible_pairs
+from dtensor_ring.planning.rows import slices_of
 from dtensor_ring.planning.run import Run
 
 
@@ -53,27 +53,22 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
     lengths: Any = (place.seq_len, place.key_seq_len) if is_placed else _lengths(query, key)
     num_queries, num_keys = map(_number, lengths)
-    documents, key_documents = call.documents(batch) if is_known else (None, None)
-    pairs = visible_pairs(
-        *(call.scores.mask, num_queries, documents, Run(0, num_queries)),
-        *(num_keys, key_documents),
-    )
-    # Boundaries by row are summed over the rows already.
-    is_by_row = max(_num_rows(documents), _num_rows(key_documents)) > 1
+    slices = call.slices(batch) if is_known else None
+    if slices is None:
+        documents = call.documents(batch) if is_known else (None, None)
+        slices = slices_of(call.scores.mask, (num_queries, num_keys), *documents)
+    pairs = visible_pairs(slices, Run(0, num_queries))
+    # Slices by row are summed over the rows already.
     world_size = call.group.size() if is_placed else 1
-    return heads * pairs * (1 if is_by_row else batch) // world_size
+    return heads * pairs * (1 if len(slices) > 1 else batch) // world_size
 
 
 def _tensors(call: Call) -> tuple[Any, ...]:
-    return call.batch.cu_seqlens, call.batch.key_cu_seqlens, call.batch.runs
+    return tuple(call.batch)
 
 
 def _lengths(query: Tensor, key: Tensor) -> tuple[Any, Any]:
     return query.shape[2], key.shape[2]
-
-
-def _num_rows(documents: Documents | None) -> int:
-    return 0 if documents is None else len(documents)
 
 
 def _number(length: Any) -> int:

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
-from dtensor_ring.ops.boundaries import documents_of, run_table
+from dtensor_ring.ops.boundaries import documents_of, run_table, slices_of_table
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run import shard_length
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
@@ -37,6 +38,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None = None
     key_cu_seqlens: Tensor | None = None
     runs: Tensor | None = None
+    slices: Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -69,6 +71,7 @@ class Question(NamedTuple):
     key_seq_len: int
     key_documents: Documents | None
     strategy: str | None
+    slices: Slices | None = None
 
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """This rank's plan.
@@ -111,6 +114,11 @@ class Call(NamedTuple):
             None if keys is None else documents_of(keys, "key_cu_seqlens", batch, is_numbered),
         )
 
+    def slices(self, batch: int) -> Slices | None:
+        """What queries see, if slices say it."""
+        given = self.batch.slices
+        return None if given is None else slices_of_table(given, batch)
+
     def question(self, batch: int) -> Question:
         """What the planner is asked."""
         place, group = self.place, self.group
@@ -123,7 +131,7 @@ class Call(NamedTuple):
         assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
         return Question(
             *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
-            *(key_seq_len, key_documents, place.strategy),
+            *(key_seq_len, key_documents, place.strategy, self.slices(batch)),
         )
 
     def select(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Kernel:
@@ -131,8 +139,10 @@ class Call(NamedTuple):
         mask, scale, softcap, _, kernel = self.scores
         _, num_heads, _, head_dim = query.shape
         _, num_key_heads, _, value_head_dim = value.shape
-        is_windowed = mask.left is not None  # the planner cuts other bands into squares
-        is_packed = self.batch.cu_seqlens is not None or mask.chunk is not None
+        slices = self.slices(query.shape[0])
+        # The planner cuts other bands into squares.
+        is_windowed = mask.left is not None if slices is None else slices.are_windowed
+        is_packed = self.batch.cu_seqlens is not None or mask.chunk is not None or bool(slices)
         return kernel_for(
             *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
             *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),

@@ -15,6 +15,7 @@ from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.session import session_of
@@ -94,6 +95,7 @@ def _word(
         "policy": policy,
         "cu_seqlens": _boundaries(question.documents),
         "key_cu_seqlens": _boundaries(question.key_documents),
+        "slices": _tables(question.slices),
         "runs": _runs(layout) if isinstance(layout, RunTable) else None,
     }
     return Word({name: str(value) for name, value in fields.items()})
@@ -103,6 +105,14 @@ def _word(
 def _boundaries(documents: Documents | None) -> str:
     """The boundaries of each row of the batch."""
     return "none" if documents is None else ", ".join(map(_numbers, documents.arrays))
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)
+def _tables(slices: Slices | None) -> str:
+    """The slices of each row of the batch."""
+    if slices is None:
+        return "none"
+    return ", ".join(_numbers(table.reshape(-1)) for table in slices.tables)
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)

@@ -13,6 +13,7 @@ from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import check_documents, visible_pairs
+from dtensor_ring.planning.rows import slices_of
 from dtensor_ring.planning.run import Run, joined, shard_length
 from dtensor_ring.planning.spelling import LAYOUTS, as_layout
 
@@ -124,11 +125,12 @@ def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
 
 def _blocks(layout: Balanced, rank: int) -> Iterator[_Block]:
     """The blocks of the runs that zigzag deals to a rank."""
+    slices = slices_of(layout.mask, (layout.seq_len, layout.seq_len), layout.documents)
     for run in ZigZag().runs(rank, layout.world_size, layout.seq_len):
         for start in range(run.start, run.start + run.length, layout.block_length):
             length = min(layout.block_length, run.start + run.length - start)
             # Over the keys of all ranks: wherever they are, the work is the same.
-            area = visible_pairs(layout.mask, layout.seq_len, layout.documents, Run(start, length))
+            area = visible_pairs(slices, Run(start, length))
             yield _Block(start, length, area)
 
 

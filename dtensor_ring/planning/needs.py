@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.tile import NOTHING, Span, length
+from dtensor_ring.planning.span import NOTHING, Span, length
 
 NUM_PROBES = 4
 """Evenly spaced ranks that are looked at before all are."""

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.needs import Needs, Sights, source_blocks, spans_by, spans_of
-from dtensor_ring.planning.rows import Rows
-from dtensor_ring.planning.tile import Span, prefix_parts
-
-UNBOUNDED = 2**40
-"""More than any lag."""
-
-
-class _Piece(NamedTuple):
-    """A document, or a part of it: which queries, which keys, and the band between them."""
-
-    queries: Span
-    keys: Span
-    left: int | None
-    right: int | None
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.span import Span
 
 
 class _Summary(NamedTuple):
@@ -43,14 +29,14 @@ class PairedNeeds(Needs):
     settled by the first and the last document in which it has something to see.
     """
 
-    def __init__(self, queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> None:
+    def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
         self.world_size = len(keys.shards)
         self._queries, self._keys = queries, keys
-        self._rows = [list(_pieces(bounds, mask)) for _, bounds in rows]
+        self._tables = slices.tables
 
     @property
     def num_bytes(self) -> int:
-        return 300 * (self.world_size + sum(map(len, self._rows)))
+        return 300 * (self.world_size + sum(map(len, self._tables)))
 
     def seen_by(self, rank: int) -> dict[int, Span]:
         # One rank against all others: n pairs for each of its runs, not n * n.
@@ -97,14 +83,12 @@ class PairedNeeds(Needs):
         is_other = self._keys.owners[key] != self._queries.owners[query]
         key, query = key[is_other], query[is_other]
         # Rows of the batch are reduced together: a packet serves them all.
-        found = [self._seen(key, query, pieces) for pieces in self._rows]
+        found = [self._seen(key, query, table) for table in self._tables]
         return Sights(*map(np.concatenate, zip(*found, strict=True))).reduced(self.world_size)
 
-    def _seen(self, key: np.ndarray, query: np.ndarray, pieces: list[_Piece]) -> Sights:
+    def _seen(self, key: np.ndarray, query: np.ndarray, table: np.ndarray) -> Sights:
         """The columns of each pair in one batch row, pairs that see nothing left out."""
-        firsts, ends = self._first_seen(key, query, pieces)
-        if len(pieces) > 1:  # the last document that shows anything has the last column
-            _, ends = self._first_seen(key, query, pieces[::-1])
+        firsts, ends = self._hulls(key, query, table)
         # A seen run ends after column 0, so 0 marks the others.
         seen = np.flatnonzero(ends)
         key, query = key[seen], query[seen]
@@ -112,38 +96,57 @@ class PairedNeeds(Needs):
         cols = self._keys.cols[key]
         return Sights(*owners, firsts[seen] + cols, ends[seen] + cols)
 
-    def _first_seen(
-        self, key: np.ndarray, query: np.ndarray, pieces: Sequence[_Piece]
+    def _hulls(
+        self, key: np.ndarray, query: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pair, the columns of the run in the first piece that has any; (0, 0) if none."""
+        """Of each pair, the first column of the run that is seen, and one after the last."""
+        # Where keys ascend from slice to slice, the first that shows anything has the first column.
+        if (table[1:, 2] >= table[:-1, 3]).all():
+            firsts, ends = self._first_seen(key, query, table)
+            return (
+                firsts,
+                self._first_seen(key, query, table[::-1])[1] if len(table) > 1 else ends,
+            )
+        firsts = np.full(len(key), np.iinfo(np.int64).max)
+        ends = np.zeros(len(key), dtype=np.int64)
+        for row in table:
+            first, end = self._columns(key, query, row)
+            is_seen = first < end
+            firsts[is_seen] = np.minimum(firsts, first)[is_seen]
+            ends[is_seen] = np.maximum(ends, end)[is_seen]
+        return firsts, ends
+
+    def _first_seen(
+        self, key: np.ndarray, query: np.ndarray, table: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of each pair, the columns of the run in the first slice that has any; (0, 0) if none."""
         firsts, ends = np.zeros((2, len(key)), dtype=np.int64)
         todo = np.arange(len(key))
         # Most pairs are settled by the first document: only the others go on to the next.
-        for piece in pieces:
+        for row in table:
             if not todo.size:
                 break
-            first, end = self._columns(key[todo], query[todo], piece)
+            first, end = self._columns(key[todo], query[todo], row)
             is_seen = first < end
             firsts[todo[is_seen]], ends[todo[is_seen]] = first[is_seen], end[is_seen]
             todo = todo[~is_seen]
         return firsts, ends
 
     def _columns(
-        self, key: np.ndarray, query: np.ndarray, piece: _Piece
+        self, key: np.ndarray, query: np.ndarray, cut: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pair, the columns of the run of keys that are seen in a piece; empty if none.
+        """Of each pair, the columns of the run of keys that are seen in a slice; empty if none.
 
         As `tile._band_tiles`, of which it takes the hull: bounds of positions become bounds of
         indices, and trim the rectangle from all sides.
         """
-        # Each run is cut to the piece first; indices then count from the first token inside.
-        row, num_rows = (x[query] for x in _indices(self._queries, piece.queries))
-        col, num_cols = (x[key] for x in _indices(self._keys, piece.keys))
+        # Each run is cut to the slice first; indices then count from the first token inside.
+        row, num_rows = (x[query] for x in _indices(self._queries, cut[:2]))
+        col, num_cols = (x[key] for x in _indices(self._keys, cut[2:4]))
         queries, keys, stride = self._queries, self._keys, self._queries.stride
         # Without bounds there is no diagonal, and the strides of both sides may differ.
         offset = queries.starts[query] + row * stride - keys.starts[key] - col * keys.stride
-        left = UNBOUNDED if piece.left is None else (piece.left - offset) // stride
-        right = UNBOUNDED if piece.right is None else (piece.right + offset) // stride
+        left, right = (cut[4] - offset) // stride, (cut[5] + offset) // stride
         # Rows that see any column, then columns that any of those rows sees.
         first_row, end_row = np.maximum(0, -right), np.minimum(num_rows, num_cols + left)
         first, end = np.maximum(0, first_row - left), np.minimum(num_cols, end_row + right)
@@ -151,21 +154,7 @@ class PairedNeeds(Needs):
         return first + col, np.where(is_seen, end, 0) + col
 
 
-def _pieces(bounds: tuple[tuple[int, ...], tuple[int, ...]], mask: Mask) -> Iterator[_Piece]:
-    """The pieces of a batch row, in ascending order."""
-    for queries, keys in zip(pairwise(bounds[0]), pairwise(bounds[1]), strict=False):
-        if queries[0] < queries[1]:
-            for begin, end, band in prefix_parts(keys[0], keys[1], mask):
-                yield _Piece(queries, (begin, end), *_clipped(band))
-
-
-def _clipped(mask: Mask) -> tuple[int | None, int | None]:
-    """The bounds, none of them larger than an array may hold."""
-    left, right = (x if x is None else min(x, UNBOUNDED) for x in (mask.left, mask.right))
-    return left, right
-
-
-def _indices(dealing: Dealing, span: Span) -> tuple[np.ndarray, np.ndarray]:
+def _indices(dealing: Dealing, span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First token of each run in a span of positions, and the number of its tokens there."""
     # Rounded up, as -(-a // b): the first token at or after each end of the span.
     first = np.maximum(0, -((dealing.starts - span[0]) // dealing.stride))

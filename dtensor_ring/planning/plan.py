@@ -17,11 +17,14 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.needs import Needs
 from dtensor_ring.planning.pairs import PairedNeeds
+from dtensor_ring.planning.pieces import pieces_of
 from dtensor_ring.planning.route import Hop, Route, route_named
-from dtensor_ring.planning.rows import Rows, rows_of
+from dtensor_ring.planning.rows import rows_of, slices_of
 from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.span import NOTHING, Span, length, moved
 from dtensor_ring.planning.sweep import SweptNeeds
-from dtensor_ring.planning.tile import NOTHING, Span, Tile, length, moved, shard_tiles
+from dtensor_ring.planning.tile import FULL, Tile, shard_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity
@@ -90,6 +93,7 @@ def plan(
     key_seq_len: int | None = None,
     key_documents: Documents | None = None,
     route: str = "ring",
+    slices: Slices | None = None,
 ) -> Plan:
     """Plan of one rank.
 
@@ -108,51 +112,61 @@ def plan(
         key_seq_len: global length of keys and values, for cross attention.
         key_documents: their boundaries: document number d of the queries sees number d of these.
         route: how keys and values travel, a name in `ROUTES`.
+        slices: what a query sees, in place of mask and documents.
 
     Raises:
         ValueError: if the layout cannot deal the length or breaks its promise, the documents are
-            not boundaries, cross attention has a mask that is not full, or the route is unknown.
+            not boundaries, cross attention has a mask that is not full, slices do not fit the
+            sequences or come beside a mask or documents, or the route is unknown.
     """
     make_route = route_named(route)
-    rows = checked_rows(mask, world_size, (seq_len, key_seq_len), documents, key_documents)
-    key_seq_len = seq_len if key_seq_len is None else key_seq_len
-    queries, keys = (deal(layout, world_size, num_tokens) for num_tokens in (seq_len, key_seq_len))
+    seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
+    slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
+    queries, keys = (deal(layout, world_size, num_tokens) for num_tokens in seq_lens)
     # Shared by the plans of all ranks, as a printed schedule asks for every one.
-    needs = _needs(queries, keys, mask, rows)
-    return _planned(make_route(rank, needs), queries, keys, mask, rows)
+    needs = _needs(queries, keys, slices)
+    return _planned(make_route(rank, needs), queries, keys, slices)
 
 
-def checked_rows(
+def checked_slices(
     mask: Mask,
     world_size: int,
-    seq_lens: tuple[int, int | None],
-    documents: Documents | None,
-    key_documents: Documents | None,
-) -> Rows:
-    """The batch rows of an attention that can be planned.
+    seq_lens: tuple[int, int],
+    documents: Documents | None = None,
+    key_documents: Documents | None = None,
+    slices: Slices | None = None,
+) -> Slices:
+    """What queries see in an attention that can be planned.
 
     Raises:
-        ValueError: if there is no rank, a length is negative, boundaries do not fit the sequence,
-            or cross attention has a mask that is not full.
+        ValueError: if there is no rank, a length is negative, boundaries or slices do not fit the
+            sequences, cross attention has a mask that is not full, or slices come beside others.
     """
     seq_len, key_seq_len = seq_lens
-    key_seq_len = seq_len if key_seq_len is None else key_seq_len
     check_documents(world_size, seq_len, documents)
     check_documents(world_size, key_seq_len, key_documents, "key_cu_seqlens")
+    if slices is not None:
+        if mask != FULL or documents is not None or key_documents is not None:
+            raise ValueError(
+                f"slices say all that is seen, so they come without mask ({mask}), cu_seqlens and "
+                "key_cu_seqlens; Slices.documents(cu_seqlens, mask) makes slices of those"
+            )
+        slices.check(seq_len, key_seq_len)
+        return slices
     if seq_len != key_seq_len or key_documents is not None:
-        _check_cross(mask, (seq_len, key_seq_len), documents, key_documents)
-    return rows_of(mask, (seq_len, key_seq_len), documents, key_documents or documents)
+        _check_cross(mask, seq_lens, documents, key_documents)
+    return slices_of(mask, seq_lens, documents, key_documents)
 
 
 @cached_bytes(2**26, lambda needs: needs.num_bytes)
-def _needs(queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> Needs:
+def _needs(queries: Dealing, keys: Dealing, slices: Slices) -> Needs:
     """Columns that ranks see of one another; shared by all plans of one attention."""
     # Runs without gaps can be sorted and searched; others have to be compared.
     is_dense = queries.stride == keys.stride == 1
-    return (SweptNeeds if is_dense else PairedNeeds)(queries, keys, mask, rows)
+    return (SweptNeeds if is_dense else PairedNeeds)(queries, keys, slices)
 
 
-def _planned(route: Route, queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> Plan:
+def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> Plan:
     """The steps and hops of a route, with the tiles of what its rank sees."""
     rank, sources = route.rank, route.sources
     shards = [route.shards(number) for number in range(len(sources))]
@@ -161,6 +175,7 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, mask: Mask, rows: Ro
     # At most one packet of a source comes here, so this is the only one to compute on.
     cols = {x.source: x.cols for hop in shards for x in hop.receives}
     cols[rank] = 0, keys.num_local(rank)
+    own = [(batch, pieces_of(queries.shards[rank], table)) for batch, table in rows_of(slices)]
     steps = []
     for number, source in enumerate(sources):
         resident, tiles = cols.get(source, NOTHING), ()
@@ -168,10 +183,8 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, mask: Mask, rows: Ro
             # Kernels get a packet, not a shard: its first column is number 0.
             tiles = tuple(
                 Tile(tile.rows, moved(tile.cols, -resident[0]), tile.mask, tile.batch)
-                for batch, bounds in rows
-                for tile in shard_tiles(
-                    queries.shards[rank], keys.shards[source], mask, bounds, batch
-                )
+                for batch, pieces in own
+                for tile in shard_tiles(pieces, keys.shards[source], batch)
             )
         steps.append(Step(number, source, resident, tiles))
     sums = tuple(route.sums(number) for number in range(len(sources)))
@@ -199,21 +212,13 @@ def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[
     return *others, final._replace(releases=())
 
 
-def visible_pairs(
-    mask: Mask,
-    seq_len: int,
-    documents: Documents | None,
-    run: Run,
-    key_seq_len: int | None = None,
-    key_documents: Documents | None = None,
-) -> int:
-    """Pairs that the queries of a run see, summed over the rows of the documents."""
-    key_seq_len = seq_len if key_seq_len is None else key_seq_len
+def visible_pairs(slices: Slices, run: Run) -> int:
+    """Pairs that the queries of a run see, summed over the rows of the slices."""
     # All keys as one run: who holds them does not change what is seen.
-    everything = (Run(0, key_seq_len),) if key_seq_len else ()
-    rows = rows_of(mask, (seq_len, key_seq_len), documents, key_documents or documents)
+    end = max((int(table[:, 3].max()) for table in slices if len(table)), default=0)
+    everything = (Run(0, end),) if end else ()
     return sum(
-        tile.area for _, bounds in rows for tile in shard_tiles((run,), everything, mask, bounds)
+        tile.area for table in slices for tile in shard_tiles(pieces_of([run], table), everything)
     )
 
 

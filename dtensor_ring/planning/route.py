@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dtensor_ring.planning.needs import Needs
-from dtensor_ring.planning.tile import Span, length
+from dtensor_ring.planning.span import Span, length
 
 
 class Transfer(NamedTuple):

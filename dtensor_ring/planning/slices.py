@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,25 @@ class Slices:
     UNBOUNDED = LARGEST
 
     def __init__(self, query_ranges: Any, key_ranges: Any, bands: Any) -> None:
-        parts = [np.array(x, dtype=np.int64) for x in (query_ranges, key_ranges)]
-        bounds = np.array(_numbers(bands), dtype=np.int64)
-        parts.append(np.where(bounds >= LARGEST, UNBOUNDED, bounds))
-        table = np.concatenate([x.reshape(*x.shape[:-1], 2) for x in parts], axis=-1)
-        self._set(table if table.ndim == 3 else table[None])
+        parts = [np.array(x, dtype=np.int64) for x in (query_ranges, key_ranges, _numbers(bands))]
+        self._set(Slices.of_numbers(np.concatenate(parts, axis=-1)).tables)
+
+    @classmethod
+    def of_numbers(cls, content: np.ndarray) -> Slices:
+        """Slices of a table `(N, 6)` or `(B, N, 6)` in which `LARGEST` is no bound."""
+        tables = np.array(content, dtype=np.int64, ndmin=3)
+        bands = tables[..., 4:]
+        bands[bands >= LARGEST] = UNBOUNDED
+        return cls.of_tables(tables)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """What `of_numbers` takes: `(N, 6)`, or `(B, N, 6)` filled up with empty slices, int32."""
+        num_slices = max(map(len, self.tables), default=0)
+        result = np.zeros((len(self.tables), num_slices, NUM_FIELDS), dtype=np.int32)
+        for row, table in zip(result, self.tables, strict=True):
+            row[: len(table)] = np.minimum(table, LARGEST)
+        return result[0] if len(result) == 1 else result
 
     @classmethod
     def of_tables(cls, tables: Any) -> Slices:
@@ -59,6 +74,25 @@ class Slices:
         for table in self.tables:
             table.setflags(write=False)  # the hash would not follow a change
         self._hash = hash(tuple(table.tobytes() for table in self.tables))
+
+    def check(self, seq_len: int, key_seq_len: int) -> None:
+        """Refuse slices that do not fit the sequences.
+
+        Raises:
+            ValueError: if a range ends after its sequence.
+        """
+        for table in self.tables:
+            if len(table) and (table[:, 1].max() > seq_len or table[:, 3].max() > key_seq_len):
+                raise ValueError(
+                    f"slices must end at or before the sequence length {seq_len} (keys "
+                    f"{key_seq_len}), got {table[:, :4].tolist()}"
+                )
+
+    @cached_property
+    def are_windowed(self) -> bool:
+        """Whether any query sees less far back than its slice goes."""
+        # The last query of a slice looks back furthest.
+        return any(bool((t[:, 4] < t[:, 1] - 1 - t[:, 2]).any()) for t in self.tables)
 
     @property
     def num_bytes(self) -> int:

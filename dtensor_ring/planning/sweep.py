@@ -9,19 +9,18 @@ from functools import cached_property
 import numpy as np
 
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.needs import Needs, Sights, source_blocks, spans_by, spans_of
-from dtensor_ring.planning.rows import Rows
-from dtensor_ring.planning.tile import Span
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.wavelet import WaveletMatrix
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Runs of all ranks, cut where documents begin and end: arrays, in the order of positions.
+    """Runs of all ranks, cut by slices: arrays, by slice, then in the order of positions.
 
-    Batch rows follow one another in one long line of positions, and their documents are numbered
-    through, so that one search serves all rows.
+    The slices of all batch rows follow one another in one long line of positions, and are numbered
+    through, so that one search serves them all.
     """
 
     begins: np.ndarray
@@ -29,37 +28,30 @@ class Segments:
     owners: np.ndarray
     cols: np.ndarray
     """Where in the shard of its owner the segment begins."""
-    documents: np.ndarray
-    in_prefix: np.ndarray
-    """Whether the mask's prefix lifts its right bound here."""
+    numbers: np.ndarray
+    """Of the slice."""
 
 
-def _segments(dealing: Dealing, bounds: list[np.ndarray], line: int, prefix: int) -> Segments:
-    """Cut the runs at the boundaries of each row; a row takes `line` positions and documents."""
-    rows = []
-    for row, ends in enumerate(bounds):
-        # Between two cuts all positions have one owner, one document, and one band.
-        cuts = np.unique(np.concatenate([dealing.starts, ends, ends[:-1] + prefix]))
-        cuts = cuts[cuts < ends[-1]]  # positions after the last boundary see nothing
-        # Runs are dense: a cut belongs to the last run that starts at or before it.
-        runs = np.searchsorted(dealing.starts, cuts, "right") - 1
-        documents = np.searchsorted(ends, cuts, "right") - 1
-        # Rows lie `line` apart, further than any lag, so no search crosses into another row.
-        shift = row * line
-        rows.append(
-            (
-                *(cuts + shift, np.append(cuts, ends[-1])[1:] + shift),
-                *(dealing.owners[runs], dealing.cols[runs] + cuts - dealing.starts[runs]),
-                *(documents + row * line, cuts < ends[documents] + prefix),
-            )
-        )
-    return Segments(*map(np.concatenate, zip(*rows, strict=True)))
+def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
+    """Cut the runs by ranges of positions, one for each slice; each takes `line` positions."""
+    begins, ends = ranges.T
+    # Runs are dense: those of a range follow one another.
+    first = np.searchsorted(dealing.starts, begins, "right") - 1
+    after = np.searchsorted(dealing.starts, ends, "left")
+    numbers, runs = _expanded(np.arange(len(ranges)), first, np.maximum(first, after))
+    starts = dealing.starts[runs]
+    begins = np.maximum(begins[numbers], starts)
+    ends = np.minimum(ends[numbers], starts + dealing.lengths[runs])
+    cols = dealing.cols[runs] + begins - starts
+    # Slices lie `line` apart, further than any lag, so no search crosses into another one.
+    shift = numbers * line
+    return Segments(begins + shift, ends + shift, dealing.owners[runs], cols, numbers)
 
 
 def _merged(segments: Segments) -> Segments:
-    """Neighbours of one document and one owner as one segment."""
+    """Neighbours of one slice and one owner as one segment."""
     # With owners that alternate, the first viewer that is not the source is the first or second.
-    is_new = np.diff(segments.owners, prepend=-1) | np.diff(segments.documents, prepend=-1)
+    is_new = np.diff(segments.owners, prepend=-1) | np.diff(segments.numbers, prepend=-1)
     first = np.flatnonzero(is_new)
     last = np.append(first, len(is_new))[1:] - 1
     kept = (x[first] for x in vars(segments).values())
@@ -70,21 +62,20 @@ def _merged(segments: Segments) -> Segments:
 class SweptNeeds(Needs):
     """Each segment of keys is seen by a range of segments of queries: a search finds it.
 
-    The time is O(n log n) for n runs and documents, whatever the number of pairs of ranks.
+    The time is O(n log n) for n runs, each counted in every slice that cuts it, whatever the number
+    of pairs of ranks.
     """
 
-    def __init__(self, queries: Dealing, keys: Dealing, mask: Mask, rows: Rows) -> None:
+    def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
         self.world_size = len(keys.shards)
-        bounds = [[np.array(row[side], dtype=np.int64) for _, row in rows] for side in (0, 1)]
-        line = 1 + max(max(int(ends[-1]), len(ends)) for side in bounds for ends in side)
-        # Nothing within a row is as long as its line: that is as good as unbounded, and sums fit.
-        # Queries have no prefix: it widens what is seen of keys.
-        self._queries = _merged(_segments(queries, bounds[0], line, 0))
-        self._keys = _segments(keys, bounds[1], line, min(mask.prefix or 0, line))
-        self._left = line if mask.left is None else min(mask.left, line)
-        right = line if mask.right is None else min(mask.right, line)
-        # Keys of a prefix are seen from any distance ahead.
-        self._right = np.where(self._keys.in_prefix, line, right)
+        table = np.concatenate(slices.tables) if len(slices) else np.zeros((0, 6), dtype=np.int64)
+        line = 1 + int(table[:, :4].max(initial=0))
+        self._queries = _merged(_segments(queries, table[:, :2], line))
+        self._keys = _segments(keys, table[:, 2:4], line)
+        # Nothing within a slice is as long as its line: that is as good as unbounded, and sums fit.
+        left, right = np.clip(table[:, 4:], -line, line).T
+        # By segment of keys.
+        self._left, self._right = left[self._keys.numbers], right[self._keys.numbers]
         self._begin, self._end = self._viewers()
 
     def _viewers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,9 +84,9 @@ class SweptNeeds(Needs):
         # The band: from the first segment that ends late enough to the last that begins in time.
         begin = np.searchsorted(queries.ends, keys.begins - self._right, "right")
         end = np.searchsorted(queries.begins, keys.ends - 1 + self._left, "right")
-        # The document: none before its first segment, none after its last.
-        begin = np.maximum(begin, np.searchsorted(queries.documents, keys.documents))
-        end = np.minimum(end, np.searchsorted(queries.documents, keys.documents, "right"))
+        # The slice: none before its first segment, none after its last.
+        begin = np.maximum(begin, np.searchsorted(queries.numbers, keys.numbers))
+        end = np.minimum(end, np.searchsorted(queries.numbers, keys.numbers, "right"))
         # An empty range must stay empty, with begin = end, for the searches that use it.
         return begin, np.maximum(begin, end)
 
@@ -194,7 +185,7 @@ class SweptNeeds(Needs):
         """The columns of segments of keys that the queries of a rank see, first to last of them."""
         begins, ends = self._keys.begins[keys], self._keys.ends[keys]
         # Later queries see later keys: the first query has the first column, the last the last.
-        lowest = np.maximum(begins, self._queries.begins[first] - self._left)
+        lowest = np.maximum(begins, self._queries.begins[first] - self._left[keys])
         highest = np.minimum(ends, self._queries.ends[last] + self._right[keys])
         # Within a segment, positions and columns differ by a constant.
         to_col = self._keys.cols[keys] - begins

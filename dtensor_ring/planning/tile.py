@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.pieces import Piece
 from dtensor_ring.planning.run import Run
-
-Span = tuple[int, int]
-"""A half-open range of indices."""
-
-NOTHING: Span = (0, 0)
-
-Bounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where documents begin and end: those of the queries, and those of the keys."""
+from dtensor_ring.planning.span import Span, length, moved
 
 FULL = Mask.full()
 CAUSAL = Mask.causal()
@@ -51,26 +45,35 @@ class Tile:
 
 
 def shard_tiles(
-    query_runs: tuple[Run, ...],
-    key_runs: tuple[Run, ...],
-    mask: Mask,
-    bounds: Bounds,
-    batch: int | None = None,
+    pieces: Sequence[Piece], key_runs: tuple[Run, ...], batch: int | None = None
 ) -> list[Tile]:
     """The tiles that cover what the queries of one shard see of the keys of another.
 
-    The chunks of the mask are among the bounds.
+    Args:
+        pieces: the queries, cut by the slices that they are in, see `pieces_of`.
+        key_runs: runs of the other shard.
+        batch: the batch row, `None` for all of them.
     """
-    tiles: list[Tile] = []
     keys = _placed(key_runs)
+    pairs = [
+        (piece.row + piece.span[0], col + span[0], piece, key, span)
+        for piece in pieces
+        for col, key in _in_reach(piece.keys, keys)
+        # Strided runs may skip a short slice altogether.
+        if length(span := key.indices(*piece.keys))
+    ]
     # Rows first, then columns: `_coalesce` joins neighbours in this order only.
-    for row, query in _placed(query_runs):
-        for col, key in _in_reach(query, keys, mask, bounds):
-            for spans in _same_document(query, key, bounds, mask):
-                for tile in _run_tiles(query, key, *spans):
-                    rows, cols = moved(tile.rows, row), moved(tile.cols, col)
-                    tiles.append(Tile(rows, cols, tile.mask, batch))
-    return _coalesce(tiles)
+    pairs.sort(key=lambda pair: pair[:2])
+    return _coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
+
+
+def _tiles(
+    row: int, col: int, piece: Piece, key: Run, span: Span, batch: int | None
+) -> Iterator[Tile]:
+    """The tiles of a piece and indices of a run of keys, which begin at a row and a column."""
+    band = _index_band(piece, key, span[0])
+    for tile in _band_tiles(length(piece.span), length(span), *band):
+        yield Tile(moved(tile.rows, row), moved(tile.cols, col), tile.mask, batch)
 
 
 def _placed(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
@@ -79,91 +82,32 @@ def _placed(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
     return list(zip(starts, runs, strict=False))
 
 
-def _in_reach(
-    query: Run, keys: list[tuple[int, Run]], mask: Mask, bounds: Bounds
-) -> Iterator[tuple[int, Run]]:
-    """The runs between the first and the last key that a query of the run may see."""
-    begin, end = _reach(query, mask, bounds)
+def _in_reach(span: Span, keys: list[tuple[int, Run]]) -> Iterator[tuple[int, Run]]:
+    """The runs from the first to the last that may have positions of the span."""
     # Runs ascend, so those in reach are neighbours: skip to the first, stop after the last.
-    first = bisect_left(keys, begin, key=lambda placed: placed[1].last)
+    first = bisect_left(keys, span[0], key=lambda placed: placed[1].last)
     for col, key in islice(keys, first, None):
-        if key.start >= end:
+        if key.start >= span[1]:
             return
         yield col, key
 
 
-def _reach(query: Run, mask: Mask, bounds: Bounds) -> Span:
-    """Positions from the first to the last key that a query of the run may see."""
-    first, last = (bisect_right(bounds[0], x) - 1 for x in (query.start, query.last))
-    num_documents = len(bounds[0]) - 1
-    # Queries after the last boundary see nothing.
-    if first >= num_documents:
-        return NOTHING
-    # No key of another document, and none outside of the band of the run's ends.
-    begin, end = bounds[1][first], bounds[1][min(last, num_documents - 1) + 1]
-    if mask.left is not None:
-        begin = max(begin, query.start - mask.left)
-    if mask.right is not None and mask.prefix is None:  # a prefix is seen from however far
-        end = min(end, query.last + mask.right + 1)
-    return begin, end
-
-
-def _run_tiles(
-    query: Run, key: Run, query_span: Span, key_span: Span, mask: Mask
-) -> Iterator[Tile]:
-    """The tiles of two index ranges of two runs, in indices of the runs."""
-    band = _index_band(query, key, query_span[0], key_span[0], mask)
-    for tile in _band_tiles(length(query_span), length(key_span), *band):
-        yield Tile(moved(tile.rows, query_span[0]), moved(tile.cols, key_span[0]), tile.mask)
-
-
-def _same_document(
-    query: Run, key: Run, bounds: Bounds, mask: Mask
-) -> Iterator[tuple[Span, Span, Mask]]:
-    """Index ranges of the two runs, with a band, for each document that both hold tokens of."""
-    # Documents that both runs span; one with gaps may still have no token in some of them.
-    sides = tuple(zip(bounds, (query, key), strict=True))
-    first = max(bisect_right(ends, run.start) - 1 for ends, run in sides)
-    last = min(bisect_right(ends, run.last) - 1 for ends, run in sides)
-    for document in range(first, min(last, len(bounds[0]) - 2) + 1):
-        query_span = query.indices(bounds[0][document], bounds[0][document + 1])
-        for begin, end, band in prefix_parts(bounds[1][document], bounds[1][document + 1], mask):
-            # Strided runs may skip a short document altogether.
-            key_span = key.indices(begin, end)
-            if length(query_span) and length(key_span):
-                yield query_span, key_span, band
-
-
-def prefix_parts(begin: int, end: int, mask: Mask) -> Iterator[tuple[int, int, Mask]]:
-    """The keys of a document in one piece, or its prefix and what follows it."""
-    if not mask.prefix:  # by far the most frequent: no mask is made
-        if begin < end:
-            yield begin, end, mask
-        return
-    inner = min(begin + mask.prefix, end)
-    if inner > begin:
-        yield begin, inner, Mask(mask.left, None)
-    if inner < end:
-        yield inner, end, Mask(mask.left, mask.right)
-
-
-def _index_band(
-    query: Run, key: Run, query_index: int, key_index: int, mask: Mask
-) -> tuple[int | None, int | None]:
-    """The mask as a band of indices, counted from the given query and key.
+def _index_band(piece: Piece, key: Run, key_index: int) -> tuple[int | None, int | None]:
+    """The band of a piece as one of indices, counted from its first query and the given key.
 
     Bounds may be negative: then the first rows, or columns, see nothing.
     """
-    if mask == FULL:
+    left, right, query = piece.left, piece.right, piece.run
+    if left is None and right is None:
         return None, None
     # A single token has no stride of its own: the band is that of the other run.
     stride = key.stride if query.length == 1 else query.stride
     if stride != key.stride and key.length > 1:
         raise ValueError(f"runs of different strides have no common band: {query} and {key}")
     # The lag of the first query and key; floor division drops lags that no two tokens have.
-    offset = query.position(query_index) - key.position(key_index)
-    left = None if mask.left is None else (mask.left - offset) // stride
-    right = None if mask.right is None else (mask.right + offset) // stride
+    offset = query.position(piece.span[0]) - key.position(key_index)
+    left = None if left is None else (left - offset) // stride
+    right = None if right is None else (right + offset) // stride
     return left, right
 
 
@@ -267,16 +211,6 @@ def _is_staircase(upper: Tile, corner: Tile, lower: Tile) -> bool:
         and (corner.rows, corner.cols) == (lower.rows, upper.cols)
         and (upper.rows[1], upper.cols[1]) == (lower.rows[0], lower.cols[0])
     )
-
-
-def length(span: Span) -> int:
-    """Indices in a span."""
-    return span[1] - span[0]
-
-
-def moved(span: Span, by: int) -> Span:
-    """The span, moved by that many indices."""
-    return span[0] + by, span[1] + by
 
 
 def _triangle(longest: int, num_terms: int) -> int:

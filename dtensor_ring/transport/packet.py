@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import Order, strides
-from dtensor_ring.planning.tile import Span, length
+from dtensor_ring.planning.span import Span, length
 
 
 class Packet:

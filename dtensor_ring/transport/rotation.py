@@ -20,7 +20,7 @@ from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
-from dtensor_ring.planning.tile import Span, length
+from dtensor_ring.planning.span import Span, length
 from dtensor_ring.transport.packet import Packet
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 

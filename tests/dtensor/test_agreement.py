@@ -60,7 +60,12 @@ DIFFERENCES = {
     "mask": Difference(
         f"mask: {Mask.sliding(3)} on [0], {Mask.causal()} on {{others}}", {"mask": Mask.sliding(3)}
     ),
-    "no mask": Difference(f"mask: None on [0], {Mask.causal()} on {{others}}", {"mask": None}),
+    "no mask": Difference(f"mask: 3 on [0], {Mask.causal()} on {{others}}", {"mask": 3}),
+    "slices": Difference(
+        f"mask: {Mask.full()} on [0], {Mask.causal()} on {{others}}; "
+        "slices: int32 (1, 6) cpu [[0, 1, 0, 1, 0, 0]] on [0], None on {others}",
+        {"slices": ints([0, 1, 0, 1, 0, 0])},
+    ),
     "cu_seqlens": Difference(
         "cu_seqlens: int32 (3,) cpu [0, 4, 12] on [0], int32 (3,) cpu [0, 5, 12] on {others}",
         {"cu_seqlens": ints(0, 4, SEQ_LEN)},

@@ -46,7 +46,7 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         "all be DTensors or none, got query Tensor, key DTensor, value Tensor",
     ),
     "mask a tensor": (lambda x, mesh: {"mask": x}, TypeError, r"must be a dtensor_ring\.Mask"),
-    "mask None": (lambda x, mesh: {"mask": None}, TypeError, r"Mask\.causal\(\), got None"),
+    "mask 3": (lambda x, mesh: {"mask": 3}, TypeError, r"Mask\.causal\(\), got 3"),
     "softcap": (lambda x, mesh: {"softcap": -0.1}, ValueError, "must be 0 .none. or positive"),
     "infinite softcap": (
         lambda x, mesh: {"softcap": torch.inf},

@@ -238,7 +238,7 @@ def _check_per_batch() -> None:
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a number": (5, {}, TypeError, "query must be a tensor or a DTensor, got int"),
     "two dims": (torch.zeros(2, 2), {}, ValueError, r"be \(B, N, L, H\), got shape \(2, 2\)"),
-    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": None}, TypeError, r"must be a dtensor_ring\.M"),
+    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": 3}, TypeError, r"must be a dtensor_ring\.M"),
 }
 
 

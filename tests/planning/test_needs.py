@@ -13,9 +13,9 @@ from dtensor_ring.planning.dealing import deal
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.needs import Needs, Sights
 from dtensor_ring.planning.pairs import PairedNeeds
-from dtensor_ring.planning.plan import checked_rows
+from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.span import NOTHING, Span, length
 from dtensor_ring.planning.sweep import SweptNeeds
-from dtensor_ring.planning.tile import NOTHING, Span, length
 from dtensor_ring.planning.wavelet import WaveletMatrix
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
@@ -79,12 +79,10 @@ def needs_of(ring: Ring, kind: type[SweptNeeds] | type[PairedNeeds] | None = Non
     documents, key_documents = (
         as_documents(rows, keep_empty=True) for rows in (ring.documents, ring.key_documents)
     )
-    rows = checked_rows(
-        ring.mask, ring.world_size, (ring.seq_len, ring.key_seq_len), documents, key_documents
-    )
+    slices = checked_slices(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents)
     queries, keys = (deal(ring.layout, ring.world_size, seq_len) for seq_len in ring.seq_lens)
     chosen = SweptNeeds if queries.stride == keys.stride == 1 else PairedNeeds
-    return (kind or chosen)(queries, keys, ring.mask, rows)
+    return (kind or chosen)(queries, keys, slices)
 
 
 def everything(needs: Needs) -> tuple:

@@ -13,7 +13,7 @@ from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning.needs import Needs
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.route import ROUTES, DirectRoute, Hop, RingRoute, Route, Transfer
-from dtensor_ring.planning.tile import NOTHING, Span, length
+from dtensor_ring.planning.span import NOTHING, Span, length
 from tests.planning.test_needs import Table, TableNeeds, hull, needs_of, table_of, tables
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Mask
+from dtensor_ring.planning.pieces import Piece, pieces_of
 from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.span import NOTHING, Span, length, moved
 from dtensor_ring.planning.tile import (
     CAUSAL,
     FULL,
-    NOTHING,
-    Span,
     Tile,
     _band_tiles,
     _coalesce,
     _index_band,
     _parts,
-    _reach,
     _triangle,
-    length,
-    moved,
-    prefix_parts,
     shard_tiles,
 )
 from tests.planning.test_needs import hull
+from tests.slices import shown, slices
 
 Pairs = set[tuple[int, int]]
 bounds = st.none() | st.integers(-12, 12)
@@ -160,38 +157,17 @@ def test_index_band(query: Run, key: Run, stride: int, left: int | None, right: 
         for i, j in product(range(query.length), range(key.length))
         if mask.sees(query.position(i), key.position(j))
     }
-    found = band((0, query.length), (0, key.length), *_index_band(query, key, 0, 0, mask))
+    piece = Piece(0, query, (0, query.length), (0, 99), mask.left, mask.right)
+    found = band((0, query.length), (0, key.length), *_index_band(piece, key, 0))
     assert found == expected
 
 
 def test_strides_need_no_band_in_common_without_a_mask() -> None:
     query, key = Run(0, 4, 2), Run(0, 4, 3)
-    assert _index_band(query, key, 0, 0, FULL) == (None, None)
+    assert _index_band(Piece(0, query, (0, 4), (0, 20), None, None), key, 0) == (None, None)
     message = r"runs of different strides have no common band: Run\(start=0, length=4, stride=2\)"
     with pytest.raises(ValueError, match=message):
-        _index_band(query, key, 0, 0, CAUSAL)
-
-
-@pytest.mark.parametrize("prefix", [None, 0, 2, 5, 9])
-def test_prefix_parts(prefix: int | None) -> None:
-    mask = Mask(3, 1, prefix=prefix)
-    parts = list(prefix_parts(10, 15, mask))
-    covered = [(key, band.right) for begin, end, band in parts for key in range(begin, end)]
-    assert covered == [(key, None if key - 10 < (prefix or 0) else 1) for key in range(10, 15)]
-    assert all(band.left == 3 for _, _, band in parts)
-
-
-@given(runs, bounds, bounds)
-def test_reach_misses_no_key(query: Run, left: int | None, right: int | None) -> None:
-    mask = Mask(*(x if x is None else abs(x) for x in (left, right)))
-    ends = (0, 5, 9, 20)
-    first, end = _reach(query, mask, (ends, ends))
-    document = [sum(bound <= x for bound in ends[1:]) for x in range(30)]
-    for i in range(query.length):
-        position = query.position(i)
-        for key in range(20):
-            if position < 20 and document[position] == document[key] and mask.sees(position, key):
-                assert first <= key < end
+        _index_band(Piece(0, query, (0, 4), (0, 20), None, 0), key, 0)
 
 
 spans = st.tuples(st.integers(0, 9), st.integers(0, 5)).map(lambda x: (x[0], x[0] + x[1]))
@@ -208,19 +184,18 @@ def test_hull(some: list[Span]) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(1, 3))
 def test_shard_tiles(data: st.DataObject, stride: int) -> None:
-    """Two shards of a few runs each, one document after another."""
+    """Two shards of a few runs each, under any slices."""
     queries, keys = (shards(data, stride) for _ in range(2))
-    ends = (0, *sorted(data.draw(st.lists(st.integers(0, 60), max_size=3))))
-    left, right = data.draw(st.none() | st.integers(0, 9)), data.draw(st.none() | st.integers(0, 9))
-    mask = Mask(left, right, prefix=data.draw(st.none() | st.integers(0, 6)))
     positions = [[run.position(i) for run in x for i in range(run.length)] for x in (queries, keys)]
+    seq_lens = (60, 60)
+    (table,) = data.draw(slices(seq_lens, 1)).tables
+    seen = shown(table, seq_lens)
     expected = {
         (i, j)
         for (i, query), (j, key) in product(*map(enumerate, positions))
-        for begin, end in pairwise(ends)
-        if begin <= query < end and begin <= key < end and mask.sees(query - begin, key - begin)
+        if query < 60 and key < 60 and seen[query, key]
     }
-    check(shard_tiles(queries, keys, mask, (ends, ends)), expected)
+    check(shard_tiles(pieces_of(queries, table), keys), expected)
 
 
 def shards(data: st.DataObject, stride: int) -> tuple[Run, ...]:

@@ -84,8 +84,12 @@ def dense_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    seen: Tensor | None = None,
 ) -> Result:
-    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf)."""
+    """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf).
+
+    `seen` `(B, S, T)` says who sees what in place of mask and documents.
+    """
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     if sinks is not None:
         inputs.append(sinks.detach().double().requires_grad_())
@@ -95,8 +99,10 @@ def dense_attention(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     num_rows, num_cols = scores.shape[2:]
-    seen = visible(mask, (num_rows, num_cols), q.shape[0], cu_seqlens, key_cu_seqlens)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    if seen is None:
+        bounds = cu_seqlens, key_cu_seqlens
+        seen = visible(mask, (num_rows, num_cols), q.shape[0], *bounds)[:, 0]
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
     if sinks is not None:
         column = inputs[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)

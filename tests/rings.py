@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,8 +21,10 @@ from dtensor_ring.ops.options import Batch, Call, Place, flatten
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible
+from tests.slices import shown
 
 Rows = tuple[tuple[int, ...], ...]
 """Boundaries of documents: one row for the whole batch, or one for each row."""
@@ -39,10 +42,13 @@ class Ring:
     key_seq_len: int | None = None
     key_documents: Rows | None = None
     route: str = "ring"
+    slices: Slices | None = None
+    """In place of mask, which is full then, and documents."""
 
     @property
     def batch(self) -> int:
-        return max(2, len(self.documents or ()), len(self.key_documents or ()))
+        rows = self.documents, self.key_documents, self.slices
+        return max(2, *(len(x or ()) for x in rows))
 
     @property
     def seq_lens(self) -> tuple[int, int]:
@@ -56,7 +62,7 @@ class Ring:
         return [
             plan(
                 *(self.layout, self.mask, rank, self.world_size, self.seq_len, documents),
-                *(self.key_seq_len, key_documents, self.route),
+                *(self.key_seq_len, key_documents, self.route, self.slices),
             )
             for rank in range(self.world_size)
         ]
@@ -89,8 +95,15 @@ class Ring:
         rows = self.key_documents if of_keys else self.documents
         return None if rows is None else torch.tensor(rows if len(rows) > 1 else rows[0]).int()
 
+    def slice_table(self) -> Tensor | None:
+        """As the op takes them."""
+        return None if self.slices is None else torch.from_numpy(self.slices.numbers)
+
     def visible(self) -> Tensor:
-        """`(B, S, T)`, from positions and document ids alone."""
+        """`(B, S, T)`, from positions, document ids and slices alone."""
+        if self.slices is not None:
+            seen = [shown(table, self.seq_lens) > 0 for table in self.slices]
+            return torch.tensor(np.stack(seen)).expand(self.batch, -1, -1)
         bounds = self.cu_seqlens(), self.cu_seqlens(of_keys=True)
         return visible(self.mask, self.seq_lens, self.batch, *bounds)[:, 0]
 
@@ -154,7 +167,7 @@ class Case:
         ring = self.ring
         runs = sequence_runs(ring.layout) if ring.layout.per_batch else None
         return Call(
-            Batch(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs),
+            Batch(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs, ring.slice_table()),
             Scores(ring.mask, self.scale, self.softcap, sinks, self.kernel),
             Place(
                 ring.layout.spec,
@@ -179,7 +192,15 @@ class Case:
             sinks=sinks[0] if sinks else None,
             scale=self.scale,
             softcap=self.softcap,
+            seen=self._seen(),
         )
+
+    def _seen(self) -> Tensor | None:
+        """What slices show; masks and documents say it themselves."""
+        given = self.ring.slices
+        if given is None:
+            return None
+        return self.ring.visible()[: len(given)].expand(self.batch, -1, -1)
 
 
 @lru_cache(maxsize=1)  # neighbouring cases differ in layout or kernel only

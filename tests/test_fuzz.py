@@ -26,6 +26,7 @@ from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
 from tests.rings import Case, Ring, local
+from tests.slices import slices
 
 BATCH_OF_CASES = 25
 LONGEST = 200
@@ -74,7 +75,7 @@ def masks(draw: st.DrawFn) -> Mask:
 
 @st.composite
 def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
-    """A ring of that layout; one in eight is cross attention."""
+    """A ring of that layout; one in eight is cross attention, two have slices."""
     lengths = st.integers(1, LONGEST)
     if layout == "striped":
         lengths = st.integers(1, LONGEST // world_size).map(lambda n: n * world_size)
@@ -85,7 +86,12 @@ def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
         block = draw(st.integers(1, 20))
         dealt = Balanced(mask, seq_len, world_size, documents, block)
         return Ring(dealt, world_size, seq_len, mask, documents)
-    if draw(st.integers(0, 7)):
+    kind = draw(st.integers(0, 7))
+    if kind < 2:
+        num_rows = draw(st.sampled_from(sorted({1, batch})))
+        given = draw(slices((seq_len, seq_len), num_rows, max_size=40))
+        return Ring(as_layout(layout), world_size, seq_len, Mask.full(), slices=given)
+    if kind < 7:
         return Ring(as_layout(layout), world_size, seq_len, draw(masks()), documents)
     key_seq_len = draw(lengths)
     key_documents = documents and draw(documents_of(key_seq_len, batch, num_ends))
@@ -213,12 +219,16 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
         for shard, whole in zip(shards[:3], wholes, strict=True)
     ]
     sinks = [DTensor.from_local(x, mesh, [Replicate(), Replicate()]) for x in shards[3:]]
-    options = {"cu_seqlens": ring.cu_seqlens(), "key_cu_seqlens": ring.cu_seqlens(of_keys=True)}
+    options: dict[str, Any] = {
+        "cu_seqlens": ring.cu_seqlens(),
+        "key_cu_seqlens": ring.cu_seqlens(of_keys=True),
+    }
+    options["slices"] = ring.slices
     if isinstance(ring.layout, Balanced):
         options["runs"] = sequence_runs(ring.layout)
     outputs = ring_attention(
         *tensors,
-        mask=ring.mask,
+        mask=ring.mask if ring.slices is None else None,
         sinks=sinks[0] if sinks else None,
         scale=case.scale,
         softcap=case.softcap,

@@ -25,12 +25,14 @@ from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, sequence_r
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_backward_op, ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.policy import DEFAULT_POLICY
 from tests.dense import largest
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
+BLOCK = Slices([(0, 3), (3, 8)], [(0, 3), (0, 8)], [(None, None), (None, 0)])
 DOCUMENTS = ((0, 30, 64),)
 
 
@@ -198,6 +200,7 @@ CHECKED = {
     "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
     "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
     "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
+    "slices": Case(Ring(ZigZag(), 1, 8, FULL, slices=BLOCK), torch.float32),
     "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
     "sinks and lse": Case(
         Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True

@@ -13,10 +13,12 @@ from dtensor_ring import Contiguous, Mask, Striped, ZigZag, ring_attention, shar
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
+from dtensor_ring.planning.slices import Slices
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
+SLICES = Slices([(0, 9), (9, 16)], [(0, 9), (3, 9)], [(3, 0), (None, None)])
 
 DOCUMENTS = ((0, 3, 11, 16),)
 BY_ROW = ((0, 3, 16), (0, 9, 14))
@@ -31,8 +33,9 @@ BY_ROW = ((0, 3, 16), (0, 9, 14))
         Ring(ZigZag(), 4, 16, FULL, BY_ROW),
         Ring(ZigZag(), 4, 16, Mask.prefix_causal(2), BY_ROW),
         Ring(ZigZag(), 2, 16, FULL, DOCUMENTS, 9, ((0, 5, 5, 9),)),
+        Ring(ZigZag(), 2, 16, FULL, slices=SLICES),
     ],
-    ids=["causal", "band", "documents", "by row", "prefix", "cross"],
+    ids=["causal", "band", "documents", "by row", "prefix", "cross", "slices"],
 )
 def test_flops_are_those_of_the_visible_pairs(pool: Pool, ring: Ring) -> None:
     flops = [pool.run(1, _flops, ring, rank)[0] for rank in range(ring.world_size)]

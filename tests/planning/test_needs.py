@@ -79,7 +79,9 @@ def needs_of(ring: Ring, kind: type[SweptNeeds] | type[PairedNeeds] | None = Non
     documents, key_documents = (
         as_documents(rows, keep_empty=True) for rows in (ring.documents, ring.key_documents)
     )
-    slices = checked_slices(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents)
+    slices = checked_slices(
+        *(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents, ring.slices)
+    )
     queries, keys = (deal(ring.layout, ring.world_size, seq_len) for seq_len in ring.seq_lens)
     chosen = SweptNeeds if queries.stride == keys.stride == 1 else PairedNeeds
     return (kind or chosen)(queries, keys, slices)

@@ -22,6 +22,7 @@ from tests.layouts import LAYOUTS
 from tests.planning.test_layout import dealings
 from tests.planning.test_mask import masks
 from tests.rings import Ring, Rows
+from tests.slices import slices
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 FEW_RUNS = [layout for layout in LAYOUTS if not layout.parameters]
@@ -41,6 +42,9 @@ def rings(draw: st.DrawFn) -> Ring:
     layout, world_size, seq_len = draw(dealings())
     mask = draw(masks(st.integers(0, 10) | st.integers(0, seq_len + 2)))
     documents = draw(st.none() | documents_of(seq_len, draw(st.integers(1, 5)), st.integers(1, 3)))
+    if draw(st.integers(0, 3)) == 0:
+        given = draw(slices((seq_len, seq_len), draw(st.integers(1, 3))))
+        return Ring(layout, world_size, seq_len, FULL, slices=given)
     if draw(st.booleans()):
         layout = Balanced(mask, seq_len, world_size, documents, draw(st.integers(1, 6)))
     return Ring(layout, world_size, seq_len, mask, documents)
@@ -53,6 +57,9 @@ def cross_rings(draw: st.DrawFn) -> Ring:
     key_seq_len = draw(st.integers(0, 60))
     if isinstance(layout, Striped):
         key_seq_len -= key_seq_len % world_size
+    if draw(st.integers(0, 3)) == 0:
+        given = draw(slices((seq_len, key_seq_len), draw(st.integers(1, 3))))
+        return Ring(layout, world_size, seq_len, FULL, None, key_seq_len, slices=given)
     num_ends, num_rows = draw(st.integers(1, 5)), draw(st.sampled_from([(1, 1), (3, 1), (1, 3)]))
     documents = draw(st.none() | documents_of(seq_len, num_ends, st.just(num_rows[0])))
     if draw(st.booleans()):
@@ -167,7 +174,7 @@ def most_pieces(mask: Mask, stride: int) -> int:
 
 
 @settings(deadline=None, max_examples=200)
-@given(rings() | cross_rings())
+@given((rings() | cross_rings()).filter(lambda ring: ring.slices is None))
 def test_few_tiles(ring: Ring) -> None:
     """At most `most_pieces` tiles for each document that a run of queries shares with one of keys.
 

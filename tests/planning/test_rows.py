@@ -19,7 +19,9 @@ def test_slices_show_what_is_visible(ring: Ring) -> None:
     documents, key_documents = (
         as_documents(rows, keep_empty=True) for rows in (ring.documents, ring.key_documents)
     )
-    found = checked_slices(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents)
+    found = checked_slices(
+        *(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents, ring.slices)
+    )
     expected = ring.visible().numpy()
     for batch, table in rows_of(found):
         for row in range(ring.batch) if batch is None else [batch]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import shutil
+import signal
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +46,9 @@ class Place(NamedTuple):
 
     prefix: str
     world_size: int
-    timeout: float = 120
-    """Seconds that the group waits for a message."""
+    timeout: float = 90
+    """Seconds that the group waits for a message. Twice that, where ranks do not meet and a run is
+    begun once more, is less than pytest allows a test."""
 
 
 class Pool:
@@ -53,6 +60,7 @@ class Pool:
         # Not a FileStore: its readers, which poll, can keep a writer from its lock for minutes.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._num_runs = 0
+        self._folder = ""
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 250
@@ -76,16 +84,20 @@ class Pool:
             pipe.close()
             process.kill()
             process.join()
+        if self._workers:
+            shutil.rmtree(self._folder)
         self._workers = []
 
     def _start(self) -> None:
         if self._workers:
             return
+        self._folder = mkdtemp()
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            where = theirs, self._store.port, Path(self._folder)
+            process = context.Process(target=_serve, args=where, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -102,10 +114,13 @@ class Pool:
 
     def _collect(self, world_size: int, timeout: float) -> list[tuple[Any, str | None]]:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
-        answers: list[tuple[Any, str | None]] = [(None, "gave no answer in time")] * world_size
+        answers: list[tuple[Any, str | None]] = [(None, None)] * world_size
+        end = time.monotonic() + timeout
         while pipes:
-            ready = wait(list(pipes), timeout)
+            ready = wait(list(pipes), max(0.0, end - time.monotonic()))
             if not ready:
+                for rank in pipes.values():
+                    answers[rank] = None, f"gave no answer in time:\n{self._stacks(rank)}"
                 self.close()  # a rank hangs: the next run starts anew
                 break
             for pipe in ready:
@@ -115,10 +130,17 @@ class Pool:
                 except EOFError:
                     answers[rank] = None, "the process died"
                 if answers[rank][1]:
-                    timeout = min(timeout, GRACE_SECONDS)
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
         if any(error == "the process died" for _, error in answers):
             self.close()
         return answers
+
+    def _stacks(self, rank: int) -> str:
+        """Where the threads of a rank are."""
+        process = self._workers[rank][0]
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # it writes at once, whatever it waits for
+        return _stacks_file(Path(self._folder), process.pid).read_text()
 
 
 def settle() -> None:
@@ -129,8 +151,14 @@ def settle() -> None:
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def _stacks_file(folder: Path, pid: int) -> Path:
+    return folder / f"{pid}.stacks"
+
+
+def _serve(pipe: Connection, port: int, folder: Path) -> None:
     settle()
+    stacks = _stacks_file(folder, os.getpid()).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     # One for all runs: at each connection the server asks DNS for a name, and may wait seconds.
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:

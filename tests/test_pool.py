@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,18 @@ def test_raises(pool: Pool, tmp_path: Path, num_failures: int, message: str) -> 
     with pytest.raises(RankError, match=f"rank 1:(.|\n)*{message}"):
         pool.run(2, _fail, tmp_path, num_failures, message)
     assert (tmp_path / "rank 0").read_text() == "x" * num_failures
+
+
+def _wait_for_nothing() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_says_where_a_rank_hangs(pool: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(2, _wait_for_nothing, timeout=2)
+    told, hangs = caught.value.tracebacks
+    assert told is None
+    assert hangs is not None
+    assert "gave no answer in time" in hangs
+    assert "in _wait_for_nothing" in hangs

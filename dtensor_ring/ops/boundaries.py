@@ -32,7 +32,8 @@ class _Known(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.content) + self.value.num_bytes
+        # The objects around them: a key, two tuples, arrays, and an entry of the store.
+        return 1500 + len(self.content) + self.value.num_bytes
 
     def is_of(self, content: np.ndarray) -> bool:
         # After these columns, rows that ascend can only repeat their last value.

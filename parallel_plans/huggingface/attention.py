@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dtensor_ring import SequenceAxis
 from parallel_plans.huggingface.documents import Documents
+from parallel_plans.huggingface.given import GivenMask, ModelMask
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks, Pattern, is_pattern
 
 IMPLEMENTATION = "ring"
@@ -25,6 +26,22 @@ class RingInputs(NamedTuple):
     """Positions in the batch of the tokens of this rank, `(L,)`."""
     documents: Documents
     layer_masks: LayerMasks
+    given: GivenMask | None = None
+    """What a model around this one says that all layers see."""
+
+
+def check_implementation(config: Any) -> None:
+    """Refuse a model whose attention was set to another one after the plan.
+
+    Raises:
+        ValueError: naming the one it has.
+    """
+    chosen = config._attn_implementation
+    if chosen != IMPLEMENTATION:
+        raise ValueError(
+            f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
+            f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
+        )
 
 
 def attention(
@@ -48,25 +65,34 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     _refuse(module, query, key, dropout, others)
-    cu_seqlens, mask = ring.documents.of(_layer_mask(module, attention_mask, ring))
     out = ring.axis.attention(
         at_positions(module, query, ring.indices),
         key,
         value,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
         sinks=s_aux,
         scale=scaling,
         softcap=softcap or 0.0,
         runs=ring.documents.runs,
         seq_len=ring.seq_len,
+        **_seen(module, attention_mask, ring),
     )
     return out.transpose(1, 2), None
+
+
+def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs) -> dict[str, Any]:
+    """What the layer's tokens see, as arguments of ring attention."""
+    given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
+    if given is not None:
+        return {"slices": given.slices}
+    cu_seqlens, mask = ring.documents.of(_layer_mask(module, attention_mask, ring))
+    return {"mask": mask, "cu_seqlens": cu_seqlens}
 
 
 def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:
     """The mask of the layer's pattern."""
     name = type(module).__name__
+    if isinstance(attention_mask, ModelMask):
+        attention_mask = attention_mask.pattern
     if not is_pattern(attention_mask):
         what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ValueError(

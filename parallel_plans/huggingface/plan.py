@@ -21,10 +21,11 @@ from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
 from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.given import mask_of
 from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
-from parallel_plans.huggingface.patterns import LayerMasks, pattern_of, read_patterns
+from parallel_plans.huggingface.patterns import LayerMasks, read_patterns
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
 
@@ -100,7 +101,7 @@ class ShardedModel(ParallelStyle):
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(IMPLEMENTATION, attention)
-        AttentionMaskInterface.register(IMPLEMENTATION, pattern_of)
+        AttentionMaskInterface.register(IMPLEMENTATION, mask_of)
         model: Any = module
         check_model(model)
         backbone = backbone_of(model)

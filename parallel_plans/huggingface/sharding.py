@@ -17,7 +17,7 @@ from dtensor_ring.dtensor.agreement import check_agreement
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.sequence import from_local_tokens, local_tokens
 from dtensor_ring.planning.layout import Layout
-from parallel_plans.huggingface.attention import IMPLEMENTATION, RingInputs
+from parallel_plans.huggingface.attention import RingInputs, check_implementation
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     SAME_BATCH,
@@ -30,6 +30,7 @@ from parallel_plans.huggingface.batch import (
     take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
+from parallel_plans.huggingface.given import given_masks, is_given
 from parallel_plans.huggingface.head import loss_head, pops_logits
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
@@ -97,11 +98,12 @@ class Sharding:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], OutputSpec]:
         """This rank's part of the batch, all by keyword."""
-        _check_implementation(model.config)
+        check_implementation(model.config)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         has_logits = pops_logits(model, given) or self.returns_logits
         batch = {name: x for name, x in given.items() if x is not None}
         self._check_agreement(batch)
+        masks = batch.pop("attention_mask") if is_given(batch.get("attention_mask")) else None
         seq_len = check_batch(model, batch)
         if "labels" in batch:
             self._loss.check(model)
@@ -123,7 +125,11 @@ class Sharding:
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
-        batch |= {"attention_mask": ones, "use_cache": False, "ring": ring}
+        given = None if masks is None else given_masks(masks, seq_len)
+        # Layers find theirs in a dict by their type; a single one would be taken for a tensor.
+        by_type = given if isinstance(given, dict) else ones
+        ring = ring._replace(given=given if by_type is ones else None)
+        batch |= {"attention_mask": by_type, "use_cache": False, "ring": ring}
         lengths = seq_len, ring.seq_len, layout, len(ring.indices)
         of_head = (None, count, labels) if is_projected else (labels, count, None)
         return batch, OutputSpec(*lengths, *of_head, has_logits, routers)
@@ -285,15 +291,6 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
     finally:
         for sharding, were in zip(shardings, before, strict=True):
             sharding.unshards_outputs, sharding.returns_logits = were
-
-
-def _check_implementation(config: Any) -> None:
-    chosen = config._attn_implementation
-    if chosen != IMPLEMENTATION:
-        raise ValueError(
-            f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
-            f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
-        )
 
 
 def _tokens(batch: dict[str, Any]) -> Tensor:

@@ -1,0 +1,135 @@
+"""Masks that a model around the sharded one has made for the batch, as what tokens see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.planning.intervals import slices_of_intervals
+from dtensor_ring.planning.slices import Slices
+from parallel_plans.huggingface.patterns import MaskFunction, Pattern, pattern_of
+
+NUM_SAMPLES = 64
+"""Keys for which each query is asked once more, whether its mask shows one range of keys."""
+
+
+class ModelMask:
+    """A mask as transformers composes it: a function of (batch, head, query, key), and padding.
+
+    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    """
+
+    def __init__(
+        self, pattern: Pattern, function: MaskFunction, shape: tuple[int, int], padding: Any
+    ) -> None:
+        self.pattern, self.shape = pattern, shape
+        self._function, self._padding = function, padding
+
+    def slices(self) -> Slices:
+        """What each token of the batch sees.
+
+        Raises:
+            ValueError: if a token sees more than one range of keys.
+        """
+        begins, ends = self._edge(-1), self._edge(1) + 1
+        self._check(begins, ends)
+        return slices_of_intervals(begins.cpu().numpy(), ends.cpu().numpy())
+
+    def _edge(self, step: int) -> Tensor:
+        """By query: the furthest key before (-1) or after it (1) up to which it sees all.
+
+        A query that does not see itself has an edge beside it, so that its range is empty.
+        """
+        batch, num_tokens = self.shape
+        device = None if self._padding is None else self._padding.device
+        query = torch.arange(num_tokens, device=device).expand(batch, -1)
+        # Bisection: each query is asked as often as the length has digits.
+        near, far = torch.zeros_like(query), query if step < 0 else num_tokens - 1 - query
+        while (near < far).any():
+            middle = (near + far + 1) // 2
+            is_seen = self._sees(query + step * middle)
+            near, far = torch.where(is_seen, middle, near), torch.where(is_seen, far, middle - 1)
+        sees_itself = self._sees(query)
+        return torch.where(sees_itself, query + step * near, query - int(step > 0))
+
+    def _sees(self, key: Tensor) -> Tensor:
+        """Whether each query sees the key that is given for it, `(B, S)`."""
+        batch, num_tokens = key.shape
+        index = torch.arange(num_tokens, device=key.device).expand(batch, -1)
+        row = torch.arange(batch, device=key.device).unsqueeze(1).expand(-1, num_tokens)
+        seen = self._function(row, torch.zeros_like(row), index, key)
+        seen = torch.as_tensor(seen, device=key.device).expand(key.shape)
+        return seen if self._padding is None else seen & self._padding.bool().gather(1, key)
+
+    def _check(self, begins: Tensor, ends: Tensor) -> None:
+        num_tokens = self.shape[1]
+        for distance in _samples(num_tokens):
+            key = (torch.arange(num_tokens, device=begins.device) + distance) % num_tokens
+            key = key.expand(begins.shape)
+            wrong = self._sees(key) != ((begins <= key) & (key < ends))
+            # What padding sees matters to nobody: here it sees nothing.
+            if (wrong if self._padding is None else wrong & self._padding.bool()).any():
+                raise ValueError(
+                    "a mask that the model made for this batch shows some tokens keys that do not "
+                    "follow one another; supported are masks in which each token sees one range"
+                )
+
+
+def _samples(num_tokens: int) -> Iterator[int]:
+    """Distances of queries and keys, near ones first."""
+    near = {2**power for power in range(num_tokens.bit_length())}
+    even = {num_tokens * i // NUM_SAMPLES for i in range(NUM_SAMPLES)}
+    yield from sorted(x for x in near | even | {num_tokens - 1} if x < num_tokens)
+
+
+def mask_of(
+    *,
+    mask_function: MaskFunction | None = None,
+    batch_size: int = 1,
+    q_length: int = 0,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Pattern | ModelMask:
+    """The mask interface named `ring`: a name for what a sharded model asks for by itself.
+
+    What a model around it asks for is about the whole batch, and may differ with it.
+    """
+    pattern = pattern_of(**kwargs)
+    if mask_function is None or torch.compiler.is_compiling():
+        return pattern  # a compiler cannot follow objects that hold functions
+    return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask)
+
+
+class GivenMask:
+    """What a layer's tokens see, as slices."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+
+def given_masks(mask: Any, seq_len: int) -> Any:
+    """Masks from outside, a mask or a dict of them by layer type, as what tokens see.
+
+    Raises:
+        ValueError: if they are dense, were made for a part of the batch, or do not show ranges.
+    """
+    if isinstance(mask, dict):
+        return {name: given_masks(x, seq_len) for name, x in mask.items()}
+    if not isinstance(mask, ModelMask):
+        what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+        raise ValueError(
+            f"the model around the sharded one made the mask {what}, which a ring does not take; "
+            'set config.text_config._attn_implementation = "ring" of the whole model, so that it '
+            "makes masks that a ring can read"
+        )
+    if mask.shape[1] != seq_len:
+        raise ValueError(f"a mask of {mask.shape[1]} tokens came with {seq_len} tokens")
+    return GivenMask(mask.slices())
+
+
+def is_given(mask: Any) -> bool:
+    """Whether an attention mask was made by a model around the sharded one."""
+    return isinstance(mask, (dict, ModelMask)) or (isinstance(mask, Tensor) and mask.ndim == 4)

@@ -141,6 +141,7 @@ set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'st
         'SequenceAxis'
 shard_sequence(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', layout: 'Layout | str | None' =
         None) -> 'DTensor'
+slices_of_block_mask(block_mask: 'BlockMask') -> 'Slices'
 sum_over_sequence(local: 'Tensor', mesh: 'DeviceMesh') -> 'Tensor'
 unshard_sequence(dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'""",
         )

@@ -1,4 +1,4 @@
-"""Slices of queries that see one range of keys each."""
+"""Slices of queries that see a few ranges of keys each."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from dtensor_ring.planning.slices import UNBOUNDED, Slices
 
 
 def slices_of_intervals(begins: Any, ends: Any) -> Slices:
-    """Slices that show each query the keys from a begin to an end.
+    """Slices that show each query the keys from a begin to an end, or from several.
 
     Neighbours share a slice as long as both ends of their ranges stand still or go on by one.
 
     Args:
-        begins: first key of each query, integers `(S,)` or by batch row `(B, S)`.
-        ends: one after its last key; not after the begin where it sees nothing.
+        begins: first key of each query, integers `(S,)`, by batch row `(B, S)`, or of R disjoint
+            ranges `(B, S, R)`.
+        ends: one after its last key; not after the begin where a range is empty.
 
     >>> # Causal, but tokens 1 to 3 see one another both ways.
     >>> slices_of_intervals([0, 0, 0, 0, 0], [1, 4, 4, 4, 5]).tables[0][:, :4].tolist()
     [[0, 1, 0, 1], [1, 4, 0, 4], [4, 5, 0, 5]]
     """
-    rows = (np.array(x, dtype=np.int64, ndmin=2) for x in (begins, ends))
-    return Slices.of_tables([list(_slices(*row)) for row in zip(*rows, strict=True)])
+    first, after = (np.array(x, dtype=np.int64, ndmin=2) for x in (begins, ends))
+    if first.ndim == 2:
+        first, after = first[..., None], after[..., None]
+    return Slices.of_tables(
+        [
+            # Range number r of a query goes on in that of the next.
+            [part for columns in zip(*row, strict=True) for part in _slices(*columns)]
+            for row in zip(first.swapaxes(1, 2), after.swapaxes(1, 2), strict=True)
+        ]
+    )
 
 
 def _slices(begins: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, ...]]:

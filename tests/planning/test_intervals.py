@@ -23,6 +23,13 @@ def test_slices_show_the_ranges(rows: list[list[tuple[int, int]]]) -> None:
         assert np.array_equal(actual, np.array(expected, dtype=np.int64).reshape(actual.shape))
 
 
+def test_several_ranges() -> None:
+    begins, ends = np.array([[[0, 5], [0, 6], [1, 0]]]), np.array([[[2, 7], [3, 7], [2, 0]]])
+    table = slices_of_intervals(begins, ends).tables[0]
+    rows = [[1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0]]
+    assert shown(table, (3, 7)).tolist() == rows
+
+
 def test_usual_masks_are_few_slices() -> None:
     query = np.arange(100)
     window, documents = np.maximum(query - 9, 0), query // 30 * 30

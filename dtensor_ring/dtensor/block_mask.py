@@ -33,6 +33,7 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
         block_mask: one for all heads; by batch row or for all.
 
     Raises:
+        TypeError: if it is no `BlockMask`.
         ValueError: if it was made for several heads, or what is seen is no union of few slices, as
             in block-sparse attention.
 
@@ -43,6 +44,12 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
         >>> len(slices_of_block_mask(mask).tables[0])
         2
     """
+    from torch.nn.attention.flex_attention import BlockMask  # takes a second
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask must be a BlockMask of FlexAttention, got {type(block_mask).__name__}"
+        )
     num_rows, num_heads = block_mask.kv_num_blocks.shape[:2]
     if num_heads != 1:
         raise ValueError(

@@ -25,7 +25,7 @@ def slices_of_intervals(begins: Any, ends: Any) -> Slices:
     >>> slices_of_intervals([0, 0, 0, 0, 0], [1, 4, 4, 4, 5]).tables[0][:, :4].tolist()
     [[0, 1, 0, 1], [1, 4, 0, 4], [4, 5, 0, 5]]
     """
-    first, after = (np.array(x, dtype=np.int64, ndmin=2) for x in (begins, ends))
+    first, after = (np.atleast_2d(np.asarray(x)).astype(np.int64) for x in (begins, ends))
     if first.ndim == 2:
         first, after = first[..., None], after[..., None]
     return Slices.of_tables(

@@ -121,12 +121,12 @@ def given_masks(mask: Any, seq_len: int) -> Any:
     if not isinstance(mask, ModelMask):
         what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"the model around the sharded one made the mask {what}, which a ring does not take; "
-            'set config.text_config._attn_implementation = "ring" of the whole model, so that it '
-            "makes masks that a ring can read"
+            f"attention_mask must be (B, S), got {what}; if the model around this one made it, "
+            'set its config.text_config._attn_implementation = "ring", so that it makes masks that '
+            "a ring can read"
         )
     if mask.shape[1] != seq_len:
-        raise ValueError(f"a mask of {mask.shape[1]} tokens came with {seq_len} tokens")
+        raise ValueError(f"an attention_mask of {mask.shape[1]} tokens came with {seq_len} tokens")
     return GivenMask(mask.slices())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtensor_ring as ring
@@ -137,6 +138,7 @@ OPTIONS: Right = {
     "cu_seqlens": _made(lambda: ints(0, 3, 8), lambda: ints([0, 3, 3, 6]), lambda: None),
     "key_cu_seqlens": _just(None),
     "runs": _just(None),
+    "slices": _just(None),
     "sinks": _made(lambda: None, lambda: tensor(2), lambda: tensor(2, dtype=torch.bfloat16)),
     "scale": _just(None, 0.3, -1, 0),
     "softcap": _just(0.0, 0, 1.5, 30),
@@ -175,6 +177,10 @@ INPUTS: Right = {"inputs": _just(("query", "key", "value"), ["q", "kv"])}
 IDS: Right = {
     "input_ids": _made(lambda: torch.arange(8).unsqueeze(0), lambda: torch.ones(2, 8).long())
 }
+
+
+def _block_mask() -> BlockMask:
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu")
 
 
 def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,6 +226,7 @@ FUNCTIONS |= {
         ),
         ("sum_over_sequence", {"local": QKV["query"], **MESH}, _check_same("local")),
         ("sequence_runs", {"layout": _just(ring.Balanced(Mask.causal(), 8, 2))}, _nothing),
+        ("slices_of_block_mask", {"block_mask": _made(_block_mask)}, _nothing),
         ("describe_schedule", {"layout": _just("zigzag"), **PLANNED}, _nothing),
         ("compare_layouts", PLANNED, _nothing),
         ("Balanced", PLANNED | {"block": _just(None, 2)}, _nothing),

@@ -21,10 +21,13 @@ from dtensor_ring import (
     sequence_runs,
     set_sequence_layout,
 )
+from dtensor_ring.planning.intervals import slices_of_intervals
 from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 from tests.dense import dense_attention, largest
 from tests.faults.worlds import Failure, Log, failure_of
+from tests.slices import shown
 
 CAUSAL = Mask.causal()
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -39,6 +42,7 @@ class Call:
         layout: of the axis.
         seq_len: S, of the whole sequence.
         runs_of: boundaries of the documents that a balanced layout is made for.
+        block: begin and end of tokens that see one another both ways, by slices.
         autocast: to bfloat16.
         lines: of the code that makes a call, in the order in which they are made.
         second_head_dim: of the call of the second line.
@@ -57,6 +61,7 @@ class Call:
     mask: Mask = CAUSAL
     cu_seqlens: tuple[int, ...] | None = None
     runs_of: tuple[int, ...] | None = None
+    block: tuple[int, int] | None = None
     scale: float | None = None
     softcap: float = 0.0
     kernel: str | None = None
@@ -97,7 +102,15 @@ class Call:
             layout = self.layout_on(world_size)
             assert isinstance(layout, Balanced)
             options["runs"] = sequence_runs(layout)
+        if self.block is not None:
+            options |= {"mask": None, "slices": self._slices()}
         return options
+
+    def _slices(self) -> Slices:
+        assert self.block is not None
+        query = torch.arange(self.seq_len)
+        in_block = (query >= self.block[0]) & (query < self.block[1])
+        return slices_of_intervals(0 * query, torch.where(in_block, self.block[1], query + 1))
 
     def expected(self, seed: int) -> list[Tensor]:
         """Output and gradients of the whole sequence, float64."""
@@ -105,8 +118,14 @@ class Call:
         if self.autocast:
             inputs = [x.bfloat16() for x in inputs]
         options = self.options(1)
-        names = "mask", "cu_seqlens", "scale", "softcap", "sinks"
-        dense = dense_attention(*inputs, **{name: options[name] for name in names})
+        names = "cu_seqlens", "scale", "softcap", "sinks"
+        seen = None
+        if self.block is not None:
+            seen = torch.tensor(shown(self._slices().tables[0], (self.seq_len,) * 2)) > 0
+            seen = seen.expand(self.batch, -1, -1)
+        dense = dense_attention(
+            *(*inputs, self.mask), seen=seen, **{name: options[name] for name in names}
+        )
         return [dense.out.detach(), *dense.backward(grad)]
 
     @property

@@ -32,7 +32,10 @@ class Difference:
     @property
     def suits_sdpa(self) -> bool:
         """Whether `F.scaled_dot_product_attention` takes all of it."""
-        beyond = {"cu_seqlens", "runs_of", "softcap", "kernel", "sinks"} & {*self.odd, *self.usual}
+        beyond = {"cu_seqlens", "block", "runs_of", "softcap", "kernel", "sinks"} & {
+            *self.odd,
+            *self.usual,
+        }
         masks = [fields.get("mask", CAUSAL) for fields in (self.odd, self.usual)]
         return not beyond and all(mask in (CAUSAL, Mask.full()) for mask in masks)
 
@@ -73,6 +76,7 @@ DIFFERENCES = {
     "documents: other padding": Difference(
         "cu_seqlens", {"cu_seqlens": (0, 10)}, {"cu_seqlens": (0, 12)}
     ),
+    "slices: another block": Difference("slices", {"block": (4, 20)}, {"block": (4, 30)}),
     "dtype: bfloat16, float32": Difference("dtype", {"dtype": BF16}),
     "dtype: autocast, none": Difference("dtype", {"autocast": True}),
     "dtype: bfloat16, float16": Difference("dtype", {"dtype": BF16}, {"dtype": F16}),

@@ -155,5 +155,5 @@ def test_more_than_one_range_is_refused() -> None:
     seen[0, 8, 4] = False
     with pytest.raises(ValueError, match="each token sees one range"):
         model_mask(seen).slices()
-    with pytest.raises(ValueError, match="a mask of 9 tokens came with 8 tokens"):
+    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
         given_masks({"full_attention": model_mask(seen)}, 8)

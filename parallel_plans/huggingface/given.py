@@ -110,20 +110,20 @@ class GivenMask:
         self.slices = slices
 
 
-def given_masks(mask: Any, seq_len: int) -> Any:
+def given_masks(mask: Any, seq_len: int, of: str = "") -> Any:
     """Masks from outside, a mask or a dict of them by layer type, as what tokens see.
 
     Raises:
         ValueError: if they are dense, were made for a part of the batch, or do not show ranges.
     """
     if isinstance(mask, dict):
-        return {name: given_masks(x, seq_len) for name, x in mask.items()}
+        return {name: given_masks(x, seq_len, f" for {name}") for name, x in mask.items()}
     if not isinstance(mask, ModelMask):
         what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"attention_mask must be (B, S), got {what}; if the model around this one made it, "
-            'set its config.text_config._attn_implementation = "ring", so that it makes masks that '
-            "a ring can read"
+            f"attention_mask must be one tensor (B, S), got {what}{of}; if the model around this "
+            'one made it, set its config.text_config._attn_implementation = "ring", so that it '
+            "makes masks that a ring can read"
         )
     if mask.shape[1] != seq_len:
         raise ValueError(f"an attention_mask of {mask.shape[1]} tokens came with {seq_len} tokens")

@@ -144,7 +144,10 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
             r"attention_mask must be .*\(1, 1, 16, 16\)",
             {"attention_mask": torch.ones(1, 1, 16, 16)},
         ),
-        ("one tensor .* got dict", {"attention_mask": {"full_attention": TOKENS}}),
+        (
+            r"attention_mask must be .*\(1, 16\) for full_attention.*_attn_implementation",
+            {"attention_mask": {"full_attention": TOKENS}},
+        ),
         ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
         ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),

@@ -84,6 +84,11 @@ OPTIONS = {
     "latent": {"head_dims": (192, 128), "scale": 0.07},
     "softcap": {"softcap": 2.0},
     "grad of lse": {"grad_lse": True},
+    "grad of lse, grouped": {"grad_lse": True, "heads": (4, 2)},
+    "grad of lse, float64": {"grad_lse": True, "dtype": torch.float64},
+    "grad of lse, float16": {"grad_lse": True, "dtype": torch.float16},
+    "grad of lse, bfloat16": {"grad_lse": True, "dtype": torch.bfloat16},
+    "grad of lse, head dims": {"grad_lse": True, "head_dims": (16, 8)},
     "all": {"heads": (4, 2), "head_dims": (16, 8), "softcap": 1.5, "grad_lse": True},
     "float64": {"dtype": torch.float64},
     "float16": {"dtype": torch.float16},
@@ -117,6 +122,7 @@ class SegmentsCase:
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
     scale: float = 0.4
+    grad_lse: bool = False
 
     @property
     def launch(self) -> Launch:
@@ -128,7 +134,7 @@ class SegmentsCase:
 
     def problem(self, device: str) -> Problem:
         options = (self.mask, self.heads, self.head_dims, 1, self.softcap, self.dtype, self.scale)
-        return Case(1, 1, *options).problem(device)
+        return Case(1, 1, *options, grad_lse=self.grad_lse).problem(device)
 
     def tensors(self) -> list[Tensor]:
         """Random query, key, value and gradient of out, the middle of larger tensors."""
@@ -167,6 +173,8 @@ PACKED_OPTIONS = {
     "softcap": {"softcap": 2.0},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, grouped": {"dtype": torch.bfloat16, "heads": (4, 2)},
+    "grad of lse": {"grad_lse": True},
+    "grad of lse, bfloat16": {"grad_lse": True, "dtype": torch.bfloat16, "heads": (4, 2)},
 }
 PACKED |= {
     f"{packed}, {name}": replace(PACKED[packed], **option)
@@ -230,7 +238,9 @@ class Packed:
     grads: list[Tensor]
 
 
-def dense_segments(case: SegmentsCase, inputs: list[Tensor], grad_out: Tensor) -> Packed:
+def dense_segments(
+    case: SegmentsCase, inputs: list[Tensor], grad_out: Tensor, grad_lse: Tensor | None = None
+) -> Packed:
     """Rows without keys are (0, -inf); they, and keys without rows, have gradients of 0."""
     lse = grad_out.new_full((grad_out.shape[1], len(grad_out)), -torch.inf, dtype=torch.float64)
     grads = [torch.zeros_like(x, dtype=torch.float64) for x in inputs]
@@ -241,7 +251,8 @@ def dense_segments(case: SegmentsCase, inputs: list[Tensor], grad_out: Tensor) -
         dense = dense_attention(*part, case.mask, scale=case.scale, softcap=case.softcap)
         result.out[rows] = dense.out[0].detach().transpose(0, 1)
         result.lse[:, rows] = dense.lse[0].detach()
-        found = dense.backward(grad_out[rows].transpose(0, 1).unsqueeze(0))
+        slopes = None if grad_lse is None else grad_lse[:, rows].unsqueeze(0)
+        found = dense.backward(grad_out[rows].transpose(0, 1).unsqueeze(0), slopes)
         for grad, span, part in zip(grads, spans, found, strict=True):
             grad[span] = part[0].transpose(0, 1)
     return result
@@ -251,7 +262,9 @@ def check_segments(kernel: Kernel, case: SegmentsCase, device: str) -> None:
     """Output, lse and gradients of segments are those of dense attention, one by one."""
     torch.manual_seed(0)
     *inputs, grad_out = case.tensors()
-    expected = dense_segments(case, inputs, grad_out)
+    # Rows without keys have one as well, which leads nowhere.
+    grad_lse = torch.randn(grad_out.shape[1::-1]) if case.grad_lse else None
+    expected = dense_segments(case, inputs, grad_out, grad_lse)
     tensors, slope = [x.to(device) for x in inputs], grad_out.to(device)
     options = case.launch, case.scores
 
@@ -264,7 +277,8 @@ def check_segments(kernel: Kernel, case: SegmentsCase, device: str) -> None:
     lse_eps = eps if case.dtype == torch.float32 else eps / 64
     assert_near(lse.cpu()[seen], expected.lse[seen], lse_eps, "lse")
 
-    grads = kernel.backward(Saved(slope, out, lse), *tensors, *options)
+    slopes = None if grad_lse is None else grad_lse.to(device)
+    grads = kernel.backward(Saved(slope, out, lse, slopes), *tensors, *options)
     for name, grad, expected_grad in zip("qkv", grads, expected.grads, strict=True):
         assert_near(grad, expected_grad, eps, f"gradient of {name}")
     for name, x, before in zip("qkv", tensors, inputs, strict=True):

@@ -86,9 +86,7 @@ def backward_step(
         scores: how a query scored a key.
         label: names this step in a profile.
     """
-    # The gradient of lse is defined for tiles only.
-    has_segments = kernel.has_segments and saved.grad_lse is None
-    for launch in _launches(step, query, kv[0], has_segments):
+    for launch in _launches(step, query, kv[0], kernel.has_segments):
         with label("tile"):
             grads = _backward(launch, saved, query, kv, kernel, scores)
         with label("merge"):
@@ -138,9 +136,9 @@ def _backward(
     if launch.segments is None:
         q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
         return kernel.backward(saved.at(launch.rows), q, k, v, launch, scores)
-    lse = saved.lse.transpose(0, 1).flatten(1)  # heads first, a copy if the batch is not 1
-    saved = Saved(_flat(saved.grad_out), _flat(saved.out), lse)
-    grads = kernel.backward(saved, _flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
+    slopes = None if saved.grad_lse is None else _heads_first(saved.grad_lse)
+    flat = Saved(_flat(saved.grad_out), _flat(saved.out), _heads_first(saved.lse), slopes)
+    grads = kernel.backward(flat, _flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
     dq, dk, dv = (_by_batch(grad, query.shape[0]) for grad in grads)
     return dq, dk, dv
 
@@ -152,6 +150,11 @@ def _columns(kv: Pair, launch: Launch) -> Pair:
 def _flat(x: Tensor) -> Tensor:
     """`(B, N, L, H)` to `(B * L, N, H)`: a view, if it is token-major or the batch is 1."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def _heads_first(lse: Tensor) -> Tensor:
+    """`(B, N, L)` to `(N, B * L)`: a copy, if the batch is not 1."""
+    return lse.transpose(0, 1).flatten(1)
 
 
 def _by_batch(x: Tensor, batch_size: int) -> Tensor:

@@ -62,9 +62,10 @@ class Kernel(ABC):
     **Backward** gets `out` and `lse` of the whole row, over all keys of the ring. With
     `p = exp(score - lse)` the gradient of a score is `p * (grad_out.v - sum(grad_out * out) +
     grad_lse)`, so that the gradients of the tiles of a row add up (Dao et al., 2022, arXiv
-    2205.14135, appendix B.4). `saved` has the shapes of `out` and `lse` above. `saved.grad_lse` is
-    given only to kernels that support `differentiable_lse`, and never with segments. `saved.lse`
-    may be a view of any strides, and -inf in rows without keys only.
+    2205.14135, appendix B.4). `saved` has the shapes of `out` and `lse` above, and `grad_lse` that
+    of `lse`. `saved.grad_lse` is given only to kernels that support `differentiable_lse`; to others
+    it comes inside of `out` and `grad_out`, see Note [Gradient of lse in columns] of
+    `WidenedKernel`. `saved.lse` may be a view of any strides, and -inf in rows without keys only.
 
     Attributes:
         name: what users and `available_kernels` call it.

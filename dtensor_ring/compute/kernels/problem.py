@@ -33,7 +33,7 @@ class Problem:
         value_head_dim: of value and output.
         scale: factor of the scores.
         softcap: bound of the scores; 0.0 means none.
-        differentiable_lse: whether the gradient of lse is needed.
+        differentiable_lse: whether backward gets a gradient of lse.
         windowed: whether tiles may have other bands than full and causal ones.
         grouped: whether there are fewer heads of keys than of queries.
         packed: whether there are documents, so that a step may have any number of tiles.

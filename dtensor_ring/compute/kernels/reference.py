@@ -53,9 +53,7 @@ class Reference(Kernel):
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
-            lse = saved.lse[:, rows].unsqueeze(0)
-            of_tile = Saved(_by_head(saved.grad_out[rows]), _by_head(saved.out[rows]), lse)
-            parts = _backward(of_tile, *tile, launch.mask, scores)
+            parts = _backward(_of_tile(saved, rows), *tile, launch.mask, scores)
             for grad, part, at in zip(grads, parts, (rows, cols, cols), strict=True):
                 grad[at] = part[0].transpose(0, 1)
         return grads
@@ -109,6 +107,13 @@ def _backward(
         grad_key[:, :, seen] += flat_scored.mT @ queries.flatten(2, 3)
         grad_query[:, :, block] = _ungrouped(flat_scored @ keys, heads)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _of_tile(saved: Saved, rows: slice) -> Saved:
+    """What was saved of a segment's rows, as of a tile."""
+    slopes = None if saved.grad_lse is None else saved.grad_lse[:, rows].unsqueeze(0)
+    lse = saved.lse[:, rows].unsqueeze(0)
+    return Saved(_by_head(saved.grad_out[rows]), _by_head(saved.out[rows]), lse, slopes)
 
 
 def _by_head(x: Tensor) -> Tensor:

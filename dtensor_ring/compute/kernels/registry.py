@@ -17,6 +17,7 @@ from dtensor_ring.compute.kernels.flash_attn4 import FlashAttn4
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.compute.kernels.problem import Determinism, Problem, determinism
 from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.compute.kernels.widened import WidenedKernel
 
 _ORDER = (
     FlashAttn3(),
@@ -150,13 +151,23 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     reasons = {}
     # `supports` first: it is cheap, and importing a package for nothing is not.
     for kernel in KERNELS.values() if name is None else (KERNELS[name],):
-        reason = kernel.supports(problem) or _missing(kernel, device)
+        able, reason = able_kernel(kernel, problem)
+        reason = reason or _missing(kernel, device)
         if reason is None:
-            return kernel
+            return able
         reasons[kernel.name] = reason
     what = f"kernel {name!r} cannot" if name else "no kernel can"
     why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
     raise ValueError(f"{what} serve this attention ({why})")
+
+
+def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
+    """The kernel, widened if only so it has the gradient of lse, and why it cannot serve."""
+    reason = kernel.supports(problem)
+    if reason is None or not problem.differentiable_lse:
+        return kernel, reason
+    widened = WidenedKernel(kernel)
+    return widened, widened.supports(problem)
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ class Saved:
         grad_out: gradient of `out`.
         out: the attention's output `(B, N, R, Hv)`.
         lse: log-sum-exp of the scores of each row `(B, N, R)`, float32 or wider.
-        grad_lse: gradient of `lse`, `None` where nothing uses `lse`.
+        grad_lse: gradient of `lse`, and of its shape; `None` where nothing uses `lse`.
     """
 
     grad_out: Tensor

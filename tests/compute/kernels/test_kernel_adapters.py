@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
+from dtensor_ring.compute.kernels.registry import able_kernel
 from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.rings import Ring
@@ -32,11 +33,12 @@ OF_SEGMENTS = [name for name in GPU if KERNELS[name].has_segments]
 
 
 def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
-    """The kernel; skips if it cannot serve the case, apart from the dtype and the device."""
+    """The kernel that serves the case, apart from the dtype and the device; or skips."""
     problem = replace(case.problem("cuda"), dtype=torch.bfloat16)
-    if reason := KERNELS[name].supports(problem):
+    able, reason = able_kernel(KERNELS[name], problem)
+    if reason:
         pytest.skip(f"{name}: {reason}")
-    return KERNELS[name]
+    return able
 
 
 @pytest.mark.parametrize("name", GPU)

@@ -128,7 +128,8 @@ def test_a_problem_knows_the_setting_of_determinism(setting: str, warn_only: boo
         (replace(PROBLEM, scale=-1.0), "reference"),
         (replace(PROBLEM, value_head_dim=4), "reference"),
         (replace(PROBLEM, softcap=1.0), "reference"),
-        (replace(PROBLEM, differentiable_lse=True), "reference"),
+        (replace(PROBLEM, differentiable_lse=True), "cpu_flash"),
+        (replace(PROBLEM, differentiable_lse=True, value_head_dim=4), "reference"),
     ],
 )
 def test_the_first_kernel_that_can_is_chosen(problem: Problem, chosen: str) -> None:

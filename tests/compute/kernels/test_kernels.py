@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
+from dtensor_ring.compute.kernels.registry import able_kernel
 from dtensor_ring.compute.kernels.window import bottom_right
 from tests.dense import dense_attention, visible
 from tests.tiles import (
@@ -37,19 +38,21 @@ every_kernel = marked(list(KERNELS))
 every_kernel_of_segments = marked([name for name in KERNELS if KERNELS[name].has_segments])
 
 
-def device_of(kernel: Kernel, case: Case | SegmentsCase) -> str:
-    """Where the kernel runs; skips where it cannot, or says that it cannot serve the case."""
+def served(kernel: Kernel, case: Case | SegmentsCase) -> tuple[Kernel, str]:
+    """The kernel as it serves the case, and where; skips if it cannot."""
     device = "cuda" if kernel.name in GPU else "cpu"
-    reason = kernel.missing() or kernel.supports(case.problem(device))
+    able, reason = able_kernel(kernel, case.problem(device))
+    reason = kernel.missing() or reason
     if reason:
         pytest.skip(f"{kernel.name}: {reason}")
-    return device
+    return able, device
 
 
 @every_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_tile(kernel: Kernel, case: Case) -> None:
-    check_tile(kernel, case, device_of(kernel, case))
+    able, device = served(kernel, case)
+    check_tile(able, case, device)
 
 
 def test_long_square() -> None:
@@ -60,33 +63,38 @@ def test_long_square() -> None:
 @every_kernel_of_segments
 @pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
 def test_segments(kernel: Kernel, case: SegmentsCase) -> None:
-    check_segments(kernel, case, device_of(kernel, case))
+    able, device = served(kernel, case)
+    check_segments(able, case, device)
 
 
 @every_kernel_of_segments
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_of_segments_with_a_part_of_the_keys(kernel: Kernel, dtype: torch.dtype) -> None:
-    check_part_of_the_keys(kernel, dtype, device_of(kernel, Case(dtype=dtype)))
+    check_part_of_the_keys(kernel, dtype, served(kernel, Case(dtype=dtype))[1])
 
 
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_of_a_part_of_the_keys(kernel: Kernel, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("with_grad_lse", [False, True])
+def test_backward_of_a_part_of_the_keys(
+    kernel: Kernel, dtype: torch.dtype, with_grad_lse: bool
+) -> None:
     """With `out` and `lse` of the whole row, gradients are those of the part."""
-    device = device_of(kernel, Case(dtype=dtype))
+    able, device = served(kernel, Case(dtype=dtype, grad_lse=with_grad_lse))
     torch.manual_seed(0)
     eps = torch.finfo(dtype).eps
     tensors = [torch.randn(1, 2, 12, 8).to(dtype) for _ in range(4)]
     grad_out, query, key, value = tensors
     whole = dense_attention(query, key, value, FULL, scale=0.4)
     out, lse = whole.out.detach().to(dtype), whole.lse.detach().float()
-    saved = Saved(*(x.to(device) for x in (grad_out, out, lse)))
+    grad_lse = [torch.randn(1, 2, 12)] if with_grad_lse else []
+    saved = Saved(*(x.to(device) for x in (grad_out, out, lse, *grad_lse)))
     query, key, value = (x.to(device) for x in (query, key, value))
     parts = []
     for cols in (slice(0, 5), slice(5, 12)):
         tensors = query, key[:, :, cols], value[:, :, cols]
-        parts.append(kernel.backward(saved, *tensors, Case().launch, Case().scores))
-    expected = whole.backward(grad_out)
+        parts.append(able.backward(saved, *tensors, Case().launch, Case().scores))
+    expected = whole.backward(grad_out, *grad_lse)
     assert_near(parts[0][0] + parts[1][0], expected[0], eps, "gradient of query")
     for index, name in ((1, "key"), (2, "value")):
         joined = torch.cat([parts[0][index], parts[1][index]], 2)

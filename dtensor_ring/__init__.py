@@ -7,6 +7,7 @@ from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
 from dtensor_ring.dtensor.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.labels import next_token_labels
+from dtensor_ring.dtensor.merge import merge_attention
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
     shard_sequence,
@@ -37,6 +38,7 @@ __all__ = [
     "available_kernels",
     "compare_layouts",
     "describe_schedule",
+    "merge_attention",
     "next_token_labels",
     "register_kernel",
     "ring_attention",

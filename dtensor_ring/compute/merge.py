@@ -61,6 +61,40 @@ def merge_(
         _mix(out, block_out, weight, target)
 
 
+def merge_gradients(
+    grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the parts that `merge_` merged, from those of what it made of them.
+
+    The merged output is the mean of the parts, with weights `w = exp(lse of the part - lse)`. So
+    the gradient of a part's output is `w * grad_out`, and that of its lse `w * (p - mean of all p +
+    grad_lse)` with `p = sum(grad_out * out of the part)`. Both are 0 in rows that the part has not
+    seen.
+
+    Args:
+        grad_out: gradient of the merged output `(..., L, H)`.
+        grad_lse: gradient of the merged lse `(..., L)`.
+        outs: the parts' outputs.
+        lses: their log-sum-exp.
+        lse: the merged one.
+    """
+    wide = grad_out.to(lse.dtype)
+    products = [(wide * out).sum(-1) for out in outs]
+    # Where neither has seen anything, -inf - -inf is nan.
+    unseen = [part == -torch.inf for part in lses]
+    weights = [
+        (part - lse).exp().masked_fill(hidden, 0.0)
+        for part, hidden in zip(lses, unseen, strict=True)
+    ]
+    slope = grad_lse - sum(w * p for w, p in zip(weights, products, strict=True))
+    grad_outs = [(wide * weight.unsqueeze(-1)).to(grad_out.dtype) for weight in weights]
+    grad_lses = [
+        (weight * (product + slope)).masked_fill(hidden, 0.0)  # 0 times nan is nan
+        for weight, product, hidden in zip(weights, products, unseen, strict=True)
+    ]
+    return grad_outs, grad_lses
+
+
 def is_bounded(values: Tensor) -> bool:
     """Whether outputs, which are means of these values, differ by finite numbers.
 

@@ -246,6 +246,7 @@ FUNCTIONS |= {
             _nothing,
         ),
         ("next_token_labels", TOKENS, _check_labels),
+        ("merge_attention", {"parts": _made(lambda: [(tensor(), tensor(1, 2, 8))] * 2)}, _nothing),
         (
             "ContextParallel",
             AXIS | INPUTS,
@@ -254,6 +255,11 @@ FUNCTIONS |= {
     )
 }
 FUNCTIONS |= {
+    "merge_attention, one part": Function(
+        lambda _, out, lse: ring.merge_attention([(out, lse)])[0],
+        {"out": QKV["query"], "lse": _made(lambda: tensor(1, 2, 8))},
+        _check_same("out"),
+    ),
     "register_kernel": Function(
         _registered, {"kernel": _made(Mine), "before": _just(None, "cpu_flash")}, _nothing
     ),

@@ -1,0 +1,56 @@
+"""The merge of partial attentions, as an op: one node in a compiled graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import empty, order_of, region
+from dtensor_ring.compute.merge import merge_gradients
+from dtensor_ring.compute.partial import Partial
+
+NAME = "dtensor_ring::merge_attention"
+
+torch.library.define(NAME, "(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)")
+merge_op = torch.ops.dtensor_ring.merge_attention.default
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    outs = [_unit_stride(out) for out in outs]
+    partial = Partial(outs[0], outs[0].shape[3])
+    rows, last = region(None, (0, outs[0].shape[2])), len(outs) - 1
+    for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        partial.expect(out)
+        if not number:
+            out, lse = out.clone(), lse.clone()  # it becomes the accumulator
+        partial.add(rows, out, lse, is_last=number == last)
+    return partial.result()
+
+
+@torch.library.register_fake(NAME)
+def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    # Strides as `Partial.result` gives them.
+    out = _unit_stride(outs[0])
+    return empty(out, out.shape, order_of(out)), lses[0].new_empty(lses[0].shape)
+
+
+def _setup(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Any) -> None:
+    outs, lses = inputs
+    # The merged out is not needed: the mean of the parts' products stands for it.
+    ctx.save_for_backward(*outs, *lses, output[1])
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
+    *parts, lse = ctx.saved_tensors
+    middle = len(parts) // 2
+    return merge_gradients(grad_out, grad_lse, parts[:middle], parts[middle:], lse)
+
+
+torch.library.register_autograd(NAME, _gradients, setup_context=_setup)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

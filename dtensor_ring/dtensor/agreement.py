@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.compute.kernels import available_kernels
 from dtensor_ring.dtensor.annotation import AxisConfig, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.run import shard_length
@@ -106,7 +107,7 @@ def _describe(name: str, x: Any) -> str:
     if isinstance(x, DTensor):
         return f"{kind} {tuple(x.placements)}"
     # Boundaries decide the plan, so their content must agree; comparing all tensors would cost.
-    is_readable = x.device.type == "cpu" and x.dtype == torch.int32
+    is_readable = x.device.type != "meta" and x.dtype in INTEGERS
     has_content = is_readable and name in Batch._fields
     return f"{kind} {x.tolist()}" if has_content else kind
 

@@ -19,6 +19,7 @@ from dtensor_ring.dtensor.placement import (
     ring_of,
     wrap,
 )
+from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.options import LEAVES, Batch, Call, flatten, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.run import shard_length
@@ -95,7 +96,9 @@ def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2
         )
     start, length = _batch_rows(query, ring)
     # The same object where it can be: what was made of it is found by its address.
-    return given if (start, length) == (0, len(given)) else given[start : start + length]
+    if (start, length) == (0, len(given)):
+        return given
+    return on_host(given)[start : start + length]
 
 
 def _local_sinks(sinks: Any, ring: Ring) -> Any:

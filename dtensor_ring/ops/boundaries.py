@@ -5,16 +5,18 @@ them is found by their address and shape, and used if their content is still the
 was written to since, or that belongs to another tensor by now, is converted again. Of boundaries
 that are padded by repeating the last value only the head and that value are compared, so that this
 costs the same for 8,192 tokens and for a million: writing into the padding alone goes unnoticed.
+What is on a GPU is copied to the CPU first, once for each tensor and each time it was written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtensor_ring.planning.cache import ByteStore
 from dtensor_ring.planning.documents import Documents, as_documents
@@ -46,20 +48,25 @@ def _compared(content: np.ndarray, width: int) -> bytes:
 
 _KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=lambda known: known.num_bytes)
 
+_COPIES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+"""Of tensors on a GPU: the version that was copied, and the copy, while the tensor lives."""
+
+INTEGERS = (torch.int32, torch.int64)
+
 
 def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = False) -> Documents:
     """The boundaries `(D+1,)` or `(B, D+1)` as the planner wants them; errors use `name`.
 
     Args:
-        cu_seqlens: int32 on the CPU, in global positions.
+        cu_seqlens: int32 or int64, in global positions.
         name: of the argument.
         batch: the rows B that it may have.
         is_numbered: keep empty documents, because documents of keys are matched by number.
 
     Raises:
-        ValueError: if they are not int32 on the CPU, of shape (D+1,) or (batch, D+1).
+        ValueError: if they are not int32 or int64, of shape (D+1,) or (batch, D+1).
     """
-    check_host(cu_seqlens, name)
+    check_integers(cu_seqlens, name)
     if cu_seqlens.ndim not in (1, 2) or (cu_seqlens.ndim == 2 and len(cu_seqlens) != batch):
         raise ValueError(
             f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
@@ -78,7 +85,7 @@ def _converted(
     convert: Callable[[np.ndarray], Any],
 ) -> Any:
     """The value made from a tensor, converted if that kind of it is not known; see the Note."""
-    content = x.numpy()
+    content = on_host(x).numpy()
     # By address first: reading all content in each call is what this avoids.
     key = x.data_ptr(), content.shape, content.strides, kind
     known = _KNOWN.get(key)
@@ -104,9 +111,9 @@ def run_table(runs: Tensor) -> RunTable:
     """The layout that was made for this batch.
 
     Raises:
-        ValueError: if the runs are not int32 on the CPU, of shape (W, R, 2), or deal no sequence.
+        ValueError: if the runs are not int32 or int64, of shape (W, R, 2), or deal no sequence.
     """
-    check_host(runs, "runs")
+    check_integers(runs, "runs")
     if runs.ndim != 3 or runs.shape[2] != 2:
         raise ValueError(
             "runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
@@ -125,9 +132,9 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
     """The slices `(N, 6)` or `(B, N, 6)` as the planner wants them, see `sequence_slices`.
 
     Raises:
-        ValueError: if they are not int32 on the CPU, of shape (N, 6) or (batch, N, 6).
+        ValueError: if they are not int32 or int64, of shape (N, 6) or (batch, N, 6).
     """
-    check_host(slices, "slices")
+    check_integers(slices, "slices")
     shape = tuple(slices.shape)
     if shape[-1:] != (NUM_FIELDS,) or shape[:-2] not in ((), (batch,)) or len(shape) < 2:
         raise ValueError(
@@ -137,16 +144,29 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
     return _converted(slices, "slices", lambda content: content.shape[-1], Slices.of_numbers)
 
 
-def check_host(x: Tensor, name: str) -> None:
-    """Refuse a tensor that cannot be read where the ring is planned.
+def on_host(x: Tensor) -> Tensor:
+    """The tensor itself if it is on the CPU, else the one copy of it that is."""
+    if x.is_cpu:
+        return x
+    if x.is_inference():
+        return x.cpu()  # nothing says whether it was written to
+    known = _COPIES.get(x)
+    if known is None or known[0] != x._version:
+        # The host waits for the GPU here: once for all layers, not in each of them.
+        known = _COPIES[x] = x._version, x.cpu()
+    return known[1]
+
+
+def check_integers(x: Tensor, name: str) -> None:
+    """Refuse a tensor that holds no integers to plan the ring with.
 
     Raises:
-        ValueError: if it is not int32 on the CPU.
+        ValueError: if it is not int32 or int64, or has no content.
     """
-    if x.device.type != "cpu":
+    if x.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be int32 or int64, got {x.dtype}; use .int()")
+    if x.device.type == "meta":
         raise ValueError(
-            f"{name} must be on the CPU, where the ring is planned, got {x.device}; "
-            f"move it once per batch with {name}.cpu()"
+            f"{name} must have content, with which the ring is planned, got a tensor on meta; "
+            "make it on the CPU"
         )
-    if x.dtype != torch.int32:
-        raise ValueError(f"{name} must be int32, got {x.dtype}; use .int()")

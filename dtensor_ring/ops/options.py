@@ -33,7 +33,7 @@ Length = int
 
 
 class Batch(NamedTuple):
-    """Options that differ from batch to batch: int32 tensors on the CPU, see `ring_attention`."""
+    """Options that differ from batch to batch: tensors of integers, see `ring_attention`."""
 
     cu_seqlens: Tensor | None = None
     key_cu_seqlens: Tensor | None = None

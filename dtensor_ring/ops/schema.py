@@ -10,7 +10,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
-from dtensor_ring.ops.boundaries import check_host
+from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, Batch, unflatten
 from dtensor_ring.ops.word import turn
@@ -89,7 +89,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
-    _check_on_cpu(query, call.batch)
+    _check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     # Contiguous, as `Partial.result` returns it.
     lse = query.new_empty(query.shape[:3], dtype=wide)
@@ -99,11 +99,11 @@ def _fake_forward(
     return out, lse
 
 
-def _check_on_cpu(query: Tensor, batch: Batch) -> None:
+def _check_batch(query: Tensor, batch: Batch) -> None:
     """Refuse meta boundaries of real tensors: they lead here, whose results are never written."""
     for name, x in batch._asdict().items():
         if x is not None and query.device.type != "meta":
-            check_host(x, name)
+            check_integers(x, name)
 
 
 @torch.library.register_fake(BACKWARD)

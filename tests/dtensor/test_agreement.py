@@ -71,6 +71,11 @@ DIFFERENCES = {
         {"cu_seqlens": ints(0, 4, SEQ_LEN)},
         {"cu_seqlens": ints(0, 5, SEQ_LEN)},
     ),
+    "int64 cu_seqlens": Difference(
+        "cu_seqlens: int64 (3,) cpu [0, 4, 12] on [0], int64 (3,) cpu [0, 5, 12] on {others}",
+        {"cu_seqlens": ints(0, 4, SEQ_LEN).long()},
+        {"cu_seqlens": ints(0, 5, SEQ_LEN).long()},
+    ),
     "no cu_seqlens": Difference(
         "cu_seqlens: None on [0], int32 (2,) cpu [0, 12] on {others}",
         usual={"cu_seqlens": ints(0, SEQ_LEN)},

@@ -126,17 +126,17 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
     "meta cu_seqlens": (
         lambda x, mesh: {"cu_seqlens": torch.tensor([0, 8], device="meta").int()},
         ValueError,
-        r"cu_seqlens must be on the CPU, .*, got meta; move it once per batch with cu_seqlens\.cpu",
+        "^cu_seqlens must have content, with which the ring is planned, got a tensor on meta",
     ),
     "meta key_cu_seqlens": (
         lambda x, mesh: {"key_cu_seqlens": torch.tensor([0, 8], device="meta").int()},
         ValueError,
-        "key_cu_seqlens must be on the CPU, where the ring is planned, got meta",
+        "^key_cu_seqlens must have content, with which the ring is planned, got a tensor on meta",
     ),
     "meta runs": (
         lambda x, mesh: {"runs": torch.zeros(2, 1, 2, device="meta").int()},
         ValueError,
-        "runs must be on the CPU, where the ring is planned, got meta",
+        "^runs must have content, with which the ring is planned, got a tensor on meta",
     ),
     "sparse cu_seqlens": (
         lambda x, mesh: {"cu_seqlens": torch.tensor([0, 8]).int().to_sparse()},
@@ -194,10 +194,10 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         ValueError,
         "6 query and 8 key tokens, .*cross attention, which has no diagonal: it takes Mask.full",
     ),
-    "cu_seqlens of int64": (
-        lambda x, mesh: {"cu_seqlens": torch.tensor([0, 8])},
+    "cu_seqlens of float32": (
+        lambda x, mesh: {"cu_seqlens": torch.tensor([0.0, 8.0])},
         ValueError,
-        r"cu_seqlens must be int32, got torch.int64; use \.int\(\)",
+        r"cu_seqlens must be int32 or int64, got torch.float32; use \.int\(\)",
     ),
     "cu_seqlens too long": (
         lambda x, mesh: {"cu_seqlens": torch.tensor([0, 9]).int()},
@@ -214,10 +214,10 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         ValueError,
         "as many boundaries in cu_seqlens as in key_cu_seqlens, got none and 2",
     ),
-    "runs of int64": (
-        lambda x, mesh: {"runs": torch.tensor([[[0, 4]], [[4, 4]]])},
+    "runs of float32": (
+        lambda x, mesh: {"runs": torch.tensor([[[0.0, 4.0]], [[4.0, 4.0]]])},
         ValueError,
-        r"runs must be int32, got torch.int64; use \.int\(\)",
+        r"runs must be int32 or int64, got torch.float32; use \.int\(\)",
     ),
     "runs of another batch": (
         lambda x, mesh: {"runs": torch.tensor([[[0, 3]], [[3, 3]]]).int()},

@@ -172,14 +172,15 @@ def _batch_sizes() -> tuple[int, list[tuple[int, ...]]]:
     return counter.frame_count, shapes
 
 
-def test_five_batches_of_documents_compile_once(pool: Pool) -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_five_batches_of_documents_compile_once(pool: Pool, dtype: torch.dtype) -> None:
     """Whatever their boundaries, and the runs that balance them."""
-    for num_compiled, num_layouts, errors in pool.run(2, _five_batches):
+    for num_compiled, num_layouts, errors in pool.run(2, _five_batches, dtype):
         assert (num_compiled, num_layouts) == (1, 5)
         assert largest(errors) < 1e-6, errors
 
 
-def _five_batches() -> tuple[int, int, list[float]]:
+def _five_batches(dtype: torch.dtype) -> tuple[int, int, list[float]]:
     """How often it compiled, how many layouts differed, and errors of output and gradient."""
     counter = CompileCounterWithBackend("aot_eager")
     module, layouts, errors = ThreeAttentions(), set(), []
@@ -188,7 +189,7 @@ def _five_batches() -> tuple[int, int, list[float]]:
         x = torch.randn(2, 16, 32, requires_grad=True)
         layout = Balanced(CAUSAL, 32, 2, (0, end, 32), block=2)
         layouts.add(tuple(layout.positions(0, 2, 32)))
-        data = torch.tensor([0, end, 32], dtype=torch.int32), sequence_runs(layout)
+        data = torch.tensor([0, end, 32], dtype=dtype), sequence_runs(layout).to(dtype)
         outputs = module(x, *data), compiled(x, *data)
         grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
         errors += [relative_error(*outputs), relative_error(*grads)]

@@ -90,16 +90,21 @@ def ring_attention(
     Layout, strategy and transfer policy are those of the axis, see `SequenceAxis`.
 
     Args:
-        query: `(B, N, S, H)`, either DTensors or local shards `(B, N, L, H)` with `mesh`. As a
-            DTensor it is `Shard(2)` over exactly one mesh axis, the ring; over other axes it may
-            be `Shard(0)` (batch), `Shard(1)` (heads) or `Replicate`.
-        key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention),
-            and nothing is repeated. Another length than the query's makes it cross attention.
+        query: `(B, N, S, H)`, either DTensors or local shards `(B, N, L, H)` with `mesh`; a `(B, S,
+            N, H)` of flash-attn is `x.transpose(1, 2)`, without a copy. As a DTensor it is
+            `Shard(2)` over exactly one mesh axis, the ring; over other axes it may be `Shard(0)`
+            (batch), `Shard(1)` (heads) or `Replicate`.
+        key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention), and
+            nothing is repeated: query head i sees key head `i // (N / Nkv)`. Another length than
+            the query's makes it cross attention.
         value: `(B, Nkv, S, Hv)`, placed as the query.
         mask: which keys a query sees; causal by default, unless `slices` say it.
-        cu_seqlens: boundaries of packed documents in global positions, int32 on the CPU, shape
+        cu_seqlens: boundaries of packed documents in global positions, int32 or int64, shape
             `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens after the last
-            boundary see nothing, and their output is 0.
+            boundary see nothing, and their output is 0. Best on the CPU, where the ring is planned:
+            of a tensor on a GPU, each rank makes a copy, for which it waits, once. It is made again
+            after PyTorch has written to the tensor; after a collective or a kernel of your own has,
+            pass a new tensor.
         sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
             A plain tensor gets the gradient of this rank's queries, a DTensor a `Partial` one.
         scale: factor of the scores, `H ** -0.5` by default.
@@ -109,15 +114,16 @@ def ring_attention(
         mesh: the 1-D mesh of the ring, for local shards of equal length. Its layout is that of
             `set_sequence_layout`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
-            (float64 for float64), -inf for a row that sees nothing. Differentiable with the
-            `reference` kernel only. If lse leaves a compiled function or a reentrant checkpoint
-            and you do not need its gradient, return `lse.detach()`.
+            (float64 for float64), -inf for a row that sees nothing. Differentiable; with head dims
+            that are the largest of a kernel by `reference`, see `docs/numerics.md`. If lse leaves a
+            compiled function or a reentrant checkpoint and you do not need its gradient, return
+            `lse.detach()`, which saves some of the backward pass. `merge_attention` takes both.
         key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the
             queries of document number d see the keys of number d. The number of keys is
             arbitrary, and the mask must be full.
         runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
-            int32 on the CPU, `(W, R, 2)`, ascending in each row. By default the layout of the mesh
-            says.
+            integers as `cu_seqlens`, `(W, R, 2)`, ascending in each row. By default the layout of
+            the mesh says.
         slices: what queries see, in place of mask and boundaries: `Slices`, or under a compiler the
             tensor that `sequence_slices` makes of them, `(N, 6)` or `(B, N, 6)`.
         validate: first compare this call with those of the other ranks, and raise on every rank

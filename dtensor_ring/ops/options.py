@@ -32,6 +32,11 @@ Length = int
 """A global length in tokens, which a compiler may have as a symbol."""
 
 
+TOKEN_MAJOR_HINT = (
+    "; tensors are (B, N, S, H): if these are (B, S, N, H), as in flash-attn, use transpose(1, 2)"
+)
+
+
 class Batch(NamedTuple):
     """Options that differ from batch to batch: tensors of integers, see `ring_attention`."""
 
@@ -80,7 +85,13 @@ class Question(NamedTuple):
             ValueError: if the shards are not as long as their global lengths say, or the layout,
                 the boundaries or the strategy do not allow this attention.
         """
-        result, rank, world_size = plan(*self), self.rank, self.world_size
+        try:
+            result = plan(*self)
+        except ValueError as error:
+            if self._seem_token_major(query, key):
+                raise ValueError(f"{error}{TOKEN_MAJOR_HINT}") from error
+            raise
+        rank, world_size = self.rank, self.world_size
         # The plan relies on it: a shard of another length would be read out of bounds.
         for x, whole in ((query, self.seq_len), (key, self.key_seq_len)):
             num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
@@ -90,6 +101,15 @@ class Question(NamedTuple):
                     f"seq_len {whole} has {expected}"
                 )
         return result
+
+    def _seem_token_major(self, query: Tensor, key: Tensor) -> bool:
+        """Whether an error may be due to tensors `(B, S, N, H)`, whose heads pass for tokens."""
+        (num_heads, num_tokens), (num_key_heads, num_keys) = query.shape[1:3], key.shape[1:3]
+        if num_heads <= num_tokens:
+            return False
+        ends = [row[-1] for row in self.documents.arrays if row.size] if self.documents else []
+        fit_heads = any(self.seq_len < end <= num_heads * self.world_size for end in ends)
+        return fit_heads or (num_heads == num_key_heads and num_tokens != num_keys)
 
 
 class Call(NamedTuple):

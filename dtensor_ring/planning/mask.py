@@ -67,7 +67,8 @@ class Mask:
     def sliding(cls, window: int) -> Mask:
         """Each query sees itself and the `window` tokens before it (lags 0 to `window`).
 
-        A Hugging Face `sliding_window` of w counts the query itself: it is `sliding(w - 1)`.
+        A Hugging Face `sliding_window` of w counts the query itself: it is `sliding(w - 1)`. So is
+        the `window_size=(w - 1, 0)` that flash-attn gets for it.
         """
         return cls(window, 0)
 
@@ -79,6 +80,10 @@ class Mask:
     @classmethod
     def chunked(cls, chunk: int) -> Mask:
         """Causal within chunks of `chunk` tokens, as in Llama 4: 0 to chunk - 1, and so on.
+
+        Chunks count from position 0 of the row, not from the start of each document. For chunks of
+        each document, as flash-attn's `attention_chunk` has them, put their boundaries into
+        `cu_seqlens` and take `causal()`.
 
         Other bands take chunks too: `Mask(window, 0, chunk=8192)`.
         """

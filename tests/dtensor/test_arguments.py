@@ -194,6 +194,31 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         ValueError,
         "6 query and 8 key tokens, .*cross attention, which has no diagonal: it takes Mask.full",
     ),
+    "token-major, grouped": (
+        lambda x, mesh: (
+            dict.fromkeys(("key", "value"), torch.randn(2, 8, 2, 8))
+            | {"query": torch.randn(2, 8, 4, 8)}
+        ),
+        ValueError,
+        r"8 query and 4 key tokens, .* got Mask\(.*\); tensors are \(B, N, S, H\): if these are "
+        r"\(B, S, N, H\), as in flash-attn, use transpose\(1, 2\)$",
+    ),
+    "token-major, documents": (
+        lambda x, mesh: (
+            dict.fromkeys(("query", "key", "value"), torch.randn(2, 8, 4, 8))
+            | {"cu_seqlens": torch.tensor([0, 5, 16])}
+        ),
+        ValueError,
+        r"length 8, got \[0, 5, 16\]; tensors are .*, use transpose\(1, 2\)$",
+    ),
+    "too long for tokens of either dim": (
+        lambda x, mesh: (
+            dict.fromkeys(("query", "key", "value"), torch.randn(2, 8, 4, 8))
+            | {"cu_seqlens": torch.tensor([0, 5, 17])}
+        ),
+        ValueError,
+        r"length 8, got \[0, 5, 17\]$",
+    ),
     "cu_seqlens of float32": (
         lambda x, mesh: {"cu_seqlens": torch.tensor([0.0, 8.0])},
         ValueError,

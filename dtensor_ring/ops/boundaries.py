@@ -145,9 +145,18 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The tensor itself if it is on the CPU, else the one copy of it that is."""
+    """The tensor itself if it is on the CPU, else the one copy of it that is.
+
+    Raises:
+        ValueError: if a CUDA graph is captured, which would go on with the numbers of this moment.
+    """
     if x.is_cpu:
         return x
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "cu_seqlens, key_cu_seqlens, runs and slices must be on the CPU while a CUDA graph is "
+            "captured: it is for these numbers only, whatever the tensors hold later; use .cpu()"
+        )
     if x.is_inference():
         return x.cpu()  # nothing says whether it was written to
     known = _COPIES.get(x)

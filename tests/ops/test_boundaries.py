@@ -117,6 +117,15 @@ def test_on_a_gpu(name: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_is_for_boundaries_on_the_cpu() -> None:
+    x = torch.tensor([0, 3, 8], device="cuda")
+    on_host(x)
+    message = "on the CPU while a CUDA graph is captured"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        on_host(x)
+
+
 @every_tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16])
 def test_other_dtypes_are_refused(name: str, dtype: torch.dtype) -> None:

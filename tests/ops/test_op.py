@@ -185,6 +185,31 @@ def test_edges(pool: Pool, world_size: int) -> None:
     assert not too_large
 
 
+@pytest.mark.parametrize("kernel", [None, "reference"])
+@pytest.mark.parametrize("documents", [((0, 3, 13),), ((0, 2, 3, 5, 9, 13), (0, 4, 6, 9, 9, 9))])
+def test_an_lse_of_a_row_that_sees_nothing_leads_nowhere(
+    pool: Pool, kernel: str | None, documents: Any
+) -> None:
+    """Its gradient may be anything: that of exp(lse) / exp(lse) is NaN there."""
+    edge = Edge(20, CAUSAL, documents, {"grad_lse": True})
+    for layout in LAYOUTS:
+        assert all(pool.run(2, _leads_nowhere, edge.case(layout, 2, kernel)))
+
+
+def _leads_nowhere(case: Case) -> bool:
+    """Whether gradients are, in every bit, as if that of lse were 0 in such rows."""
+    positions, shards = case.ring.positions(dist.get_rank()), case.shards(dist.get_rank())
+    outputs = case.attend(*shards)
+    grad_out, grad_lse = (x[:, :, positions] for x in case.grads())
+    unseen = outputs[1] == -torch.inf
+    assert case.ring.layout != ZigZag() or unseen.any()
+    grads = []
+    for number in (0.0, torch.nan):
+        slopes = grad_out, grad_lse.masked_fill(unseen, number)
+        grads.append(torch.autograd.grad(outputs, shards, slopes, retain_graph=True))
+    return all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_scales_that_are_not_positive(pool: Pool, scale: float) -> None:
     """They are served by the reference kernel."""

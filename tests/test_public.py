@@ -125,7 +125,7 @@ compare_layouts(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Bo
         = None) -> 'LayoutComparison'
 describe_schedule(layout: 'Layout | str', mask: 'Mask', seq_len: 'int', world_size: 'int',
         cu_seqlens: 'Boundaries | None' = None) -> 'Schedule'
-merge_attention(parts: 'Sequence[Part]') -> 'Part'
+merge_attention(parts: 'Sequence[tuple[Tensor, Tensor]]') -> 'tuple[Tensor, Tensor]'
 next_token_labels(tokens: 'Tensor', cu_seqlens: 'Tensor | None' = None, ignore_index: 'int' =
         -100) -> 'Tensor'
 register_kernel(kernel: 'Kernel', *, before: 'str | None' = None) -> 'None'

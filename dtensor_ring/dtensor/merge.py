@@ -13,10 +13,8 @@ from dtensor_ring.dtensor.placement import describe
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.merge import merge_op
 
-Part = tuple[Tensor, Tensor]
 
-
-def merge_attention(parts: Sequence[Part]) -> Part:
+def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge attentions of the same queries over disjoint keys into that over all of these keys.
 
     What no single mask says can be several calls: each gives `out` and `lse`, and with `lse =

@@ -102,9 +102,7 @@ def ring_attention(
         cu_seqlens: boundaries of packed documents in global positions, int32 or int64, shape
             `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens after the last
             boundary see nothing, and their output is 0. Best on the CPU, where the ring is planned:
-            of a tensor on a GPU, each rank makes a copy, for which it waits, once. It is made again
-            after PyTorch has written to the tensor; after a collective or a kernel of your own has,
-            pass a new tensor.
+            a tensor on a GPU is copied in each call, for which the host waits.
         sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
             A plain tensor gets the gradient of this rank's queries, a DTensor a `Partial` one.
         scale: factor of the scores, `H ** -0.5` by default.

@@ -5,18 +5,18 @@ them is found by their address and shape, and used if their content is still the
 was written to since, or that belongs to another tensor by now, is converted again. Of boundaries
 that are padded by repeating the last value only the head and that value are compared, so that this
 costs the same for 8,192 tokens and for a million: writing into the padding alone goes unnoticed.
-What is on a GPU is copied to the CPU first, once for each tensor and each time it was written to.
+What is on a GPU is copied to the CPU in each call: nothing tells whether it was written to, as a
+collective does not raise the version of a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtensor_ring.planning.cache import ByteStore
 from dtensor_ring.planning.documents import Documents, as_documents
@@ -47,9 +47,6 @@ def _compared(content: np.ndarray, width: int) -> bytes:
 
 
 _KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=lambda known: known.num_bytes)
-
-_COPIES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
-"""Of tensors on a GPU: the version that was copied, and the copy, while the tensor lives."""
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -145,7 +142,7 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The tensor itself if it is on the CPU, else the one copy of it that is.
+    """The tensor itself if it is on the CPU, else a copy of it that is.
 
     Raises:
         ValueError: if a CUDA graph is captured, which would go on with the numbers of this moment.
@@ -157,13 +154,7 @@ def on_host(x: Tensor) -> Tensor:
             "cu_seqlens, key_cu_seqlens, runs and slices must be on the CPU while a CUDA graph is "
             "captured: it is for these numbers only, whatever the tensors hold later; use .cpu()"
         )
-    if x.is_inference():
-        return x.cpu()  # nothing says whether it was written to
-    known = _COPIES.get(x)
-    if known is None or known[0] != x._version:
-        # The host waits for the GPU here: once for all layers, not in each of them.
-        known = _COPIES[x] = x._version, x.cpu()
-    return known[1]
+    return x.cpu()
 
 
 def check_integers(x: Tensor, name: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring import Mask, ZigZag, ring_attention
 from dtensor_ring.ops.autograd import ring_op
@@ -29,14 +28,12 @@ READ: dict[str, tuple[Callable[[Tensor], Any], list[Any]]] = {
 
 
 class OnGpu(Tensor):
-    """A stand-in for a tensor on a GPU: it can only be copied, and counts how often."""
+    """A stand-in for a tensor on a GPU: it can only be copied."""
 
     is_cpu = False
-    num_copies = 0
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def cpu(self) -> Tensor:
-        self.num_copies += 1
         return self.as_subclass(Tensor).clone()
 
     def numpy(self) -> Any:
@@ -62,43 +59,12 @@ def test_integers_of_both_sizes_are_the_same(name: str) -> None:
         assert read(x) is found, "known by now"
 
 
-@every_tensor
-def test_what_is_on_a_gpu_is_copied_once(name: str) -> None:
-    read, numbers = READ[name]
-    x = on_gpu(numbers)
-    found = [read(x) for _ in range(3)]
-    assert x.num_copies == 1
-    x.as_subclass(Tensor).copy_(torch.zeros_like(x))
-    x.as_subclass(Tensor).copy_(torch.tensor(numbers))
-    assert read(x) == found[0]
-    assert x.num_copies == 2, "it was written to"
-    other = on_gpu(numbers)
-    assert read(other) == found[0]
-    assert (x.num_copies, other.num_copies) == (2, 1)
-
-
 def test_a_change_on_the_gpu_is_seen() -> None:
+    """Also one that leaves no trace, as that of a collective."""
     x = on_gpu([0, 3, 8])
     assert documents_of(x, "x", 1).rows == ((0, 3, 8),)
-    x.as_subclass(Tensor)[1] = 5
+    x.data[1] = 5
     assert documents_of(x, "x", 1).rows == ((0, 5, 8),)
-
-
-def test_copies_live_as_long_as_their_tensors() -> None:
-    x = on_gpu([0, 3, 8])
-    copy = StorageWeakRef(on_host(x).untyped_storage())
-    assert not copy.expired()
-    del x
-    assert copy.expired()
-
-
-def test_in_inference_mode_each_call_copies() -> None:
-    """Such tensors do not count how often they were written to."""
-    with torch.inference_mode():
-        x = on_gpu([0, 3, 8])
-        for end in (3, 5):
-            x.as_subclass(Tensor)[1] = end
-            assert documents_of(x, "x", 1).rows == ((0, end, 8),)
 
 
 @pytest.mark.gpu
@@ -109,12 +75,6 @@ def test_on_a_gpu(name: str) -> None:
     for dtype in (torch.int32, torch.int64):
         x = torch.tensor(numbers, dtype=dtype, device="cuda")
         assert read(x) == expected
-        with torch.cuda.device(x.device):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                assert read(x) == expected, "without waiting"
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -148,25 +108,22 @@ def test_large_numbers_do_not_become_small_ones() -> None:
         documents.check(8)
 
 
-def test_layers_of_a_ring_share_one_copy(pool: Pool) -> None:
+def test_results_are_those_of_int32_on_the_cpu(pool: Pool) -> None:
     """Of the boundaries of all rows, of which a rank takes its own; forward and backward."""
-    assert pool.run(4, _share) == [1] * 4
+    pool.run(4, _compare)
 
 
-def _share() -> int:
-    """How often boundaries were copied, once results are seen to be those of int32."""
+def _compare() -> None:
     mesh = annotated_mesh((2, 2), (BATCH, SEQUENCE), "zigzag")
     *whole, grad_out = (place(x, mesh, (BATCH, SEQUENCE)) for x in random_inputs(kv_heads=4))
     narrow = torch.tensor([[0, 5, 16], [0, 9, 12]], dtype=torch.int32)
-    results, there = [], on_gpu(narrow.tolist())
-    for cu_seqlens in (narrow, narrow.long(), there):
+    results = []
+    for cu_seqlens in (narrow, narrow.long(), on_gpu(narrow.tolist())):
         inputs = query, key, value = [x.detach().requires_grad_() for x in whole]
-        for _ in range(3):
-            query = ring_attention(query, key, value, cu_seqlens=cu_seqlens)
+        query = ring_attention(query, key, value, cu_seqlens=cu_seqlens)
         grads = torch.autograd.grad(query, inputs, grad_out)
         results.append([x.to_local() for x in (query, *grads)])
     assert all(all(map(torch.equal, result, results[0])) for result in results)
-    return there.num_copies
 
 
 def test_fake_kernels_do_not_read(pool: Pool) -> None:

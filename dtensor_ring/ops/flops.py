@@ -11,9 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
-from dtensor_ring.planning.plan import visible_pairs
+from dtensor_ring.planning.areas import visible_pairs
 from dtensor_ring.planning.rows import slices_of
-from dtensor_ring.planning.run import Run
 
 
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)
@@ -57,7 +56,7 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
     if slices is None:
         documents = call.documents(batch) if is_known else (None, None)
         slices = slices_of(call.scores.mask, (num_queries, num_keys), *documents)
-    pairs = visible_pairs(slices, Run(0, num_queries))
+    pairs = visible_pairs(slices, (0, num_queries))
     # Slices by row are summed over the rows already.
     world_size = call.group.size() if is_placed else 1
     return heads * pairs * (1 if len(slices) > 1 else batch) // world_size

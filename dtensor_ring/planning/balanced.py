@@ -1,35 +1,45 @@
-"""A layout made for one batch: ranks trade blocks until all have the same work."""
+"""A layout made for one batch: all ranks get the same work, and little travels."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
+
+import numpy as np
 
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
-from dtensor_ring.planning.layout import Layout, ZigZag
+from dtensor_ring.planning.hands import Hands
+from dtensor_ring.planning.layout import Contiguous, Layout, ZigZag
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import check_documents, visible_pairs
+from dtensor_ring.planning.plan import check_documents
 from dtensor_ring.planning.rows import slices_of
-from dtensor_ring.planning.run import Run, joined, shard_length
+from dtensor_ring.planning.run import Run, shard_length
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import LAYOUTS, as_layout
+from dtensor_ring.planning.work import Units, Work
+from dtensor_ring.planning.worth import Pieces, Worth, worth_of
 
-TOLERANCE = 0.01
-"""Trading ends when the busiest rank is within this of the mean: more would only add runs."""
+SHARES = (16, 15, 12, 8, 4)
+"""Of units that are dealt whole, the largest areas that are tried, in 16ths of the mean of a rank."""
+
+MAX_ROUNDS = 32
+"""Blocks that each rank gets at most where units cannot be dealt evenly."""
 
 MAX_BLOCKS = 2**23
-"""Those of two billion tokens, over which trading takes minutes."""
+"""More would make a table of runs of half a gigabyte."""
 
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Starts as zigzag; then ranks trade blocks until their visible areas are even.
+    """Short documents whole, long ones in parts on ranks next to each other, all ranks equally busy.
 
-    Deterministic, the same on every rank. Where zigzag is balanced already it is zigzag. It
-    belongs to one batch, so it is passed as data: see `sequence_runs`.
+    Of several dealings that are even it is the one with which the ring is soonest done; contiguous
+    and zigzag are among them. It is found in closed form, the same on every rank. It belongs to one
+    batch, so it is passed as data: see `sequence_runs`.
 
     Args:
         mask: the mask that the areas are counted for.
@@ -37,8 +47,9 @@ class Balanced(Layout):
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence;
             kept as `Documents`.
-        block: tokens of a traded block: smaller blocks balance better, larger ones make fewer
-            runs, hence fewer tiles. By default 256, or a sixteenth of a shard if that is less.
+        block: shorter documents, in tokens, are dealt together with their neighbours. Small blocks
+            balance better, large ones make fewer runs, hence fewer tiles. By default a 32nd of a
+            shard.
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
@@ -47,7 +58,7 @@ class Balanced(Layout):
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
     >>> [layout.positions(rank, 2, 16) for rank in range(2)]
-    [[4, 5, 10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 6, 7, 8, 9]]
+    [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
 
     name: ClassVar[str] = "balanced"
@@ -73,7 +84,7 @@ class Balanced(Layout):
         if num_blocks > MAX_BLOCKS:
             raise ValueError(
                 f"seq_len {self.seq_len} takes {num_blocks:,} blocks of {self.block_length} "
-                f"tokens, more than {MAX_BLOCKS:,} could be traded; give a larger block"
+                f"tokens, at most {MAX_BLOCKS:,} can be dealt; give a larger block"
             )
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
         check_documents(self.world_size, self.seq_len, self.documents)
@@ -86,14 +97,12 @@ class Balanced(Layout):
     @property
     def block_length(self) -> int:
         """Tokens of a block."""
-        return self.block or max(1, min(256, self.seq_len // (16 * self.world_size)))
+        return self.block or max(1, self.seq_len // (32 * self.world_size))
 
     @property
     def max_runs(self) -> int:
-        """Runs that a rank has at most, whatever the documents: one for each of its blocks."""
-        # Zigzag deals two halves; a trade swaps blocks, so their number stays.
-        half_shard = -(-shard_length(0, self.world_size, self.seq_len) // 2)
-        return 2 * -(-half_shard // self.block_length)
+        """Runs that a rank has at most, whatever the documents: two for each of its blocks."""
+        return 2 * -(-shard_length(0, self.world_size, self.seq_len) // self.block_length)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         if (world_size, seq_len) != (self.world_size, self.seq_len):
@@ -104,87 +113,88 @@ class Balanced(Layout):
         return _deal(self)[rank]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Consecutive positions, and the pairs that their queries see."""
-
-    start: int
-    length: int
-    area: int
-
-
-@cached_bytes(2**26, lambda hands: 64 + 100 * sum(map(len, hands)))
+@cached_bytes(2**26, lambda runs: 64 + 100 * sum(map(len, runs)))
 def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
     """The runs of every rank; at most 64 MiB of them are kept."""
-    hands = [list(_blocks(layout, rank)) for rank in range(layout.world_size)]
-    # Each trade brings two loads closer together, so this ends.
-    while _trade(hands):
-        pass
-    return tuple(_joined(hand) for hand in hands)
-
-
-def _blocks(layout: Balanced, rank: int) -> Iterator[_Block]:
-    """The blocks of the runs that zigzag deals to a rank."""
     slices = slices_of(layout.mask, (layout.seq_len, layout.seq_len), layout.documents)
-    for run in ZigZag().runs(rank, layout.world_size, layout.seq_len):
-        for start in range(run.start, run.start + run.length, layout.block_length):
-            length = min(layout.block_length, run.start + run.length - start)
-            # Over the keys of all ranks: wherever they are, the work is the same.
-            area = visible_pairs(slices, Run(start, length))
-            yield _Block(start, length, area)
+    sizes = layout.world_size, layout.seq_len, layout.block_length
+    pieces = balanced_pieces(slices, *sizes, layout.max_runs)
+    runs: list[list[Run]] = [[] for _ in range(layout.world_size)]
+    for begin, end, owner in zip(*(x.tolist() for x in pieces), strict=True):
+        runs[owner].append(Run(begin, end - begin))
+    return tuple(map(tuple, runs))
 
 
-def _trade(hands: list[list[_Block]]) -> bool:
-    """Let the busiest rank trade a block for a lighter one; returns whether there was one."""
-    loads = [sum(block.area for block in hand) for hand in hands]
-    by_load = sorted(range(len(hands)), key=loads.__getitem__)
-    busiest = by_load[-1]
-    if loads[busiest] * len(hands) <= (1 + TOLERANCE) * sum(loads):
-        return False
-    for other in by_load[:-1]:  # the idlest rank first: it can take most
-        swap = _best_swap(hands[busiest], hands[other], loads[busiest] - loads[other])
-        if swap:
-            mine, theirs = swap
-            hands[busiest][hands[busiest].index(mine)] = theirs
-            hands[other][hands[other].index(theirs)] = mine
-            return True
-    return False
+def balanced_pieces(
+    slices: Slices, world_size: int, seq_len: int, block: int, max_runs: int
+) -> Pieces:
+    """The dealing of a sequence that is worth most: of the even ones, that of the least cost.
 
+    If none is even, it is the most even one. Ties go to the first.
 
-def _best_swap(heavy: list[_Block], light: list[_Block], gap: int) -> tuple[_Block, _Block] | None:
-    """The two blocks whose exchange brings the loads of two ranks closest, `None` if none does.
-
-    Both have the same length. Of equal exchanges, the first in the sequence is taken.
+    Args:
+        slices: what queries see.
+        world_size: ranks on the ring.
+        seq_len: global length, in tokens.
+        block: units shorter than this many tokens are dealt together with their neighbours.
+        max_runs: that a rank may have, at least 2.
     """
-    # Half the gap is what should change hands: a block larger by that much for a smaller one.
-    offered = sorted(light, key=lambda block: (block.length, block.area, block.start))
-    swaps = [
-        (abs(gap - 2 * (mine.area - theirs.area)), mine.start, theirs.start, mine, theirs)
-        for mine in heavy
-        for theirs in _nearest(offered, mine.length, mine.area - gap // 2)
-        if mine.length == theirs.length and 0 < mine.area - theirs.area < gap
-    ]
-    return min(swaps, key=lambda swap: swap[:3])[3:] if swaps else None
+    work = Work(slices)
+    units = work.units(seq_len, block)
+    sizes = world_size, seq_len
+    stages = (
+        chain(_whole(*sizes), _by_units(work, units, *sizes)),
+        _by_blocks(work, block, *sizes),
+    )
+    found: list[tuple[Worth, Pieces]] = []
+    for dealings in stages:
+        for pieces in dealings:
+            if np.bincount(pieces.owners, minlength=1).max() <= max_runs:
+                found.append((worth_of(work, pieces, world_size), pieces))
+        even = [(x, dealt) for x, dealt in found if x.is_even(work.total, world_size)]
+        if even:
+            return min(even, key=lambda one: one[0].cost(world_size))[1]
+    return min(found, key=lambda one: one[0].busiest)[1]
 
 
-def _nearest(blocks: list[_Block], length: int, area: int) -> Iterator[_Block]:
-    """The blocks of that length with the next larger and the next smaller area."""
-
-    def size(block: _Block) -> tuple[int, int]:
-        return block.length, block.area
-
-    at = bisect_left(blocks, (length, area), key=size)
-    if at < len(blocks):
-        yield blocks[at]
-    # Of equal blocks the first: all ranks must make the same choice.
-    if at > 0:
-        yield blocks[bisect_left(blocks, size(blocks[at - 1]), key=size)]
+def _whole(world_size: int, seq_len: int) -> Iterator[Pieces]:
+    """The sequence as a whole, in the layouts that give a rank two runs at most."""
+    for layout in (ZigZag(), Contiguous()):
+        yield Pieces.of(
+            [
+                (run.start, run.start + run.length, rank)
+                for rank in range(world_size)
+                for run in layout.runs(rank, world_size, seq_len)
+            ]
+        )
 
 
-def _joined(hand: list[_Block]) -> tuple[Run, ...]:
-    """Blocks in the order of positions, neighbours as one run."""
-    in_order = sorted(hand, key=lambda block: block.start)
-    return joined([Run(block.start, block.length) for block in in_order])
+def _by_units(work: Work, units: Units, world_size: int, seq_len: int) -> Iterator[Pieces]:
+    """Small units whole, large ones in parts, for each share that makes a difference."""
+    lengths, tried = units.ends - units.begins, set()
+    longest = max(1, shard_length(0, world_size, seq_len))
+    for share in SHARES:
+        most = max(1, share * work.total // (16 * world_size))
+        num_parts = np.maximum(-(-units.areas // most), -(-lengths // longest)).astype(np.int64)
+        num_parts = np.clip(num_parts, 1, world_size)
+        if num_parts.tobytes() in tried:
+            continue
+        tried.add(num_parts.tobytes())
+        hands, is_large = Hands(work, world_size, seq_len), num_parts > 1
+        hands.deal_parted(Units(*(x[is_large] for x in units)), num_parts[is_large])
+        hands.deal_whole(Units(*(x[~is_large] for x in units)))
+        yield hands.dealt()
+
+
+def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Pieces]:
+    """Blocks of equal lengths, for units that hold too much for any rank, or rows that differ."""
+    shard, rounds = shard_length(0, world_size, seq_len), 4
+    while rounds <= MAX_ROUNDS and rounds * block <= shard:
+        edges = np.append(np.arange(0, seq_len, shard // rounds), seq_len)
+        hands = Hands(work, world_size, seq_len, reserve=0)
+        hands.deal_whole(Units(edges[:-1], edges[1:], work.areas(edges[:-1], edges[1:])))
+        yield hands.dealt()
+        rounds *= 2
 
 
 def layout_for(

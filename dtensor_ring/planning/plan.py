@@ -20,7 +20,6 @@ from dtensor_ring.planning.pairs import PairedNeeds
 from dtensor_ring.planning.pieces import pieces_of
 from dtensor_ring.planning.route import Hop, Route, route_named
 from dtensor_ring.planning.rows import rows_of, slices_of
-from dtensor_ring.planning.run import Run
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.span import NOTHING, Span, length, moved
 from dtensor_ring.planning.sweep import SweptNeeds
@@ -210,16 +209,6 @@ def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[
         hop._replace(releases=tuple(sources)) for hop, sources in zip(shards, over, strict=True)
     )
     return *others, final._replace(releases=())
-
-
-def visible_pairs(slices: Slices, run: Run) -> int:
-    """Pairs that the queries of a run see, summed over the rows of the slices."""
-    # All keys as one run: who holds them does not change what is seen.
-    end = max((int(table[:, 3].max()) for table in slices if len(table)), default=0)
-    everything = (Run(0, end),) if end else ()
-    return sum(
-        tile.area for table in slices for tile in shard_tiles(pieces_of([run], table), everything)
-    )
 
 
 def check_documents(

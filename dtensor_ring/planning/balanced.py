@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 import numpy as np
 
 from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.cost import busiest_load, cost
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.hands import Hands
 from dtensor_ring.planning.layout import Contiguous, Layout, ZigZag
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.partition import Partition
 from dtensor_ring.planning.plan import check_documents
 from dtensor_ring.planning.rows import slices_of
 from dtensor_ring.planning.run import Run, shard_length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import LAYOUTS, as_layout
 from dtensor_ring.planning.work import Units, Work
-from dtensor_ring.planning.worth import Pieces, Worth, worth_of
 
-SHARES = (16, 15, 12, 8, 4)
-"""Of units that are dealt whole, the largest areas that are tried, in 16ths of the mean of a rank."""
+TOLERANCE = 20
+"""A dealing is even if the busiest rank is within one 20th of the mean."""
+
+SHARES = (15, 14, 8, 4)
+"""Largest areas of units that are dealt whole, in 16ths of the mean of a rank; less moves more."""
 
 MAX_ROUNDS = 32
 """Blocks that each rank gets at most where units cannot be dealt evenly."""
@@ -35,11 +38,11 @@ MAX_BLOCKS = 2**23
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Short documents whole, long ones in parts on ranks next to each other, all ranks equally busy.
+    """Equal work for all ranks: short documents whole, long ones in parts on ranks side by side.
 
-    Of several dealings that are even it is the one with which the ring is soonest done; contiguous
-    and zigzag are among them. It is found in closed form, the same on every rank. It belongs to one
-    batch, so it is passed as data: see `sequence_runs`.
+    Of several even dealings it is the one with which the ring is soonest done; contiguous and
+    zigzag are among them. It is found in closed form, and is the same on every rank. It belongs to
+    one batch, so it is passed as data: see `sequence_runs`.
 
     Args:
         mask: the mask that the areas are counted for.
@@ -118,19 +121,15 @@ def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
     """The runs of every rank; at most 64 MiB of them are kept."""
     slices = slices_of(layout.mask, (layout.seq_len, layout.seq_len), layout.documents)
     sizes = layout.world_size, layout.seq_len, layout.block_length
-    pieces = balanced_pieces(slices, *sizes, layout.max_runs)
-    runs: list[list[Run]] = [[] for _ in range(layout.world_size)]
-    for begin, end, owner in zip(*(x.tolist() for x in pieces), strict=True):
-        runs[owner].append(Run(begin, end - begin))
-    return tuple(map(tuple, runs))
+    return balanced_partition(slices, *sizes, layout.max_runs).runs(layout.world_size)
 
 
-def balanced_pieces(
+def balanced_partition(
     slices: Slices, world_size: int, seq_len: int, block: int, max_runs: int
-) -> Pieces:
-    """The dealing of a sequence that is worth most: of the even ones, that of the least cost.
+) -> Partition:
+    """Deal a sequence evenly: of several even ways, the one of the least cost.
 
-    If none is even, it is the most even one. Ties go to the first.
+    If no way is even, it is the most even one. Ties go to the first.
 
     Args:
         slices: what queries see.
@@ -139,28 +138,35 @@ def balanced_pieces(
         block: units shorter than this many tokens are dealt together with their neighbours.
         max_runs: that a rank may have, at least 2.
     """
-    work = Work(slices)
-    units = work.units(seq_len, block)
-    sizes = world_size, seq_len
-    stages = (
-        chain(_whole(*sizes), _by_units(work, units, *sizes)),
-        _by_blocks(work, block, *sizes),
-    )
-    found: list[tuple[Worth, Pieces]] = []
-    for dealings in stages:
-        for pieces in dealings:
-            if np.bincount(pieces.owners, minlength=1).max() <= max_runs:
-                found.append((worth_of(work, pieces, world_size), pieces))
-        even = [(x, dealt) for x, dealt in found if x.is_even(work.total, world_size)]
-        if even:
-            return min(even, key=lambda one: one[0].cost(world_size))[1]
-    return min(found, key=lambda one: one[0].busiest)[1]
+    work, sizes = Work(slices), (world_size, seq_len)
+    even: list[Partition] = []
+    others: list[tuple[int, Partition]] = []
+
+    def is_even(partition: Partition) -> bool:
+        load = busiest_load(work, partition, world_size)
+        if TOLERANCE * (world_size * load - work.total) <= work.total:
+            even.append(partition)
+            return True
+        others.append((load, partition))
+        return False
+
+    for partition in _whole(*sizes):
+        is_even(partition)
+    # What comes later moves more, so the first even one ends the search.
+    for partitions in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
+        if any(is_even(x) for x in partitions if x.max_runs <= max_runs) or even:
+            break
+    if not even:
+        return min(others, key=lambda one: one[0])[1]
+    if len(even) == 1:
+        return even[0]
+    return min(even, key=lambda partition: cost(work, partition, world_size))
 
 
-def _whole(world_size: int, seq_len: int) -> Iterator[Pieces]:
+def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:
     """The sequence as a whole, in the layouts that give a rank two runs at most."""
     for layout in (ZigZag(), Contiguous()):
-        yield Pieces.of(
+        yield Partition.of(
             [
                 (run.start, run.start + run.length, rank)
                 for rank in range(world_size)
@@ -169,9 +175,10 @@ def _whole(world_size: int, seq_len: int) -> Iterator[Pieces]:
         )
 
 
-def _by_units(work: Work, units: Units, world_size: int, seq_len: int) -> Iterator[Pieces]:
+def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
     """Small units whole, large ones in parts, for each share that makes a difference."""
-    lengths, tried = units.ends - units.begins, set()
+    units, tried = work.units(seq_len, block), set()
+    lengths = units.ends - units.begins
     longest = max(1, shard_length(0, world_size, seq_len))
     for share in SHARES:
         most = max(1, share * work.total // (16 * world_size))
@@ -186,7 +193,7 @@ def _by_units(work: Work, units: Units, world_size: int, seq_len: int) -> Iterat
         yield hands.dealt()
 
 
-def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Pieces]:
+def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
     """Blocks of equal lengths, for units that hold too much for any rank, or rows that differ."""
     shard, rounds = shard_length(0, world_size, seq_len), 4
     while rounds <= MAX_ROUNDS and rounds * block <= shard:

@@ -1,4 +1,4 @@
-"""The work of an attention by position: what ranges of queries see, and where a sequence falls apart."""
+"""The work of an attention by position: what ranges of queries see, and the units it falls into."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Work:
         return result
 
     def seen(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Each range of queries, each of its slices, and the first key and the end of what it sees."""
+        """Ranges of queries and their slices, by number, next to the begin and end of the keys seen."""
         ranges, slices = self._overlaps(begins, ends)
         q_begin, q_end, k_begin, k_end, left, right = self.table[slices].T
         # Later queries see later keys: the first query has the first key, the last the last.
@@ -64,14 +64,16 @@ class Work:
         starts, is_long = bounds[:-1], np.diff(bounds) >= block
         # Short neighbours that begin in one block of the sequence are one unit.
         is_new = (starts[1:] // block != starts[:-1] // block) | is_long[1:] | is_long[:-1]
-        first = np.flatnonzero(np.append(True, is_new))
-        begins = starts[first]
-        return Units(begins, np.append(begins[1:], seq_len), np.add.reduceat(found, first))
+        first = np.flatnonzero(np.append(True, is_new))[: len(starts)]
+        areas_of = np.add.reduceat(found, first) if len(first) else found
+        return Units(starts[first], bounds[np.append(first[1:], -1)][: len(first)], areas_of)
 
     def cuts(self, units: Units, num_parts: np.ndarray) -> list[np.ndarray]:
         """Edges of parts of equal areas, by unit: `num_parts + 1` positions each."""
         of, part = expanded(np.zeros_like(num_parts), num_parts + 1)
-        goals = units.areas[of] * part // num_parts[of]
+        # In two terms, as the product of an area and a number of parts may not fit.
+        share, rest = units.areas[of] // num_parts[of], units.areas[of] % num_parts[of]
+        goals = share * part + rest * part // num_parts[of]
         begins, low, high = (x[of] for x in (units.begins, units.begins, units.ends))
         # Bisection of all edges at once, for the first position before which there is enough.
         while (low < high).any():
@@ -82,26 +84,26 @@ class Work:
         return np.split(low, np.cumsum(num_parts + 1)[:-1])
 
     def _overlaps(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of ranges, each next to the slices from the first to the last with its queries."""
+        """Numbers of ranges, each next to the slices from the first to the last of its queries."""
         first = np.searchsorted(self._ends, begins, "right")
         return expanded(first, np.searchsorted(self._begins, ends, "left"))
 
     def _parts(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bounds of the connected parts of the sequence and of gaps, and their areas."""
+        """Bounds of the connected parts of the sequence and of the gaps, and their areas."""
         q_begin, q_end, k_begin, k_end, left, right = self.table.T
         begins = np.minimum(q_begin, np.maximum(k_begin, q_begin - left)).astype(np.int64)
         ends = np.maximum(q_end, np.minimum(k_end, q_end + right)).astype(np.int64)
         order = np.argsort(begins, kind="stable")
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
         # A part begins where all slices before have ended.
-        first = np.flatnonzero(np.append(len(begins) > 0, begins[1:] >= ends[:-1]))
-        last = np.append(first[1:], len(begins)) - 1 if len(first) else first
+        first = np.flatnonzero(np.append(True, begins[1:] >= ends[:-1]))[: len(begins)]
+        last = np.append(first[1:], len(begins))[: len(first)] - 1
         bounds = np.unique(np.concatenate([[0, seq_len], begins[first], ends[last]]))
-        found = np.zeros(max(1, len(bounds) - 1), dtype=self.table.dtype)
+        found = np.zeros(len(bounds) - 1, dtype=self.table.dtype)
         if len(first):
             at = np.searchsorted(bounds, begins[first])
             found[at] = np.add.reduceat(self._areas[order], first)
-        return np.append(bounds, seq_len)[: len(found) + 1], found
+        return bounds, found
 
 
 def expanded(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -149,7 +149,7 @@ def _quoted(cell: str) -> list[str]:
 
 
 NAMING = ("dtensor_ring", "dtensor_ring.planning.layout", "dtensor_ring.planning.balanced")
-"""Modules that name layouts: `Balanced` starts as zigzag."""
+"""Modules that name layouts: `Balanced` tries two of them."""
 
 
 @pytest.mark.parametrize("name", [x for x in TREES if x not in NAMING])

@@ -76,7 +76,7 @@ class Hands:
         return FINE * (self._mean - self._loads[rank]) // num_tokens
 
     def dealt(self) -> Partition:
-        """All pieces; what is left goes, in the order of positions, to rank after rank until full."""
+        """All pieces. What is left fills rank after rank, in the order of positions."""
         rooms = [x + y for x, y in zip(self._room.tolist(), self._kept, strict=True)]
         rank = 0
         for begin, end in sorted(self._left):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.planning.balanced import layout_for, layouts_for
@@ -10,6 +11,7 @@ from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, check_documents, plan
+from dtensor_ring.planning.route import Hop, Transfer
 
 MAX_STEPS = 2**20
 """The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
@@ -42,6 +44,15 @@ class Schedule:
         return _imbalance(self.areas)
 
     @property
+    def makespan(self) -> float:
+        """When the last rank is done, over the mean work of a rank: 1.0 if nobody ever waits.
+
+        A step begins when the rank's step before is done, and all ranks that it exchanges keys and
+        values with during that step have begun it. Messages take no time.
+        """
+        return _makespan(self.plans, self.areas)
+
+    @property
     def received(self) -> list[int]:
         """Tokens whose keys and values come to each rank, over all steps of a forward pass."""
         return [plan.num_received for plan in self.plans]
@@ -60,8 +71,10 @@ class Schedule:
         for rank, steps in enumerate(areas):
             cells = "".join(f"{100 * area / whole:9.2f}" for area in [*steps, sum(steps)])
             lines.append(f"{f'rank {rank}':<22}{cells}")
-        lines.append(f"busiest rank over mean: {_imbalance(areas):.3f}")
-        lines.append(f"keys and values to a rank, at most: {max(self.received)} tokens")
+        makespan = _makespan(self.plans, areas)
+        lines.append(f"busiest rank over mean: {_imbalance(areas):.3f}, makespan: {makespan:.3f}")
+        received = self.received
+        lines.append(f"keys and values: {sum(received)} tokens, at most {max(received)} to a rank")
         return "\n".join(lines)
 
 
@@ -94,7 +107,8 @@ def describe_schedule(
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
 
     Returns:
-        A `Schedule`; print it. Below the grid are the balance, and how much moves.
+        A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
+        wait for one another but not for messages, and how much moves.
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
@@ -107,8 +121,8 @@ def describe_schedule(
         share of all work, %     step 0   step 1    total
         rank 0                    27.78     0.00    27.78
         rank 1                    27.78    44.44    72.22
-        busiest rank over mean: 1.444
-        keys and values to a rank, at most: 4 tokens
+        busiest rank over mean: 1.444, makespan: 1.444
+        keys and values: 4 tokens, at most 4 to a rank
     """
     seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
     chosen = layout_for(layout, mask, seq_len, world_size, documents)
@@ -181,6 +195,24 @@ def _checked(
 def _imbalance(areas: list[list[int]]) -> float:
     totals = [sum(steps) for steps in areas]
     return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
+
+
+def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
+    begun = [0] * len(plans)
+    for step in range(len(areas[0])):
+        done = [begin + steps[step] for begin, steps in zip(begun, areas, strict=True)]
+        begun = [
+            max(
+                [end, *(begun[x.peer] for hop in plan.shards[step : step + 1] for x in _moved(hop))]
+            )
+            for end, plan in zip(done, plans, strict=True)
+        ]
+    whole = sum(map(sum, areas))
+    return max(begun) * len(plans) / whole if whole else 1.0
+
+
+def _moved(hop: Hop) -> tuple[Transfer, ...]:
+    return hop.sends + hop.receives
 
 
 def _bounds(mask: Mask) -> str:

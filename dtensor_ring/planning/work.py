@@ -49,13 +49,13 @@ class Work:
         return result
 
     def seen(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Ranges of queries and their slices, by number, next to the begin and end of the keys seen."""
+        """Ranges of queries, the slices that they are in, and the begins and ends of keys seen."""
         ranges, slices = self._overlaps(begins, ends)
         q_begin, q_end, k_begin, k_end, left, right = self.table[slices].T
+        q_begin, q_end = np.maximum(begins[ranges], q_begin), np.minimum(ends[ranges], q_end)
         # Later queries see later keys: the first query has the first key, the last the last.
-        first = np.maximum(k_begin, np.maximum(begins[ranges], q_begin) - left)
-        end = np.minimum(k_end, np.minimum(ends[ranges], q_end) + right)
-        kept = np.flatnonzero(first < end)
+        first, end = np.maximum(k_begin, q_begin - left), np.minimum(k_end, q_end + right)
+        kept = np.flatnonzero((q_begin < q_end) & (first < end))
         return ranges[kept], slices[kept], *(x[kept].astype(np.int64) for x in (first, end))
 
     def units(self, seq_len: int, block: int) -> Units:
@@ -84,7 +84,7 @@ class Work:
         return np.split(low, np.cumsum(num_parts + 1)[:-1])
 
     def _overlaps(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of ranges, each next to the slices from the first to the last of its queries."""
+        """Numbers of ranges, each next to the slices between the first and the last of its own."""
         first = np.searchsorted(self._ends, begins, "right")
         return expanded(first, np.searchsorted(self._begins, ends, "left"))
 

@@ -26,8 +26,8 @@ rank 0                     7.35     0.00     0.00     0.00     7.35
 rank 1                     7.35    11.76     0.00     0.00    19.12
 rank 2                     7.35    11.76    11.76     0.00    30.88
 rank 3                     7.35    11.76    11.76    11.76    42.65
-busiest rank over mean: 1.706
-keys and values to a rank, at most: 12 tokens""",
+busiest rank over mean: 1.706, makespan: 1.706
+keys and values: 24 tokens, at most 12 to a rank""",
     )
 
 
@@ -41,8 +41,8 @@ rank 0                     7.35     4.41     4.41     4.41    20.59
 rank 1                     7.35     7.35     4.41     4.41    23.53
 rank 2                     7.35     7.35     7.35     4.41    26.47
 rank 3                     7.35     7.35     7.35     7.35    29.41
-busiest rank over mean: 1.176
-keys and values to a rank, at most: 12 tokens""",
+busiest rank over mean: 1.176, makespan: 1.176
+keys and values: 45 tokens, at most 12 to a rank""",
     )
 
 
@@ -56,8 +56,8 @@ rank 0                     7.35     5.88     5.88     5.88    25.00
 rank 1                     7.35     5.88     5.88     5.88    25.00
 rank 2                     7.35     5.88     5.88     5.88    25.00
 rank 3                     7.35     5.88     5.88     5.88    25.00
-busiest rank over mean: 1.000
-keys and values to a rank, at most: 12 tokens""",
+busiest rank over mean: 1.000, makespan: 1.000
+keys and values: 42 tokens, at most 12 to a rank""",
     )
 
 
@@ -71,8 +71,8 @@ zigzag, left 3, right 2: 16 tokens on 2 ranks, 2 steps
 share of all work, %     step 0   step 1    total
 rank 0                    36.36     9.09    45.45
 rank 1                    47.27     7.27    54.55
-busiest rank over mean: 1.091
-keys and values to a rank, at most: 8 tokens""",
+busiest rank over mean: 1.091, makespan: 1.091
+keys and values: 13 tokens, at most 8 to a rank""",
     )
 
 
@@ -87,7 +87,7 @@ COMPARED = {
 @pytest.mark.parametrize(("arguments", "expected"), COMPARED.values(), ids=list(COMPARED))
 def test_layouts_compared(arguments: tuple, expected: str) -> None:
     comparison = compare_layouts(*arguments)
-    balanced = 1.006 if len(arguments) > 3 else comparison.imbalances["balanced"]
+    balanced = 1.018 if len(arguments) > 3 else comparison.imbalances["balanced"]
     assert str(comparison) == f"busiest rank over mean: {expected}, balanced {balanced:.3f}"
     mask, *others = arguments
     for name, imbalance in comparison.imbalances.items():
@@ -165,7 +165,6 @@ def test_imbalance(layout: str, mask: Mask, imbalance: float) -> None:
         (("zigzag", Mask.full(), 8, 0), "world_size must be from 1 to 65,536, got 0"),
         (("zigzag", Mask.full(), 8, 10**7), "world_size must be from 1 to 65,536, got 10000000"),
         (("zigzag", Mask.full(), 2**70, 2), "seq_len must be from 0 to 1,099,511,627,776, got 118"),
-        (("balanced", Mask.full(), 2**40, 2), "more than 8,388,608 could be traded; give a larger"),
         (("block_cyclic:1", Mask.full(), 2**30, 2), "in 536,870,912 blocks for each, at most"),
         (
             ("zigzag", Mask.full(), 2**14, 2**13),

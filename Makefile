@@ -39,6 +39,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, t
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
+	$(VENV)/bin/python benchmarks/dealing.py $(ARGS)
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi

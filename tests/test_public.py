@@ -95,6 +95,8 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
     .layout
     .policy
     .positions(self, seq_len: 'int') -> 'Tensor'
+    .prepare(self, seq_len: 'int', *, mask: 'Mask | None' = None, cu_seqlens: 'Tensor | None' =
+        None, runs: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None) -> 'None'
     .shard(self, tensor: 'Tensor', dim: 'int', layout: 'Balanced | None' = None) -> 'DTensor'
     .strategy
     .sum(self, local: 'Tensor') -> 'Tensor'

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import annotate, axis_group
-from dtensor_ring.dtensor.arguments import batch_of, check_tensors, mask_of, scores_of
+from dtensor_ring.dtensor.arguments import (
+    batch_of,
+    check_options,
+    check_tensors,
+    mask_of,
+    scores_of,
+)
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.sdpa import install_handlers
@@ -21,6 +28,7 @@ from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
@@ -158,6 +166,49 @@ class SequenceAxis:
             lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths)
         return attend(query, key, value, Call(batch, scores, place))[0]
+
+    def prepare(
+        self,
+        seq_len: int,
+        *,
+        mask: Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        runs: Tensor | None = None,
+        slices: Slices | Tensor | None = None,
+    ) -> None:
+        """Plan the attention of a batch before its first call, which then finds the plan.
+
+        To hide what that takes, let a thread of this process do it while the batch before is
+        computed: `executor.submit(axis.prepare, ...)`. Nothing is sent. Plans are found by content,
+        so the call may bring other tensors that hold the same. Processes of a data loader can make
+        the layout and `sequence_runs` of it, which travel with the batch.
+
+        Args:
+            seq_len: global length of queries and keys, S, in tokens.
+            mask: which keys a query sees; causal by default, unless `slices` say it.
+            cu_seqlens: boundaries of documents, `(D+1,)`, or `(B, D+1)` of this rank's batch rows.
+            runs: the runs of this batch, for a layout that belongs to it.
+            slices: what queries see, in place of mask and boundaries.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: if the axis cannot run such an attention.
+
+        Example:
+            >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+            >>> axis = SequenceAxis(mesh, "zigzag")
+            >>> axis.prepare(8, cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32))
+        """
+        length = as_count("seq_len", seq_len)
+        batch = batch_of(cu_seqlens, None, runs, slices)
+        empty = torch.empty(0)  # plans do not depend on the tensors
+        scores = scores_of(empty, mask_of(mask, slices), 1.0, 0.0, None, None)
+        call = Call(batch, scores, self._config.place(self._group_name, length, length))
+        check_options(empty, call)
+        self._config.check_runs(runs is not None)
+        by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
+        num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
+        plan(*call.question(num_rows))
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
         """Shard a tensor that every rank holds whole, see `shard_sequence`."""

@@ -173,7 +173,7 @@ def sequence_runs(layout: Balanced) -> Tensor:
         TypeError: if the layout is not `Balanced`: the others need no runs.
 
     Example:
-        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=2)
+        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=4)
         >>> sequence_runs(layout).tolist()
         [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
     """

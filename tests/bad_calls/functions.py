@@ -204,6 +204,11 @@ FUNCTIONS: dict[str, Function] = {
         _on_axis("unshard"), {"dtensor": [dtensor], **DIMS}, _check_same("dtensor")
     ),
     "SequenceAxis.sum": Function(_on_axis("sum"), {"local": QKV["query"]}, _check_same("local")),
+    "SequenceAxis.prepare": Function(
+        _on_axis("prepare"),
+        {name: OPTIONS[name] for name in ("mask", "cu_seqlens", "runs")} | {"seq_len": _just(8, 9)},
+        _nothing,
+    ),
     "SequenceAxis.positions": Function(
         _on_axis("positions"), {"seq_len": _just(8, 0, 9)}, _check_positions
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
+from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.dense import dense_attention
@@ -233,6 +237,45 @@ def _check_per_batch() -> None:
             over.positions(SEQ_LEN)
         again = over.unshard(over.shard(query, 2, layout), 2, layout)
         assert torch.equal(again, query)
+
+
+def test_prepared_calls_plan_nothing(pool: Pool) -> None:
+    pool.run(2, _check_prepared)
+
+
+def _check_prepared() -> None:
+    """Not of the same tensors, and not in the same thread."""
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = random_inputs(seq_len=SEQ_LEN)[:3]
+    bounds = torch.tensor([0, 5, SEQ_LEN], dtype=torch.int32)
+    layout = Balanced(Mask.sliding(7), SEQ_LEN, 2, bounds)
+    rows = torch.stack([bounds] * len(inputs[0])) - torch.tensor([0, 0, 1], dtype=torch.int32)
+    cases: list[dict[str, Any]] = [
+        {"mask": Mask.sliding(7), "cu_seqlens": bounds, "runs": sequence_runs(layout)},
+        {"cu_seqlens": rows, "runs": sequence_runs(layout)},
+        {"slices": Slices([(0, SEQ_LEN)], [(0, 9)], [(None, None)]), "runs": sequence_runs(layout)},
+    ]
+    axis, sharded = SequenceAxis(mesh, layout), [shard_sequence(x, mesh, 2, layout) for x in inputs]
+    failing = patch.object(plan, "_function", side_effect=AssertionError("planned"))
+    for case in cases:
+        plan.clear()
+        with failing, pytest.raises(AssertionError, match="planned"):
+            axis.attention(*sharded, **case)
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(axis.prepare, SEQ_LEN, **case).result()
+        copies = {name: x.clone() if isinstance(x, Tensor) else x for name, x in case.items()}
+        with failing:
+            axis.attention(*sharded, **copies)
+    for wrong, message in (
+        ({"seq_len": -1, "runs": case["runs"]}, "seq_len must be from 0"),
+        ({"seq_len": SEQ_LEN + 1, "runs": case["runs"]}, "these runs deal 24 tokens"),
+        ({"seq_len": SEQ_LEN}, r"runs=sequence_runs"),
+        ({"seq_len": SEQ_LEN, "runs": case["runs"], "cu_seqlens": bounds + 1}, "must start at 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            axis.prepare(**wrong)
+    with pytest.raises(TypeError, match="cu_seqlens must be a plain tensor"):
+        axis.prepare(SEQ_LEN, cu_seqlens=[0, 24])  # pyrefly: ignore[bad-argument-type]
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {

@@ -139,28 +139,19 @@ def balanced_partition(
         max_runs: that a rank may have, at least 2.
     """
     work, sizes = Work(slices), (world_size, seq_len)
-    even: list[Partition] = []
-    others: list[tuple[int, Partition]] = []
-
-    def is_even(partition: Partition) -> bool:
-        load = busiest_load(work, partition, world_size)
-        if TOLERANCE * (world_size * load - work.total) <= work.total:
-            even.append(partition)
-            return True
-        others.append((load, partition))
-        return False
-
-    for partition in _whole(*sizes):
-        is_even(partition)
+    most = work.total + work.total // TOLERANCE
+    found = [(busiest_load(work, x, world_size), x) for x in _whole(*sizes)]
     # What comes later moves more, so the first even one ends the search.
-    for partitions in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
-        if any(is_even(x) for x in partitions if x.max_runs <= max_runs) or even:
-            break
-    if not even:
-        return min(others, key=lambda one: one[0])[1]
-    if len(even) == 1:
-        return even[0]
-    return min(even, key=lambda partition: cost(work, partition, world_size))
+    for dealings in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
+        for partition in dealings:
+            if partition.max_runs <= max_runs:
+                found.append((busiest_load(work, partition, world_size), partition))
+                if world_size * found[-1][0] <= most:
+                    break
+        even = [partition for load, partition in found if world_size * load <= most]
+        if even:
+            return min(even, key=lambda one: cost(work, one, world_size))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.planning.balanced import layout_for, layouts_for
@@ -11,7 +11,6 @@ from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, check_documents, plan
-from dtensor_ring.planning.route import Hop, Transfer
 
 MAX_STEPS = 2**20
 """The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
@@ -200,19 +199,19 @@ def _imbalance(areas: list[list[int]]) -> float:
 def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
     begun = [0] * len(plans)
     for step in range(len(areas[0])):
-        done = [begin + steps[step] for begin, steps in zip(begun, areas, strict=True)]
+        done = [begin + work[step] for begin, work in zip(begun, areas, strict=True)]
         begun = [
-            max(
-                [end, *(begun[x.peer] for hop in plan.shards[step : step + 1] for x in _moved(hop))]
-            )
+            max([end, *(begun[peer] for peer in _peers(plan, step))])
             for end, plan in zip(done, plans, strict=True)
         ]
     whole = sum(map(sum, areas))
     return max(begun) * len(plans) / whole if whole else 1.0
 
 
-def _moved(hop: Hop) -> tuple[Transfer, ...]:
-    return hop.sends + hop.receives
+def _peers(plan: Plan, step: int) -> Iterator[int]:
+    """The ranks that a rank exchanges keys and values with during a step."""
+    for hop in plan.shards[step : step + 1]:  # none where it has fewer steps than others
+        yield from (transfer.peer for transfer in hop.sends + hop.receives)
 
 
 def _bounds(mask: Mask) -> str:

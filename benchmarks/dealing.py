@@ -138,7 +138,7 @@ def report(console: Console, found: list[Dealt]) -> None:
     console.print(
         "\nCausal attention in documents of lognormal lengths. Tokens that travel to all ranks "
         "together, in\nthousands, as the plans move them and as they are needed; the work of the "
-        "busiest rank and the\nmakespan (`span`), over the mean work of a rank; `lockstep` is the "
+        "busiest rank and the\nmakespan (`span`), over the mean work of a rank; `sync` is the "
         "makespan if ranks waited for both\nneighbours at every step, with a message or without; "
         "milliseconds of the processor to deal; runs and\ntiles of a rank, at most. `old` is the "
         "layout that traded blocks.\n"
@@ -147,7 +147,7 @@ def report(console: Console, found: list[Dealt]) -> None:
     table.add_column("tokens, ranks, seed", no_wrap=True)
     for heading in ("moved, old", "moved", "needed", "of old", "busiest", "span, old"):
         table.add_column(heading, justify="right")
-    for heading in ("span", "lockstep, old", "lockstep", "ms, old", "ms", "runs", "tiles"):
+    for heading in ("span", "sync, old", "sync", "ms, old", "ms", "runs", "tiles"):
         table.add_column(heading, justify="right")
     for one in found:
         old = BEFORE[one.seq_len, one.world_size][one.seed]

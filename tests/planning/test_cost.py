@@ -5,11 +5,12 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring.planning import cost as costs
-from dtensor_ring.planning.cost import TOKEN, busiest_load, cost
+from dtensor_ring.planning.cost import TOKEN, busiest_load, cost, ring_makespan
 from dtensor_ring.planning.partition import Partition
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run import shard_length
@@ -45,13 +46,13 @@ def num_received(found: Slices, owners: list[int]) -> int:
 
 def schedule(found: Slices, world_size: int, partition: Partition) -> Schedule:
     """Of the plans, around the ring."""
-    runs = partition.runs(world_size)
+    runs, seq_len = partition.runs(world_size), int(partition.ends[-1])
     layout = RunTable(tuple(tuple((run.start, run.length) for run in row) for row in runs))
     plans = tuple(
-        plan(layout, FULL, rank, world_size, SEQ_LEN, route="around", slices=found)
+        plan(layout, FULL, rank, world_size, seq_len, route="around", slices=found)
         for rank in range(world_size)
     )
-    return Schedule(layout, FULL, SEQ_LEN, None, plans)
+    return Schedule(layout, FULL, seq_len, None, plans)
 
 
 @settings(deadline=None)
@@ -67,6 +68,25 @@ def test_cost_is_that_of_the_plans(case: tuple[Slices, int, list[int]]) -> None:
     assert cost(work, partition, world_size) == world_size * makespan + travels
     with patch.object(costs, "MAX_PAIRS", -1):
         assert cost(work, partition, world_size) == world_size * max(loads) + travels
+
+
+WAITS = {
+    "for whom it sends to": ([(2, 2, 4), (2, 0, 1), (1, 2, 2)], 16 + 8),
+    "for whom it receives from": ([(0, 0, 4), (1, 2, 2)], 16 + 8),
+    "for nobody, where nothing is sent": ([(2, 2, 4), (1, 0, 1), (1, 2, 2)], 16),
+}
+"""Three ranks of 4 tokens: who sees whose keys, by how many queries; the makespan, in pairs."""
+
+
+@pytest.mark.parametrize(("seen", "makespan"), WAITS.values(), ids=list(WAITS))
+def test_ranks_wait(seen: list[tuple[int, int, int]], makespan: int) -> None:
+    """Around the ring: what comes from two ranks back passes the rank between, a step later."""
+    ranges = [((4 * q, 4 * q + count), (4 * k, 4 * k + 4)) for q, k, count in seen]
+    found = Slices(*zip(*ranges, strict=True), [(None, None)] * len(ranges))
+    viewers, sources, counts = np.array(seen).T
+    assert ring_makespan(viewers, sources, 4 * counts, 3) == makespan
+    planned = schedule(found, 3, partition_of([0] * 4 + [1] * 4 + [2] * 4))
+    assert round(planned.makespan * sum(map(sum, planned.areas)) / 3) == makespan
 
 
 def test_partition_joins_neighbours() -> None:

@@ -10,6 +10,7 @@ from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.merge import merge_attention
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
+    sequence_slices,
     shard_sequence,
     unshard_sequence,
 )
@@ -19,6 +20,7 @@ from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import Transport
@@ -31,6 +33,7 @@ __all__ = [
     "Mask",
     "RingError",
     "SequenceAxis",
+    "Slices",
     "Striped",
     "TransferPolicy",
     "Transport",
@@ -44,6 +47,7 @@ __all__ = [
     "ring_attention",
     "sequence_layout",
     "sequence_runs",
+    "sequence_slices",
     "set_sequence_layout",
     "shard_sequence",
     "slices_of_block_mask",

@@ -51,22 +51,37 @@ Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundarie
     .block
     .block_length
     .cu_seqlens
+    .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .documents
     .max_runs
     .name
+    .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
+    .parameters
     .per_batch
+    .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .spec
 BlockCyclic(block: 'int') -> None
+    .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
+    .per_batch
+    .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .spec
 ContextParallel(layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' = None, kernel:
         'str | None' = None, policy: 'TransferPolicy | None' = None, inputs: 'tuple[str, ...]' =
         ('query', 'key', 'value')) -> 'None'
 Contiguous() -> None
+    .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
+    .parameters
+    .per_batch
+    .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .spec
 Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix: 'int | None' =
         None) -> None
     .causal() -> 'Mask'
@@ -101,10 +116,40 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
     .strategy
     .sum(self, local: 'Tensor') -> 'Tensor'
     .unshard(self, dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'
+Slices(query_ranges: 'Ranges', key_ranges: 'Ranges', bands: 'Bands') -> 'None'
+    .UNBOUNDED
+    .are_windowed
+    .batched(parts: 'Sequence[Slices]') -> 'Self'
+    .block_causal(lengths: 'Integers', num_earlier: 'int | None' = None) -> 'Self'
+    .block_diffusion(lengths: 'Integers') -> 'Self'
+    .blocks(cu_seqlens: 'Integers', begins: 'Integers', ends: 'Integers', mask: 'Mask' =
+        Mask(left=None, right=0, chunk=None, prefix=None)) -> 'Self'
+    .bottom_right(cu_seqlens: 'Integers', key_cu_seqlens: 'Integers', mask: 'Mask' =
+        Mask(left=None, right=0, chunk=None, prefix=None)) -> 'Self'
+    .check(self, seq_len: 'int', key_seq_len: 'int') -> 'None'
+    .documents(cu_seqlens: 'Integers', mask: 'Mask | Sequence[Mask] | Sequence[Sequence[Mask]]'
+        = Mask(left=None, right=0, chunk=None, prefix=None)) -> 'Self'
+    .global_tokens(cu_seqlens: 'Integers', num_global: 'int | Integers', window: 'int') ->
+        'Self'
+    .num_bytes
+    .numbers
+    .of_numbers(content: 'np.ndarray') -> 'Slices'
+    .of_tables(tables: 'Any') -> 'Self'
+    .per_query(begins: 'Integers', ends: 'Integers') -> 'Self'
+    .prefix(cu_seqlens: 'Integers', prefix_lengths: 'int | Integers') -> 'Self'
+    .sees(self, query: 'int', key: 'int', row: 'int' = 0) -> 'bool'
+    .shared_prefix(prefix_lengths: 'int | Integers', answer_lengths: 'Integers') -> 'Self'
+    .shifted(self, by: 'int', key_by: 'int | None' = None) -> 'Slices'
+    .tree(parents: 'Integers', lengths: 'Integers') -> 'Self'
 Striped() -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
+    .parameters
+    .per_batch
+    .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .spec
 TransferPolicy(kv_dtype: 'torch.dtype | None' = None, grad_dtype: 'torch.dtype' = torch.float32)
         -> None
     .grad_dtype
@@ -119,9 +164,14 @@ Transport()
     .prepare(self, device: 'torch.device') -> 'None'
     .start(self, receives: 'list[P2P]', sends: 'list[P2P]') -> 'Sequence[Work]'
 ZigZag() -> None
+    .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
+    .parameters
+    .per_batch
+    .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .spec
 available_kernels() -> 'dict[str, str | None]'
 compare_layouts(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None'
         = None) -> 'LayoutComparison'
@@ -139,6 +189,7 @@ ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask |
         'Tensor | tuple[Tensor, Tensor]'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
+sequence_slices(slices: 'Slices', num_slices: 'int | None' = None) -> 'Tensor'
 set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'str | None' =
         None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None) ->
         'SequenceAxis'
@@ -155,7 +206,8 @@ def _members(thing: Any) -> list[tuple[str, str]]:
     if not inspect.isclass(thing):
         return []
     found = []
-    for name in sorted(vars(thing)):
+    bases = [base for base in thing.__mro__ if base.__module__.startswith("dtensor_ring")]
+    for name in sorted({name for base in bases for name in vars(base)}):
         if not name.startswith("_"):
             member = getattr(thing, name)
             found.append((name, str(inspect.signature(member)) if callable(member) else ""))

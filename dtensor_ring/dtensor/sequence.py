@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ProcessGroup
@@ -20,6 +21,7 @@ from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.count import as_int
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 
 
@@ -186,6 +188,44 @@ def sequence_runs(layout: Balanced) -> Tensor:
         table.append([(run.start, run.length) for run in dealt] + filling)
     runs = torch.tensor(table, dtype=torch.int32, device="cpu")
     return runs.view(world_size, layout.max_runs, 2)
+
+
+def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
+    """Slices as a tensor, as `ring_attention` takes them under `torch.compile`.
+
+    A compiled function takes slices of one shape without compiling again, so fill them up to as
+    many as the largest batch has.
+
+    Args:
+        slices: what queries see.
+        num_slices: how many slices each batch row is filled up to, with such that are empty; by
+            default as many as the longest row has.
+
+    Returns:
+        `(N, 6)`, or `(B, N, 6)` if batch rows differ, int32, on the CPU: begin and end of the
+        queries and of the keys, left and right; `Slices.UNBOUNDED` is no bound.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if there are more slices than that.
+
+    Example:
+        >>> sequence_slices(Slices.prefix([0, 5], 2), num_slices=3).tolist()
+        [[0, 2, 0, 2, 2147483647, 2147483647], [2, 5, 0, 5, 2147483647, 0], [0, 0, 0, 0, 0, 0]]
+    """
+    if not isinstance(slices, Slices):
+        raise TypeError(f"slices must be dtensor_ring.Slices, got {slices!r}")
+    # A copy: the tensor may be written to.
+    numbers = torch.tensor(slices.numbers, dtype=torch.int32, device="cpu")
+    if num_slices is None:
+        return numbers
+    filling = as_int("num_slices", num_slices) - numbers.shape[-2]
+    if filling < 0:
+        raise ValueError(
+            f"num_slices must be at least {numbers.shape[-2]}, as many as these slices, got "
+            f"{num_slices}"
+        )
+    return F.pad(numbers, (0, 0, 0, filling))
 
 
 def _check_balanced(layout: Any) -> None:

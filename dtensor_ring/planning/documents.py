@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from dtensor_ring.planning.integers import Integers, integer_rows
 
 
 class Documents:
@@ -81,15 +83,7 @@ class Documents:
         return f"Documents({[list(row) for row in self.rows]})"
 
 
-class SupportsArray(Protocol):
-    """An array, or a tensor on the CPU."""
-
-    def __array__(self) -> np.ndarray:
-        """The content as an array."""
-        ...
-
-
-Boundaries = Documents | SupportsArray | Sequence[int] | Sequence[Sequence[int]]
+Boundaries = Documents | Integers
 """Boundaries of documents `(D+1,)` or `(B, D+1)`, in any form that `as_documents` takes."""
 
 
@@ -117,49 +111,12 @@ def as_documents(
     """
     if cu_seqlens is None or isinstance(cu_seqlens, Documents):
         return cu_seqlens
-    rows = _rows(cu_seqlens, name)
+    rows = integer_rows(cu_seqlens, name, "boundaries", "(D+1,) or (B, D+1)")
     if not keep_empty:
         rows = [_without_empty(row) for row in rows]
     # One row for the whole batch is planned once, and its tiles cover all rows.
     is_alike = all(np.array_equal(row, rows[0]) for row in rows)
     return Documents(rows[:1] if is_alike else rows)
-
-
-def _rows(cu_seqlens: Any, name: str) -> list[np.ndarray]:
-    """One array of integers for each row."""
-    if isinstance(cu_seqlens, Sequence) and cu_seqlens and _is_row(cu_seqlens[0]):
-        # One by one: rows of different lengths make no array.
-        return [_integers(row, (1,), cu_seqlens, name) for row in cu_seqlens]
-    array = _integers(cu_seqlens, (1, 2), cu_seqlens, name)
-    return list(array) if array.ndim == 2 else [array]
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1
-
-
-def _integers(row: Any, ndims: tuple[int, ...], given: Any, name: str) -> np.ndarray:
-    try:
-        array = _as_array(row)
-    except (TypeError, ValueError, RuntimeError) as error:  # of tensors without dense content
-        raise TypeError(f"{name} cannot be read as boundaries ({error}), got {given!r}") from error
-    if array.ndim not in ndims:
-        raise ValueError(f"{name} must be boundaries (D+1,) or (B, D+1), got {given!r}")
-    if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(
-            f"{name} must hold integers: {array.dtype} cannot be interpreted as an integer, "
-            f"got {given!r}"
-        )
-    return array
-
-
-def _as_array(row: Any) -> np.ndarray:
-    if hasattr(row, "cpu"):  # a tensor, on whatever device
-        row = row.cpu()
-    # array.array and its like convert through a list.
-    if not hasattr(row, "__array__") and hasattr(row, "tolist"):
-        row = row.tolist()
-    return np.asarray(row)
 
 
 def _without_empty(row: np.ndarray) -> np.ndarray:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-UNBOUNDED = 2**60
-"""A bound of a band that is none, in tables: more than any lag, and sums of it fit."""
+from dtensor_ring.planning.broadcast import broadcast
+from dtensor_ring.planning.builders import Builders
+from dtensor_ring.planning.count import as_count, as_int
+from dtensor_ring.planning.given import slices_given, unbounded
+from dtensor_ring.planning.integers import SupportsArray
+from dtensor_ring.planning.overlap import Overlap, find_overlap
+from dtensor_ring.planning.part_builders import PartBuilders
+from dtensor_ring.planning.picture import drawn, shown
+from dtensor_ring.planning.tables import LARGEST, NUM_FIELDS, UNBOUNDED, check_count
 
-LARGEST = 2**31 - 1
-"""The same where users say it, in int32."""
+Ranges = SupportsArray | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
+"""Pairs of integers."""
 
-NUM_FIELDS = 6
-"""Of a slice, in its row of a table: begin and end of its queries and of its keys, left, right."""
+Band = Sequence[int | None]
+Bands = SupportsArray | Sequence[Band] | Sequence[Sequence[Band]]
+"""Pairs of integers, or `None`."""
 
 
-class Slices:
+class Slices(Builders, PartBuilders):
     """Disjoint slices: one list of them for the whole batch, or one for each batch row.
 
     Query position q sees key position k if one slice has q among its queries, k among its keys, and
-    `-right <= q - k <= left`. Bounds may be negative: `(-1, UNBOUNDED)` are strictly later keys. No
-    pair may be in two slices, as it would count twice. Equal by content, and never changed.
+    `-right <= q - k <= left`. Bounds may be negative: `(-1, None)` are strictly later keys. No
+    pair may be in two slices, as it would count twice: attention refuses it. Equal by content, and
+    never changed.
+
+    `str` draws what is seen, queries down and keys across. The class methods make slices of the
+    masks that models use.
 
     Args:
         query_ranges: `(N, 2)` or `(B, N, 2)`: begin and end of the queries of each slice, in global
@@ -32,25 +44,30 @@ class Slices:
         bands: `left` and `right` of each slice, of the same shape; see `Mask`. `None`, or
             `Slices.UNBOUNDED` in tensors and arrays, is no bound.
 
+    Raises:
+        ValueError: if shapes differ, a range ends before it begins, or a number is negative where
+            it is a position, or beyond int32.
+        TypeError: if something else than integers is given.
+
     >>> # A prefix of 2 tokens sees itself both ways, the other 3 are causal.
     >>> slices = Slices([(0, 2), (2, 5)], [(0, 2), (0, 5)], [(None, None), (None, 0)])
-    >>> slices.tables[0].shape
-    (2, 6)
+    >>> slices == Slices.prefix([0, 5], 2), slices.sees(0, 1), slices.sees(2, 3)
+    (True, True, False)
     """
 
     UNBOUNDED = LARGEST
 
-    def __init__(self, query_ranges: Any, key_ranges: Any, bands: Any) -> None:
-        parts = [np.array(x, dtype=np.int64) for x in (query_ranges, key_ranges, _numbers(bands))]
-        self._set(Slices.of_numbers(np.concatenate(parts, axis=-1)).tables)
+    def __init__(self, query_ranges: Ranges, key_ranges: Ranges, bands: Bands) -> None:
+        self._set(unbounded(slices_given(query_ranges, key_ranges, bands)))
 
     @classmethod
     def of_numbers(cls, content: np.ndarray) -> Slices:
-        """Slices of a table `(N, 6)` or `(B, N, 6)` in which `LARGEST` is no bound."""
-        tables = np.array(content, dtype=np.int64, ndmin=3)
-        bands = tables[..., 4:]
-        bands[bands >= LARGEST] = UNBOUNDED
-        return cls.of_tables(tables)
+        """Slices of a table `(N, 6)` or `(B, N, 6)` in which `LARGEST` is no bound.
+
+        Raises:
+            ValueError: if a position is negative, or a range ends before it begins.
+        """
+        return cls.of_tables(unbounded(content))
 
     @cached_property
     def numbers(self) -> np.ndarray:
@@ -62,11 +79,25 @@ class Slices:
         return result[0] if len(result) == 1 else result
 
     @classmethod
-    def of_tables(cls, tables: Any) -> Slices:
+    def of_tables(cls, tables: Any) -> Self:
         """Slices of one table `(N, 6)` for the whole batch, or of one for each batch row."""
         made = cls.__new__(cls)
         made._set(tables)
         return made
+
+    @classmethod
+    def batched(cls, parts: Sequence[Slices]) -> Self:
+        """The batch rows of several, one after the other: rows may be masked by different builders.
+
+        Raises:
+            TypeError: if parts are something else.
+
+        >>> len(Slices.batched([Slices.prefix([0, 8], 3), Slices.block_causal([4, 4])]))
+        2
+        """
+        if not isinstance(parts, Sequence) or not all(isinstance(part, Slices) for part in parts):
+            raise TypeError(f"parts must be a sequence of Slices, got {parts!r}")
+        return cls.of_tables([table for part in parts for table in part.tables])
 
     def _set(self, tables: Any) -> None:
         self.tables: tuple[np.ndarray, ...] = tuple(map(_in_order, tables))
@@ -76,17 +107,101 @@ class Slices:
         self._hash = hash(tuple(table.tobytes() for table in self.tables))
 
     def check(self, seq_len: int, key_seq_len: int) -> None:
-        """Refuse slices that do not fit the sequences.
+        """Refuse slices that cannot be planned for such sequences.
 
         Raises:
-            ValueError: if a range ends after its sequence.
+            ValueError: if a range ends after its sequence, a pair is in two slices, or there are
+                too many slices.
         """
-        for table in self.tables:
-            if len(table) and (table[:, 1].max() > seq_len or table[:, 3].max() > key_seq_len):
+        check_count(sum(map(len, self.tables)))
+        for row, table in enumerate(self.tables):
+            late = (table[:, 1] > seq_len) | (table[:, 3] > key_seq_len)
+            if late.any():
                 raise ValueError(
                     f"slices must end at or before the sequence length {seq_len} (keys "
-                    f"{key_seq_len}), got {table[:, :4].tolist()}"
+                    f"{key_seq_len}), got {shown(table[late.argmax()])} {self._where(row)}"
                 )
+        if self._overlap is not None:
+            row, (first, second, query, key) = self._overlap
+            raise ValueError(
+                f"slices must be disjoint, got {shown(first)} and {shown(second)} "
+                f"{self._where(row)}: query {query} sees key {key} in both, which would count twice"
+            )
+
+    @cached_property
+    def _overlap(self) -> tuple[int, Overlap] | None:
+        """A batch row and an overlap in it. All plans of all ranks ask for it."""
+        for row, table in enumerate(self.tables):
+            found = find_overlap(table)
+            if found is not None:
+                return row, found
+        return None
+
+    def _where(self, row: int) -> str:
+        return f"in batch row {row}" if len(self.tables) > 1 else "for all batch rows"
+
+    def sees(self, query: int, key: int, row: int = 0) -> bool:
+        """Whether the query at one position sees the key at another, in a batch row.
+
+        Raises:
+            TypeError: if one is not an integer.
+            ValueError: if there is no such batch row.
+        """
+        # One table is that of any row.
+        is_one = len(self.tables) == 1
+        row = as_count("row", row, 0, *([] if is_one else [len(self.tables) - 1]))
+        lag = as_int("query", query) - as_int("key", key)
+        q_begin, q_end, k_begin, k_end, left, right = self.tables[0 if is_one else row].T
+        inside = (q_begin <= query) & (query < q_end) & (k_begin <= key) & (key < k_end)
+        return bool((inside & (lag <= left) & (-lag <= right)).any())
+
+    def shifted(self, by: int, key_by: int | None = None) -> Slices:
+        """The same, for sequences that begin at a later position.
+
+        Args:
+            by: how many positions later, or earlier if it is negative.
+            key_by: the same of the keys, by default as for the queries.
+
+        Raises:
+            ValueError: if a position would be negative.
+            TypeError: if a number is not an integer.
+
+        >>> print(Slices.block_causal([1, 1]).shifted(0, key_by=1))
+        .#.
+        .##
+        """
+        by = as_int("by", by)
+        key_by = by if key_by is None else as_int("key_by", key_by)
+        ahead = by - key_by
+        moved = [by, by, key_by, key_by, ahead, -ahead]
+        tables = []
+        for table in self.tables:
+            later = table + moved
+            if (later[:, :4] < 0).any():
+                raise ValueError(
+                    f"slices would begin before position 0, shifted by {by} (keys {key_by}), got "
+                    f"{shown(table[(later[:, :4] < 0).any(axis=1).argmax()])}"
+                )
+            tables.append(np.where(table == UNBOUNDED, UNBOUNDED, later))
+        return Slices.of_tables(tables)
+
+    def __or__(self, other: Slices) -> Slices:
+        """What one or the other shows, of slices that have no pair in common.
+
+        Raises:
+            ValueError: if both have batch rows, and not as many.
+
+        >>> print(Slices.block_causal([2]) | Slices.prefix([0, 3], 1).shifted(2))
+        ##...
+        ##...
+        ..#..
+        ..##.
+        ..###
+        """
+        if not isinstance(other, Slices):
+            return NotImplemented
+        rows = broadcast(left=self.tables, right=other.tables)
+        return Slices.of_tables([np.concatenate(both) for both in rows])
 
     @cached_property
     def are_windowed(self) -> bool:
@@ -121,12 +236,12 @@ class Slices:
     def __reduce__(self) -> tuple[Any, ...]:
         return Slices.of_tables, (self.tables,)  # hashes of bytes differ between processes
 
+    def __repr__(self) -> str:
+        rows = "all batch rows" if len(self) == 1 else f"{len(self)} batch rows"
+        return f"<{sum(map(len, self.tables))} slices of {rows}>"
 
-def _numbers(bands: Any) -> Any:
-    """The bands with a number for each bound that is `None`."""
-    if isinstance(bands, (list, tuple)):
-        return [_numbers(band) for band in bands]
-    return LARGEST if bands is None else bands
+    def __str__(self) -> str:
+        return drawn(self.tables)
 
 
 def _in_order(table: Any) -> np.ndarray:

@@ -45,7 +45,7 @@ class Builders:
 
         Args:
             cu_seqlens: boundaries, `(D+1,)` or `(B, D+1)`.
-            mask: one for all documents; or a sequence of D; or one of those for each batch row.
+            mask: one for all documents; or a list of D; or one of those for each batch row.
 
         Raises:
             ValueError: if boundaries decrease, or masks are not as many as documents.
@@ -58,8 +58,16 @@ class Builders:
         ..##.
         ...##
         """
-        sides = given.boundaries("cu_seqlens", cu_seqlens), given.masks("mask", mask)
-        return cls._of_rows(tables.document_table, cu_seqlens=sides[0], mask=sides[1])
+
+        def make(bounds: np.ndarray, masks: np.ndarray) -> np.ndarray:
+            of_each = given.of_each("mask", masks, len(bounds) - 1, "documents in cu_seqlens")
+            return tables.document_table(bounds, of_each)
+
+        return cls._of_rows(
+            make,
+            cu_seqlens=given.boundaries("cu_seqlens", cu_seqlens),
+            mask=given.masks("mask", mask),
+        )
 
     @classmethod
     def prefix(cls, cu_seqlens: Integers, prefix_lengths: int | Integers) -> Self:

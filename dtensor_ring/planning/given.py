@@ -12,7 +12,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tables import LARGEST, UNBOUNDED
 
 Rows = list[np.ndarray]
-"""Integers of each batch row, or of the one that stands for all."""
+"""Integers of each batch row, or of one row that stands for all."""
 
 
 def slices_given(query_ranges: Any, key_ranges: Any, bands: Any) -> np.ndarray:
@@ -132,24 +132,24 @@ def of_each(name: str, row: np.ndarray, total: int, of: str) -> np.ndarray:
     """
     if row.ndim and len(row) != total:
         raise ValueError(
-            f"{name} must be as many as {of}, {total}, or a single integer, got {len(row)}"
+            f"{name} must be as many as {of}, {total}, or a single one, got {len(row)}"
         )
     return np.broadcast_to(row, (total,))
 
 
-def masks(name: str, given: Any) -> list[tuple[Mask, ...]]:
-    """Masks of the documents of each batch row; a single one is for all."""
+def masks(name: str, given: Any) -> Rows:
+    """A mask of each document, or one for all, which has no dim: arrays of objects."""
     if isinstance(given, Mask):
-        return [(given,)]
-    is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
-    rows = given if is_sequence and given and isinstance(given[0], Sequence) else [given]
+        return [np.array(given)]
+    is_nested = isinstance(given, Sequence) and bool(given) and isinstance(given[0], (list, tuple))
+    rows = given if is_nested else [given]
     for row in rows:
-        if not isinstance(row, Sequence) or not all(isinstance(mask, Mask) for mask in row):
+        if not isinstance(row, (list, tuple)) or not all(isinstance(x, Mask) for x in row):
             raise TypeError(
-                f"{name} must be a Mask, or a sequence of one for each document, or a sequence of "
-                f"those for each batch row, got {given!r}"
+                f"{name} must be a Mask, or a list of one for each document, or a list of those "
+                f"for each batch row, got {given!r}"
             )
-    return [tuple(row) for row in rows]
+    return [np.array(row, dtype=object) for row in rows]
 
 
 def plain(name: str, mask: Any) -> Mask:
@@ -177,7 +177,7 @@ def check_blocks(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> No
     """
     if len(begins) != len(ends):
         raise ValueError(
-            f"begins and ends of blocks must be as many, got {len(begins)}, {len(ends)}"
+            f"begins and ends of blocks must be as many, got {len(begins)} and {len(ends)}"
         )
     blocks = np.stack([begins, ends], axis=1)[begins != ends]
     blocks = blocks[np.argsort(blocks[:, 0])]

@@ -27,6 +27,8 @@ def drawn(tables: Sequence[np.ndarray]) -> str:
     if not tables:
         return "no batch rows"
     num_queries, num_keys = (max(_end(table, side) for table in tables) for side in (1, 3))
+    if not num_queries:
+        return "nothing is seen"
     if max(num_queries, num_keys) > MAX_DRAWN:
         return listed(tables)
     pictures = ["\n".join(_lines(seen(table, num_queries, num_keys))) for table in tables]

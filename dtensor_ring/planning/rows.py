@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 
 import numpy as np
 
+from dtensor_ring.planning.broadcast import broadcast
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.slices import UNBOUNDED, Slices
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tables import Ranges, chunks, masked_table
 
 Rows = tuple[tuple[int | None, np.ndarray], ...]
 """Batch row, `None` for all of them, and its slices: a table of `Slices`."""
@@ -38,39 +39,19 @@ def slices_of(
         documents: boundaries of the queries; without any, the sequence is one document.
         key_documents: boundaries of the keys; those of the queries by default.
     """
-    sides = [
+    queries, keys = (
         # An empty batch has no boundaries, and nothing that it would matter to.
-        [_cut(row, mask.chunk) for row in (given.arrays if given else ((0, seq_len),))]
+        [_ranges(row, mask.chunk) for row in (given.arrays if given else ((0, seq_len),))]
         for seq_len, given in zip(seq_lens, (documents, key_documents or documents), strict=True)
-    ]
-    # One row stands for the whole batch, so it is repeated where the other side has several.
-    bounds = zip(*(cycle(x) if len(x) == 1 < max(map(len, sides)) else x for x in sides))  # noqa: B905
-    return Slices.of_tables([_table(queries, keys, mask) for queries, keys in bounds])
+    )
+    rows = broadcast(cu_seqlens=queries, key_cu_seqlens=keys)
+    return Slices.of_tables(
+        [masked_table(of_queries, of_keys, mask) for of_queries, of_keys in rows]
+    )
 
 
-def _cut(row: Sequence[int] | np.ndarray, chunk: int | None) -> np.ndarray:
-    """Boundaries of documents, and of the chunks within them."""
+def _ranges(row: Sequence[int] | np.ndarray, chunk: int | None) -> Ranges:
+    """Begins and ends of documents, or of the chunks within them."""
     bounds = np.asarray(row, dtype=np.int64)
-    if chunk is None:
-        return bounds
-    return np.unique(np.concatenate([bounds, np.arange(0, bounds[-1], chunk)]))
-
-
-def _table(queries: np.ndarray, keys: np.ndarray, mask: Mask) -> np.ndarray:
-    """The slices of documents between boundaries: each has its band, its prefix has none ahead."""
-    left, right = (UNBOUNDED if x is None else min(x, UNBOUNDED) for x in (mask.left, mask.right))
-    begins, ends = keys[:-1], keys[1:]
-    whole = np.stack([queries[:-1], queries[1:], begins, ends], axis=1)
-    if not mask.prefix or right == UNBOUNDED:
-        return _banded(whole, left, right)
-    # Positions fit into int64 however long the prefix is.
-    inner = begins + np.minimum(ends - begins, mask.prefix)
-    prefix, rest = whole.copy(), whole
-    prefix[:, 3] = rest[:, 2] = inner
-    return np.concatenate([_banded(prefix, left, UNBOUNDED), _banded(rest, left, right)])
-
-
-def _banded(ranges: np.ndarray, left: int, right: int) -> np.ndarray:
-    """The ranges, with one band for all."""
-    bands = np.broadcast_to(np.array([left, right], dtype=np.int64), (len(ranges), 2))
-    return np.concatenate([ranges, bands], axis=1)
+    ranges = bounds[:-1], bounds[1:]
+    return ranges if chunk is None else chunks(*ranges, chunk)

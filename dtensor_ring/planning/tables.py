@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,29 +47,25 @@ def band_of(mask: Mask) -> tuple[int, int]:
     return left, right
 
 
-def document_table(bounds: np.ndarray, masks: Sequence[Mask]) -> np.ndarray:
-    """Documents between boundaries, with a mask for each, or one for all."""
+def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
+    """Documents between boundaries, with a mask for each."""
     numbers: dict[Mask, Any] = {}
-    if len(masks) == 1:
-        numbers[masks[0]] = slice(None)
-    else:
-        for number, mask in enumerate(masks):
-            numbers.setdefault(mask, []).append(number)
+    for number, mask in enumerate(masks):
+        numbers.setdefault(mask, []).append(number)
     tables = []
     for mask, chosen in numbers.items():
         ranges = bounds[:-1][chosen], bounds[1:][chosen]
         if mask.chunk is not None:
-            ranges = _chunks(*ranges, mask.chunk)
+            check_count(int((ranges[1] - ranges[0]).sum()) // mask.chunk)  # before they are made
+            ranges = chunks(*ranges, mask.chunk)
         tables.append(masked_table(ranges, ranges, mask))
     return np.concatenate([np.zeros((0, NUM_FIELDS), dtype=np.int64), *tables])
 
 
-def _chunks(begins: np.ndarray, ends: np.ndarray, chunk: int) -> Ranges:
+def chunks(begins: np.ndarray, ends: np.ndarray, chunk: int) -> Ranges:
     """Ranges, cut at the multiples of a number of positions."""
     first = begins // chunk
-    counts = np.where(begins < ends, (ends - 1) // chunk - first + 1, 0)
-    check_count(int(counts.sum()))
-    document, number = numbered(counts)
+    document, number = numbered(np.where(begins < ends, (ends - 1) // chunk - first + 1, 0))
     number += first[document]
     return (
         np.maximum(begins[document], number * chunk),

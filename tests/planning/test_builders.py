@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from dtensor_ring import Mask, Slices
 from tests.slices import shown
 
+LARGEST = 28
+"""Positions that the boundaries below come to."""
+
 Sees = Callable[[int, int], bool]
 
 
@@ -83,7 +86,7 @@ def documents(draw: st.DrawFn) -> Built:
         begin = 0 if mask.chunk else begin
         return mask.sees(query - begin, key - begin)
 
-    return Built(Slices.documents(ends, given), (25, 25), in_documents(ends, sees))
+    return Built(Slices.documents(ends, given), (LARGEST, LARGEST), in_documents(ends, sees))
 
 
 @st.composite
@@ -96,7 +99,7 @@ def prefix(draw: st.DrawFn) -> Built:
         length = each if isinstance(each, int) else each[part_of(ends, query)]
         return key <= query or key < begin_of(ends, query) + length
 
-    return Built(Slices.prefix(ends, each), (25, 25), in_documents(ends, sees))
+    return Built(Slices.prefix(ends, each), (LARGEST, LARGEST), in_documents(ends, sees))
 
 
 @st.composite
@@ -116,7 +119,7 @@ def blocks(draw: st.DrawFn) -> Built:
         return together or mask.sees(query, key)
 
     made = Slices.blocks(ends, begins, stops, mask=mask)
-    return Built(made, (25, 25), in_documents(ends, sees))
+    return Built(made, (LARGEST, LARGEST), in_documents(ends, sees))
 
 
 @st.composite
@@ -130,7 +133,7 @@ def global_tokens(draw: st.DrawFn) -> Built:
         return query - key >= 0 and (query - key <= window or key < begin_of(ends, query) + count)
 
     made = Slices.global_tokens(ends, each, window)
-    return Built(made, (25, 25), in_documents(ends, sees))
+    return Built(made, (LARGEST, LARGEST), in_documents(ends, sees))
 
 
 @st.composite
@@ -149,7 +152,7 @@ def bottom_right(draw: st.DrawFn) -> Built:
             mask.right is None or -lag <= mask.right
         )
 
-    return Built(Slices.bottom_right(ends, key_ends, mask), (25, 25), sees)
+    return Built(Slices.bottom_right(ends, key_ends, mask), (LARGEST, LARGEST), sees)
 
 
 @st.composite
@@ -163,7 +166,7 @@ def per_query(draw: st.DrawFn) -> Built:
         rows.append(draw(moved | st.tuples(anywhere, anywhere)))
     begins, ends = map(list, zip(*rows, strict=True))
     made = Slices.per_query(begins, ends)
-    return Built(made, (len(rows), 25), lambda query, key: begins[query] <= key < ends[query])
+    return Built(made, (len(rows), LARGEST), lambda query, key: begins[query] <= key < ends[query])
 
 
 @st.composite
@@ -175,7 +178,7 @@ def block_causal(draw: st.DrawFn) -> Built:
         mine, other = part_of(ends, query), part_of(ends, key)
         return 0 <= other <= mine and (reach is None or other >= mine - reach)
 
-    return Built(Slices.block_causal(parts, reach), (25, 25), sees)
+    return Built(Slices.block_causal(parts, reach), (LARGEST, LARGEST), sees)
 
 
 @st.composite

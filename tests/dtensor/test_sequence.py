@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import (
     Balanced,
     Mask,
+    Slices,
     sequence_layout,
     sequence_runs,
+    sequence_slices,
     set_sequence_layout,
     shard_sequence,
     unshard_sequence,
@@ -255,3 +257,29 @@ def _check_refusals() -> None:
     absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
     with pytest.raises(ValueError, match="is not part of"):
         shard_sequence(tokens, absent, 0)
+
+
+def test_slices_as_a_tensor() -> None:
+    slices = Slices.batched([Slices.prefix([0, 5], 2), Slices.block_causal([5])])
+    for given, shape in (
+        (slices, (2, 2, 6)),
+        (Slices.tree([-1], [5]), (1, 6)),
+        (Slices([], [], []), (0, 6)),
+    ):
+        exact = sequence_slices(given)
+        assert (exact.shape, exact.dtype, exact.device.type) == (shape, torch.int32, "cpu")
+        for num_slices in (shape[-2], 7):
+            padded = sequence_slices(given, num_slices)
+            assert padded.shape == (*shape[:-2], num_slices, 6)
+            assert Slices.of_numbers(padded.numpy()) == given
+        exact += 1
+        assert not exact.numel() or not torch.equal(exact, sequence_slices(given)), "a copy"
+    assert Slices(*sequence_slices(slices).split(2, -1)) == slices
+    with pytest.raises(
+        ValueError, match=r"num_slices must be at least 2, as many as these .* got 1"
+    ):
+        sequence_slices(slices, 1)
+    with pytest.raises(TypeError, match=r"num_slices must be an int, got 2\.0"):
+        sequence_slices(slices, 2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"slices must be dtensor_ring.Slices, got \[\]"):
+        sequence_slices([])  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.intervals import slices_of_intervals
 from dtensor_ring.planning.slices import Slices
 from parallel_plans.huggingface.patterns import MaskFunction, Pattern, pattern_of
 
@@ -36,7 +35,7 @@ class ModelMask:
         """
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
-        return slices_of_intervals(begins.cpu().numpy(), ends.cpu().numpy())
+        return Slices.per_query(begins, ends)
 
     def _edge(self, step: int) -> Tensor:
         """By query: the furthest key before (-1) or after it (1) up to which it sees all.

@@ -18,11 +18,12 @@ from dtensor_ring.dtensor.gather import gathered, on_groups_in_use
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.count import as_int
+from dtensor_ring.planning.count import as_count, as_int
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run import Run
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.tables import MAX_SLICES
 
 
 def shard_sequence(
@@ -207,7 +208,7 @@ def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if there are more slices than that.
+        ValueError: if there are more slices than that, or it is more than can be planned.
 
     Example:
         >>> sequence_slices(Slices.prefix([0, 5], 2), num_slices=3).tolist()
@@ -219,12 +220,8 @@ def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
     numbers = torch.tensor(slices.numbers, dtype=torch.int32, device="cpu")
     if num_slices is None:
         return numbers
-    filling = as_int("num_slices", num_slices) - numbers.shape[-2]
-    if filling < 0:
-        raise ValueError(
-            f"num_slices must be at least {numbers.shape[-2]}, as many as these slices, got "
-            f"{num_slices}"
-        )
+    shortest = numbers.shape[-2]
+    filling = as_count("num_slices", num_slices, shortest, max(shortest, MAX_SLICES)) - shortest
     return F.pad(numbers, (0, 0, 0, filling))
 
 

@@ -194,7 +194,7 @@ def check_blocks(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> No
             wrong = int(is_wrong.argmax())
             raise ValueError(
                 f"blocks from begins to ends must {what}, got {blocks[wrong : wrong + 2].tolist()} "
-                f"in documents {bounds.tolist()}"
+                f"in documents of cu_seqlens {bounds.tolist()}"
             )
 
 

@@ -170,8 +170,8 @@ class Slices(Builders, PartBuilders):
         .#.
         .##
         """
-        by = as_int("by", by)
-        key_by = by if key_by is None else as_int("key_by", key_by)
+        by = as_count("by", by, -LARGEST, LARGEST)
+        key_by = by if key_by is None else as_count("key_by", key_by, -LARGEST, LARGEST)
         ahead = by - key_by
         moved = [by, by, key_by, key_by, ahead, -ahead]
         tables = []
@@ -179,7 +179,7 @@ class Slices(Builders, PartBuilders):
             later = table + moved
             if (later[:, :4] < 0).any():
                 raise ValueError(
-                    f"slices would begin before position 0, shifted by {by} (keys {key_by}), got "
+                    f"slices would begin before position 0, by={by}, key_by={key_by}, got "
                     f"{shown(table[(later[:, :4] < 0).any(axis=1).argmax()])}"
                 )
             tables.append(np.where(table == UNBOUNDED, UNBOUNDED, later))

@@ -124,6 +124,7 @@ def reset(mesh: DeviceMesh) -> None:
     annotation_of(mesh.get_group()).config = None
 
 
+SLICES = ring.Slices.prefix([0, 8], 3)
 Right = dict[str, list[Make]]
 QKV: Right = {
     # As they are, and where not all strides are those of a contiguous tensor.
@@ -172,6 +173,28 @@ MASK: Right = {
     "chunk": _just(None),
     "prefix": _just(None, 3),
 }
+BOUNDS: Right = {
+    "cu_seqlens": _made(lambda: ints(0, 3, 8), lambda: [0, 8], lambda: [[0, 8], [0, 5]])
+}
+BANDS_ONLY = _just(Mask.causal(), Mask.sliding(2))
+LENGTHS: Right = {"lengths": _just([3, 2], [[3, 2], [5, 0]])}
+BUILDERS: dict[str, Right] = {
+    "documents": BOUNDS | {"mask": OPTIONS["mask"]},
+    "prefix": BOUNDS | {"prefix_lengths": _just(0, 3)},
+    "blocks": BOUNDS | {"begins": _just([3]), "ends": _just([5]), "mask": BANDS_ONLY},
+    "global_tokens": BOUNDS | {"num_global": _just(0, 3), "window": _just(0, 3)},
+    "bottom_right": {
+        "cu_seqlens": _just([0, 4]),
+        "key_cu_seqlens": _just([0, 8], [0, 3]),
+        "mask": BANDS_ONLY,
+    },
+    "per_query": {"begins": _just([0, 2]), "ends": _just([2, 5])},
+    "block_causal": LENGTHS | {"num_earlier": _just(None, 1)},
+    "block_diffusion": LENGTHS,
+    "tree": {"parents": _just([-1, 0]), **LENGTHS},
+    "shared_prefix": {"prefix_lengths": _just(2, [2]), "answer_lengths": _just([2, 3])},
+    "batched": {"parts": _just([SLICES, SLICES], [])},
+}
 MESH: Right = {"mesh": [lambda mesh: mesh]}
 INPUTS: Right = {"inputs": _just(("query", "key", "value"), ["q", "kv"])}
 IDS: Right = {
@@ -181,6 +204,12 @@ IDS: Right = {
 
 def _block_mask() -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu")
+
+
+def _check_slices(arguments: dict[str, Any], result: ring.Slices) -> None:
+    """They are disjoint, and are drawn."""
+    result.check(2**40, 2**40)
+    assert str(result)
 
 
 def _without_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,6 +289,28 @@ FUNCTIONS |= {
     )
 }
 FUNCTIONS |= {
+    f"Slices.{name}": Function(_without_mesh(getattr(ring.Slices, name)), right, _check_slices)
+    for name, right in BUILDERS.items()
+}
+FUNCTIONS |= {
+    "Slices": Function(
+        _without_mesh(ring.Slices),
+        {
+            "query_ranges": _just([(0, 3)], ints([0, 3])),
+            "key_ranges": _just([(0, 5)], ints([2, 5])),
+            "bands": _just([(None, 0)], [(3, -1)]),
+        },
+        _check_slices,
+    ),
+    "Slices.shifted": Function(
+        _without_mesh(SLICES.shifted), {"by": _just(0, 3), "key_by": _just(None, 2)}, _check_slices
+    ),
+    "Slices.sees": Function(
+        _without_mesh(SLICES.sees), {"query": _just(0), "key": _just(9), "row": _just(0, 1)}
+    ),
+    "sequence_slices": Function(
+        _without_mesh(ring.sequence_slices), {"slices": _just(SLICES), "num_slices": _just(None, 5)}
+    ),
     "merge_attention, one part": Function(
         lambda _, out, lse: ring.merge_attention([(out, lse)])[0],
         {"out": QKV["query"], "lse": _made(lambda: tensor(1, 2, 8))},

@@ -275,9 +275,7 @@ def test_slices_as_a_tensor() -> None:
         exact += 1
         assert not exact.numel() or not torch.equal(exact, sequence_slices(given)), "a copy"
     assert Slices(*sequence_slices(slices).split(2, -1)) == slices
-    with pytest.raises(
-        ValueError, match=r"num_slices must be at least 2, as many as these .* got 1"
-    ):
+    with pytest.raises(ValueError, match="num_slices must be from 2 to 65,536, got 1"):
         sequence_slices(slices, 1)
     with pytest.raises(TypeError, match=r"num_slices must be an int, got 2\.0"):
         sequence_slices(slices, 2.0)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from operator import getitem
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,17 +20,30 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, sequence_runs
+from dtensor_ring import (
+    Balanced,
+    Contiguous,
+    Mask,
+    Slices,
+    Striped,
+    ZigZag,
+    ring_attention,
+    sequence_runs,
+    sequence_slices,
+    shard_sequence,
+    unshard_sequence,
+)
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_backward_op, ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.policy import DEFAULT_POLICY
-from tests.dense import largest
+from tests.dense import dense_attention, largest
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
+from tests.slices import shown
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 BLOCK = Slices([(0, 3), (3, 8)], [(0, 3), (0, 8)], [(None, None), (None, 0)])
@@ -194,6 +208,44 @@ def _five_batches(dtype: torch.dtype) -> tuple[int, int, list[float]]:
         grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
         errors += [relative_error(*outputs), relative_error(*grads)]
     return counter.frame_count, len(layouts), errors
+
+
+MASKS = {
+    "prefix": Slices.prefix([[0, 10, 16], [0, 16, 16]], [[4, 2], [7, 0]]),
+    "image": Slices.blocks([0, 16], [3, 9], [7, 12], Mask.sliding(4)),
+    "diffusion": Slices.block_diffusion([3, 5]),
+    "sinks": Slices.global_tokens([0, 16], 2, 3),
+    "answers": Slices.shared_prefix(6, [4, 6]),
+    "continued": Slices.bottom_right([0, 5], [0, 16]),
+}
+
+
+def test_slices_of_one_shape_compile_once(pool: Pool) -> None:
+    """And are right, in eager mode as they are."""
+    for num_compiled, errors in pool.run(2, _six_masks):
+        assert num_compiled == 1
+        assert largest(errors) < 1e-5, errors
+
+
+def _six_masks() -> tuple[int, list[float]]:
+    """How often it compiled, and errors of outputs and gradients."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ring_attention, backend=counter, fullgraph=True)
+    torch.manual_seed(0)
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(4, 2, 2, 16, 8)
+    inputs = [shard_sequence(x, mesh, 2, "zigzag").requires_grad_() for x in whole[:3]]
+    grad_out, errors = shard_sequence(whole[3], mesh, 2), []
+    for slices in MASKS.values():
+        seen = np.stack([shown(table, (16, 16)) > 0 for table in slices])
+        dense = dense_attention(*whole[:3], FULL, seen=torch.tensor(seen).expand(2, -1, -1))
+        expected = dense.out, *dense.backward(whole[3])
+        rows = slices if len(slices) > 1 else Slices.batched([slices, slices])
+        for attend, given in ((ring_attention, slices), (compiled, sequence_slices(rows, 8))):
+            out = attend(*inputs, slices=given)
+            found = out, *torch.autograd.grad(out, inputs, grad_out)
+            pairs = zip(expected, found, strict=True)
+            errors += [relative_error(x, unshard_sequence(y, 2)) for x, y in pairs]
+    return counter.frame_count, errors
 
 
 SINKS = (0.5, -1.0, 2.0, 0.0)

@@ -163,7 +163,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shifted before 0": (
         lambda: PREFIX.shifted(0, -1),
         ValueError,
-        "position 0, shifted by 0 (keys -1), got queries 0 to 2, keys 0 to 2, left None",
+        "before position 0, by=0, key_by=-1, got queries 0 to 2, keys 0 to 2, left None",
     ),
     "shifted by a half": (lambda: PREFIX.shifted(0.5), TypeError, "by must be an int, got 0.5"),  # type: ignore[arg-type]
     "other rows": (
@@ -242,12 +242,12 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "blocks overlap": (
         lambda: Slices.blocks([0, 9], [1, 3], [4, 5]),
         ValueError,
-        "must be disjoint, got [[1, 4], [3, 5]] in documents [0, 9]",
+        "must be disjoint, got [[1, 4], [3, 5]] in documents of cu_seqlens [0, 9]",
     ),
     "a block across": (
         lambda: Slices.blocks([0, 4, 9], [3], [5]),
         ValueError,
-        "must be in one document, got [[3, 5]] in documents [0, 4, 9]",
+        "must be in one document, got [[3, 5]] in documents of cu_seqlens [0",
     ),
     "a block outside": (
         lambda: Slices.blocks([2, 4], [0, 5], [1, 6]),
@@ -319,7 +319,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fewer questions": (
         lambda: Slices.shared_prefix([1, 2], [[1]]),
         ValueError,
-        "prefix_lengths must be as many as groups of answers, 1",
+        "prefix_lengths must be as many as rows of answer_lengths, 1",
     ),
 }
 

@@ -134,9 +134,7 @@ class PartBuilders:
         """
         answers = given.integers("answer_lengths", answer_lengths, "A")
         questions = given.one_row("prefix_lengths", given.counts("prefix_lengths", prefix_lengths))
-        groups = given.of_each(
-            "prefix_lengths", questions, len(answers), "groups of answer_lengths"
-        )
+        groups = given.of_each("prefix_lengths", questions, len(answers), "rows of answer_lengths")
         parents, lengths = [], []
         for question, row in zip(groups, answers, strict=True):
             root = len(parents)

@@ -90,6 +90,11 @@ def test_what_is_seen(data: st.DataObject, num_rows: int, one: int) -> None:
         assert str(given) == drawn
 
 
+def test_bands_move_with_the_keys() -> None:
+    moved = [(0, 2), (2, 5)], [(2, 4), (2, 7)], [(None, None), (None, 2)]
+    assert PREFIX.shifted(0, key_by=2) == Slices(*moved), "no bound stays none"
+
+
 def test_text_of_many() -> None:
     assert str(Slices.batched([Slices.block_causal([1, 1]), Slices.block_causal([2])])) == (
         "row 0:\n#.\n##\nrow 1:\n##\n##"

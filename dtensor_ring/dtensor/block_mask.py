@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.intervals import slices_of_intervals
 from dtensor_ring.planning.slices import Slices
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
         torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side]).numpy()
         for side in zip(*rows, strict=True)
     )
-    found = slices_of_intervals(begins, ends)
+    found = Slices.per_query(begins, ends)
     num_slices = max(map(len, found.tables))
     if num_slices > MAX_SLICES:
         raise ValueError(

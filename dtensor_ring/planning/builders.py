@@ -214,14 +214,15 @@ class Builders:
 
     @classmethod
     def per_query(cls, begins: Integers, ends: Integers) -> Self:
-        """Any range of keys for each query: text that sees its last image, streaming speech.
+        """Any ranges of keys for each query: text that sees its last image, streaming speech.
 
-        q sees k iff begins[q] <= k < ends[q]. Queries in a row are one slice while each bound
-        stays, or moves along with them.
+        q sees k iff begins[q] <= k < ends[q], of one of its ranges if there are several. Queries
+        in a row are one slice while both ends of their ranges stay, or move along with them.
 
         Args:
-            begins: the first key of each query, `(S,)` or `(B, S)`.
-            ends: the position after its last key.
+            begins: the first key of each query, `(S,)` or `(B, S)`; or `(B, S, R)` of R ranges that
+                have no key in common.
+            ends: the position after its last key; at the begin or before it where a range is empty.
 
         Raises:
             ValueError: if positions are negative, or ends not as many as begins.
@@ -235,11 +236,14 @@ class Builders:
         """
 
         def make(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-            given.of_each("ends", ends, len(begins), "begins")
-            return tables.query_table(begins, ends)
+            if begins.shape != ends.shape:
+                shapes = begins.T.shape, ends.T.shape
+                raise ValueError(f"begins and ends must be of one shape, got rows {shapes}")
+            of_each = zip(begins, ends, strict=True)
+            return tables.stacked([tables.query_table(*edges) for edges in of_each])
 
         return cls._of_rows(
             make,
-            begins=given.integers("begins", begins, "S"),
-            ends=given.integers("ends", ends, "S"),
+            begins=given.edges("begins", begins),
+            ends=given.edges("ends", ends),
         )

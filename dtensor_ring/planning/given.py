@@ -90,6 +90,14 @@ def integers(name: str, given: Any, size: str, smallest: int = 0) -> Rows:
     return [row.astype(np.int64) for row in rows]
 
 
+def edges(name: str, given: Any) -> Rows:
+    """Positions of each query, one `(S,)` or several `(S, R)` in each row: always `(R, S)`."""
+    rows = integer_rows(given, name, "positions", "(S,), (B, S) or (B, S, R)", (1, 2, 3))
+    for row in rows:
+        _check_positions(name, row)
+    return [np.atleast_2d(row.astype(np.int64).T) for row in rows]
+
+
 def part_lengths(name: str, given: Any) -> Rows:
     """Lengths of parts that follow one another."""
     rows = integers(name, given, "N")

@@ -41,9 +41,10 @@ def integer_rows(
     """
     if isinstance(given, Sequence) and given and _is_row(given[0]):
         # One by one: rows of different lengths make no array.
-        return [integer_array(row, name, noun, shape, (1,), given) for row in given]
+        of_row = tuple(ndim - 1 for ndim in ndims if ndim > 1)
+        return [integer_array(row, name, noun, shape, of_row, given) for row in given]
     array = integer_array(given, name, noun, shape, ndims, given)
-    return list(array) if array.ndim == 2 else [array]
+    return list(array) if array.ndim > 1 else [array]
 
 
 def integer_array(

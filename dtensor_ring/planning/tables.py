@@ -30,6 +30,11 @@ def table_of(queries: Ranges, keys: Ranges, left: Any, right: Any) -> np.ndarray
     return np.stack(np.broadcast_arrays(*queries, *keys, left, right), axis=-1)
 
 
+def stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """All slices of some tables, or of none."""
+    return np.concatenate([np.zeros((0, NUM_FIELDS), dtype=np.int64), *tables])
+
+
 def masked_table(queries: Ranges, keys: Ranges, mask: Mask) -> np.ndarray:
     """Documents, each with the band and the prefix of a mask."""
     left, right = band_of(mask)
@@ -59,7 +64,7 @@ def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
             check_count(int((ranges[1] - ranges[0]).sum()) // mask.chunk)  # before they are made
             ranges = chunks(*ranges, mask.chunk)
         tables.append(masked_table(ranges, ranges, mask))
-    return np.concatenate([np.zeros((0, NUM_FIELDS), dtype=np.int64), *tables])
+    return stacked(tables)
 
 
 def chunks(begins: np.ndarray, ends: np.ndarray, chunk: int) -> Ranges:

@@ -21,7 +21,6 @@ from dtensor_ring import (
     sequence_runs,
     set_sequence_layout,
 )
-from dtensor_ring.planning.intervals import slices_of_intervals
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
@@ -110,7 +109,7 @@ class Call:
         assert self.block is not None
         query = torch.arange(self.seq_len)
         in_block = (query >= self.block[0]) & (query < self.block[1])
-        return slices_of_intervals(0 * query, torch.where(in_block, self.block[1], query + 1))
+        return Slices.per_query(0 * query, torch.where(in_block, self.block[1], query + 1))
 
     def expected(self, seed: int) -> list[Tensor]:
         """Output and gradients of the whole sequence, float64."""

@@ -167,8 +167,17 @@ def per_query(draw: st.DrawFn) -> Built:
         moved = st.tuples(step.map(begin.__add__), step.map(end.__add__))
         rows.append(draw(moved | st.tuples(anywhere, anywhere)))
     begins, ends = map(list, zip(*rows, strict=True))
-    made = Slices.per_query(begins, ends)
-    return Built(made, (len(rows), LARGEST), lambda query, key: begins[query] <= key < ends[query])
+    if draw(st.booleans()):
+        made = Slices.per_query(begins, ends)
+        return Built(made, (len(rows), LARGEST), lambda q, k: begins[q] <= k < ends[q])
+    # A second range, elsewhere.
+    ranges = np.array([rows, [(end + 10, begin + 10) for begin, end in rows]]).transpose(2, 1, 0)
+    made = Slices.per_query(ranges[:1], ranges[1:])
+    return Built(
+        made,
+        (len(rows), 2 * LARGEST),
+        lambda q, k: begins[q] <= k < ends[q] or ends[q] + 10 <= k < begins[q] + 10,
+    )
 
 
 @st.composite
@@ -268,6 +277,30 @@ def test_ranges_that_move_along_are_few_slices() -> None:
         (window, image, 4),
     ):
         assert len(Slices.per_query(begins, ends).tables[0]) == expected
+
+
+def test_nothing() -> None:
+    """Without documents, parts or queries, nothing is seen; an empty batch stays one."""
+    nothing = Slices([], [], [])
+    for made in (
+        Slices.documents([3]),
+        Slices.prefix([0, 0], 2),
+        Slices.blocks([0], [], []),
+        Slices.global_tokens([0], 1, 2),
+        Slices.bottom_right([0, 0], [0, 4]),
+        Slices.per_query([], []),
+        Slices.block_causal([]),
+        Slices.block_diffusion([0]),
+        Slices.tree([], []),
+    ):
+        assert made == nothing
+    empty = np.zeros((0, 4), dtype=np.int64)
+    for made in (
+        Slices.documents(empty),
+        Slices.per_query(empty, empty),
+        Slices.block_causal(empty),
+    ):
+        assert made == Slices.of_tables([])
 
 
 def test_batch_rows() -> None:

@@ -292,7 +292,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other ends": (
         lambda: Slices.per_query([0, 1], [1]),
         ValueError,
-        "ends must be as many as begins, 2",
+        "begins and ends must be of one shape",
     ),
     "negative length": (
         lambda: Slices.block_causal([1, -1]),

@@ -33,8 +33,17 @@ def batch_of(
     runs: Tensor | None,
     slices: Slices | Tensor | None,
 ) -> Batch:
-    """The options that differ from batch to batch."""
+    """The options that differ from batch to batch.
+
+    Raises:
+        TypeError: if slices are an object where a compiler has to follow.
+    """
     if isinstance(slices, Slices):
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                "slices must be a tensor in a compiled function, whose argument it is: make it "
+                "outside, by sequence_slices(slices, num_slices)"
+            )
         slices = torch.from_numpy(slices.numbers)  # its memory: what was made of it is found by it
     return Batch(cu_seqlens, key_cu_seqlens, runs, slices)
 

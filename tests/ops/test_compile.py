@@ -227,6 +227,20 @@ def test_slices_of_one_shape_compile_once(pool: Pool) -> None:
         assert largest(errors) < 1e-5, errors
 
 
+def test_slices_that_are_no_tensor_do_not_compile(pool: Pool) -> None:
+    pool.run(1, _compile_with_an_object)
+
+
+def _compile_with_an_object() -> None:
+    x = shard_sequence(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (1,)), 2)
+    compiled = torch.compile(ring_attention, backend="eager", fullgraph=True)
+    told = (
+        r"slices must be a tensor in a compiled function, .*by sequence_slices\(slices, num_slices"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+        compiled(x, x, x, slices=BLOCK)
+
+
 def _six_masks() -> tuple[int, list[float]]:
     """How often it compiled, and errors of outputs and gradients."""
     counter = CompileCounterWithBackend("aot_eager")

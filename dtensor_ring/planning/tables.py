@@ -88,7 +88,8 @@ def check_count(num_slices: int) -> None:
     if num_slices > MAX_SLICES:
         raise ValueError(
             f"slices of all rows must be at most {MAX_SLICES:,}, which take seconds to plan, got "
-            f"{num_slices:,}; larger chunks, documents or blocks make fewer"
+            f"{num_slices:,}; fewer are larger chunks, documents or blocks, and a tree whose nodes "
+            "are in the order of a walk"
         )
 
 
@@ -173,6 +174,7 @@ def _seen(parents: Sequence[int]) -> list[tuple[int, int, int]]:
         while seen and next(reversed(seen)) != parent:
             ancestor, first = seen.popitem()
             ranges.append((ancestor, first, node))
+        check_count(len(ranges))  # of nodes in any other order there may be as many as pairs
         seen |= dict.fromkeys(reversed(fresh), node)
     return ranges
 

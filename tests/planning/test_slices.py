@@ -310,6 +310,11 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "parents must come before their children in the sequence, as keys",
     ),
+    "two chains in turn": (
+        lambda: Slices.tree([-1, -1, *range(1000)], [1] * 1002),
+        ValueError,
+        "and a tree whose nodes are in the order of a walk",
+    ),
     "fewer parents": (
         lambda: Slices.tree([-1], [1, 1]),
         ValueError,

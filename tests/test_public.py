@@ -46,8 +46,8 @@ class TestSurface(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped),
             """\
-Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None' =
-        None, block: 'int | None' = None) -> None
+Balanced(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None'
+        = None, block: 'int | None' = None, slices: 'Slices | None' = None) -> None
     .block
     .block_length
     .cu_seqlens
@@ -60,6 +60,7 @@ Balanced(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundarie
     .per_batch
     .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
+    .slices
     .spec
 BlockCyclic(block: 'int') -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
@@ -173,10 +174,11 @@ ZigZag() -> None
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
     .spec
 available_kernels() -> 'dict[str, str | None]'
-compare_layouts(mask: 'Mask', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries | None'
-        = None) -> 'LayoutComparison'
-describe_schedule(layout: 'Layout | str', mask: 'Mask', seq_len: 'int', world_size: 'int',
-        cu_seqlens: 'Boundaries | None' = None) -> 'Schedule'
+compare_layouts(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries
+        | None' = None, slices: 'Slices | None' = None) -> 'LayoutComparison'
+describe_schedule(layout: 'Layout | str', mask: 'Mask | None', seq_len: 'int', world_size:
+        'int', cu_seqlens: 'Boundaries | None' = None, slices: 'Slices | None' = None) ->
+        'Schedule'
 merge_attention(parts: 'Sequence[tuple[Tensor, Tensor]]') -> 'tuple[Tensor, Tensor]'
 next_token_labels(tokens: 'Tensor', cu_seqlens: 'Tensor | None' = None, ignore_index: 'int' =
         -100) -> 'Tensor'

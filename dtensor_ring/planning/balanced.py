@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -16,8 +16,7 @@ from dtensor_ring.planning.hands import Hands
 from dtensor_ring.planning.layout import Contiguous, Layout, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.partition import Partition
-from dtensor_ring.planning.plan import check_documents
-from dtensor_ring.planning.rows import slices_of
+from dtensor_ring.planning.plan import FULL, checked_slices
 from dtensor_ring.planning.run import Run, shard_length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import LAYOUTS, as_layout
@@ -45,7 +44,7 @@ class Balanced(Layout):
     one batch, so it is passed as data: see `sequence_runs`.
 
     Args:
-        mask: the mask that the areas are counted for.
+        mask: the mask that the areas are counted for; `None` where `slices` say what is seen.
         seq_len: global length, in tokens.
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence;
@@ -53,11 +52,12 @@ class Balanced(Layout):
         block: shorter documents, in tokens, are dealt together with their neighbours. Small blocks
             balance better, large ones make fewer runs, hence fewer tiles. By default a 32nd of a
             shard.
+        slices: what queries see, in place of mask and boundaries.
 
     Raises:
-        TypeError: if the mask is not a `Mask`, or a number is not an integer.
-        ValueError: if a number is out of range, there are too many blocks, or the boundaries do
-            not fit the sequence.
+        TypeError: if the mask is not a `Mask`, slices are no `Slices`, or a number is no integer.
+        ValueError: if a number is out of range, there are too many blocks, the boundaries or slices
+            do not fit the sequence, or slices come beside a mask or boundaries.
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
     >>> [layout.positions(rank, 2, 16) for rank in range(2)]
@@ -67,15 +67,16 @@ class Balanced(Layout):
     name: ClassVar[str] = "balanced"
     per_batch: ClassVar[bool] = True
 
-    mask: Mask
+    mask: Mask | None
     seq_len: int
     world_size: int
     cu_seqlens: Boundaries | None = None
     block: int | None = None
+    slices: Slices | None = None
+    _seen: Slices = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {self.mask!r}")
+        check_seen(self.mask, self.slices)
         counts = {
             "seq_len": as_count("seq_len", self.seq_len),
             "world_size": as_count("world_size", self.world_size, 1, MAX_RANKS),
@@ -90,12 +91,18 @@ class Balanced(Layout):
                 f"tokens, at most {MAX_BLOCKS:,} can be dealt; give a larger block"
             )
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
-        check_documents(self.world_size, self.seq_len, self.documents)
+        object.__setattr__(self, "_seen", self._checked())
 
     @property
     def documents(self) -> Documents | None:
         """The boundaries, converted."""
         return as_documents(self.cu_seqlens)
+
+    def _checked(self) -> Slices:
+        """What queries see, if it can be planned."""
+        lengths = self.seq_len, self.seq_len
+        mask = FULL if self.mask is None else self.mask
+        return checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
 
     @property
     def block_length(self) -> int:
@@ -119,9 +126,8 @@ class Balanced(Layout):
 @cached_bytes(2**26, lambda runs: 64 + 100 * sum(map(len, runs)))
 def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
     """The runs of every rank; at most 64 MiB of them are kept."""
-    slices = slices_of(layout.mask, (layout.seq_len, layout.seq_len), layout.documents)
     sizes = layout.world_size, layout.seq_len, layout.block_length
-    return balanced_partition(slices, *sizes, layout.max_runs).runs(layout.world_size)
+    return balanced_partition(layout._seen, *sizes, layout.max_runs).runs(layout.world_size)
 
 
 def balanced_partition(
@@ -195,8 +201,25 @@ def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterato
         rounds *= 2
 
 
+def check_seen(mask: Mask | None, slices: Slices | None) -> None:
+    """Refuse what does not say which keys a query sees.
+
+    Raises:
+        TypeError: if it is neither a mask nor slices.
+    """
+    if slices is not None and not isinstance(slices, Slices):
+        raise TypeError(f"slices must be Slices, got {type(slices).__name__}")
+    if not isinstance(mask, Mask) and (mask is not None or slices is None):
+        raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
+
+
 def layout_for(
-    layout: Layout | str, mask: Mask, seq_len: int, world_size: int, documents: Documents | None
+    layout: Layout | str,
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    documents: Documents | None,
+    slices: Slices | None = None,
 ) -> Layout:
     """A layout as given, the one of that spelling, or the one of that name made for a batch.
 
@@ -205,13 +228,17 @@ def layout_for(
         TypeError: if `layout` is neither a layout nor a string.
     """
     if layout == Balanced.name:
-        return Balanced(mask, seq_len, world_size, documents)
+        return Balanced(mask, seq_len, world_size, documents, slices=slices)
     return layout if isinstance(layout, Layout) and layout.per_batch else as_layout(layout)
 
 
 def layouts_for(
-    mask: Mask, seq_len: int, world_size: int, documents: Documents | None
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    documents: Documents | None,
+    slices: Slices | None = None,
 ) -> list[Layout]:
     """All layouts without parameters, then those that are made for this batch."""
     fixed = [kind() for kind in LAYOUTS.values() if not kind.parameters]
-    return [*fixed, Balanced(mask, seq_len, world_size, documents)]
+    return [*fixed, Balanced(mask, seq_len, world_size, documents, slices=slices)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from dtensor_ring.planning.balanced import layout_for, layouts_for
+from dtensor_ring.planning.balanced import check_seen, layout_for, layouts_for
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import Plan, check_documents, plan
+from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
+from dtensor_ring.planning.slices import Slices
 
 MAX_STEPS = 2**20
 """The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
@@ -21,10 +23,11 @@ class Schedule:
     """The plans of all ranks. Printed, it shows the work of each rank at each step."""
 
     layout: Layout
-    mask: Mask
+    mask: Mask | None
     seq_len: int
     documents: Documents | None
     plans: tuple[Plan, ...]
+    slices: Slices | None = None
 
     @property
     def areas(self) -> list[list[int]]:
@@ -62,7 +65,7 @@ class Schedule:
         whole = max(1, sum(map(sum, areas)))
         num_steps = len(areas[0])
         lines = [
-            f"{self.layout.spec}, {_bounds(self.mask)}: "
+            f"{self.layout.spec}, {_bounds(self.mask, self.slices)}: "
             f"{self.seq_len} tokens on {len(areas)} ranks, {num_steps} steps",
             "share of all work, %  " + "".join(f"{f'step {i}':>9}" for i in range(num_steps)),
         ]
@@ -91,19 +94,21 @@ class LayoutComparison:
 
 def describe_schedule(
     layout: Layout | str,
-    mask: Mask,
+    mask: Mask | None,
     seq_len: int,
     world_size: int,
     cu_seqlens: Boundaries | None = None,
+    slices: Slices | None = None,
 ) -> Schedule:
     """The part of the whole work that each rank does at each step of a ring.
 
     Args:
         layout: a layout or its name; "balanced" is the one for this mask and these documents.
-        mask: which keys a query sees.
+        mask: which keys a query sees; `None` where `slices` say it.
         seq_len: global length, in tokens.
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
 
     Returns:
         A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
@@ -123,31 +128,34 @@ def describe_schedule(
         busiest rank over mean: 1.444, makespan: 1.444
         keys and values: 4 tokens, at most 4 to a rank
     """
-    seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
-    chosen = layout_for(layout, mask, seq_len, world_size, documents)
+    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    chosen = layout_for(layout, *asked)
     # The first one tells how much there is to plan.
-    num_steps = plan(chosen, mask, 0, world_size, seq_len, documents).num_steps * world_size
+    num_steps = asked.plan(chosen, 0).num_steps * asked.world_size
     if num_steps > MAX_STEPS:
         raise ValueError(
             f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
             f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
         )
-    plans = tuple(
-        plan(chosen, mask, rank, world_size, seq_len, documents) for rank in range(world_size)
-    )
-    return Schedule(chosen, mask, seq_len, documents, plans)
+    plans = tuple(asked.plan(chosen, rank) for rank in range(asked.world_size))
+    return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices)
 
 
 def compare_layouts(
-    mask: Mask, seq_len: int, world_size: int, cu_seqlens: Boundaries | None = None
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None = None,
+    slices: Slices | None = None,
 ) -> LayoutComparison:
     """How evenly the layouts without parameters, and "balanced", deal the work of an attention.
 
     Args:
-        mask: which keys a query sees.
+        mask: which keys a query sees; `None` where `slices` say it.
         seq_len: global length, in tokens.
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
 
     Returns:
         A `LayoutComparison`; print it. A layout that cannot deal the length is left out.
@@ -160,14 +168,12 @@ def compare_layouts(
         >>> print(compare_layouts(Mask.causal(), 8, 2))
         busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
     """
-    seq_len, world_size, documents = _checked(mask, seq_len, world_size, cu_seqlens)
-    check_documents(world_size, seq_len, documents)
-    layouts = layouts_for(mask, seq_len, world_size, documents)
+    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
     return LayoutComparison(
         {
-            layout.name: describe_schedule(layout, mask, seq_len, world_size, documents).imbalance
-            for layout in layouts
-            if _deals(layout, world_size, seq_len)
+            layout.name: describe_schedule(layout, *asked).imbalance
+            for layout in layouts_for(*asked)
+            if _deals(layout, asked.world_size, asked.seq_len)
         }
     )
 
@@ -181,14 +187,36 @@ def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
     return True
 
 
+class _Asked(NamedTuple):
+    """The attention that is described."""
+
+    mask: Mask | None
+    seq_len: int
+    world_size: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def plan(self, layout: Layout, rank: int) -> Plan:
+        """The plan of a rank."""
+        mask = FULL if self.mask is None else self.mask
+        where = rank, self.world_size, self.seq_len, self.documents
+        return plan(layout, mask, *where, slices=self.slices)
+
+
 def _checked(
-    mask: Mask, seq_len: int, world_size: int, cu_seqlens: Boundaries | None
-) -> tuple[int, int, Documents | None]:
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None,
+    slices: Slices | None,
+) -> _Asked:
     """The numbers as integers: plans are kept by them, and 8.0 would find those of 8."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a Mask, such as Mask.causal(), got {mask!r}")
+    check_seen(mask, slices)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    return as_count("seq_len", seq_len), num_ranks, as_documents(cu_seqlens)
+    documents = as_documents(cu_seqlens)
+    length = as_count("seq_len", seq_len)
+    check_documents(num_ranks, length, documents)
+    return _Asked(mask, length, num_ranks, documents, slices)
 
 
 def _imbalance(areas: list[list[int]]) -> float:
@@ -214,8 +242,10 @@ def _peers(plan: Plan, step: int) -> Iterator[int]:
         yield from (transfer.peer for transfer in hop.sends + hop.receives)
 
 
-def _bounds(mask: Mask) -> str:
+def _bounds(mask: Mask | None, slices: Slices | None) -> str:
     """The bounds of a mask, in words: left and right always, the others where there are."""
+    if mask is None:
+        return f"{sum(map(len, slices or ())):,} slices"
     counts = {"left": mask.left, "right": mask.right}
     counts |= {"chunk": mask.chunk} if mask.chunk else {}
     counts |= {"prefix": mask.prefix} if mask.prefix else {}

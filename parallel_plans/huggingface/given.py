@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.planning.areas import visible_pairs
 from dtensor_ring.planning.slices import Slices
 from parallel_plans.huggingface.patterns import MaskFunction, Pattern, pattern_of
 
@@ -127,6 +128,13 @@ def given_masks(mask: Any, seq_len: int, of: str = "") -> Any:
     if mask.shape[1] != seq_len:
         raise ValueError(f"an attention_mask of {mask.shape[1]} tokens came with {seq_len} tokens")
     return GivenMask(mask.slices())
+
+
+def largest(given: Any) -> Slices:
+    """Of what `given_masks` returned, the slices that show most."""
+    masks = given.values() if isinstance(given, dict) else [given]
+    num_queries = max(int(table[:, 1].max(initial=0)) for x in masks for table in x.slices)
+    return max((x.slices for x in masks), key=lambda x: visible_pairs(x, (0, num_queries)))
 
 
 def is_given(mask: Any) -> bool:

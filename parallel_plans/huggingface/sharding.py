@@ -30,7 +30,7 @@ from parallel_plans.huggingface.batch import (
     take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
-from parallel_plans.huggingface.given import given_masks, is_given
+from parallel_plans.huggingface.given import given_masks, is_given, largest
 from parallel_plans.huggingface.head import loss_head, pops_logits
 from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
@@ -111,7 +111,8 @@ class Sharding:
             batch |= next_tokens(batch) if self._predicts_next else {}
         # Of all ranks, so it is counted before the batch is dealt.
         count = num_items(batch)
-        ring, layout = self._deal(batch, seq_len)
+        given = None if masks is None else given_masks(masks, seq_len)
+        ring, layout = self._deal(batch, seq_len, given)
         positions = self._positions(batch, seq_len)
         self._largest.set(positions)
         batch = pad(batch | {"position_ids": positions}, ring.seq_len - seq_len)
@@ -125,7 +126,6 @@ class Sharding:
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
-        given = None if masks is None else given_masks(masks, seq_len)
         # Layers find theirs in a dict by their type; a single one would be taken for a tensor.
         by_type = given if isinstance(given, dict) else ones
         ring = ring._replace(given=given if by_type is ones else None)
@@ -162,31 +162,33 @@ class Sharding:
             check_agreement(axis_group(self.axis.mesh), described(batch), SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
 
-    def _deal(self, batch: dict[str, Any], seq_len: int) -> tuple[RingInputs, Layout]:
+    def _deal(self, batch: dict[str, Any], seq_len: int, given: Any) -> tuple[RingInputs, Layout]:
         """What attention needs of this batch, and its layout."""
-        axis, world_size = self.axis, self.axis.mesh.size()
-        length = axis.layout.dealt_length(seq_len, world_size)
+        axis = self.axis
+        length = axis.layout.dealt_length(seq_len, axis.mesh.size())
         documents = find_documents(batch, seq_len, self._chunks)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout
         if layout.per_batch:
-            layout = self._balanced(documents, length, world_size)
+            layout = self._balanced(documents, length, given)
             documents = replace(documents, runs=sequence_runs(layout))
         indices = torch.arange(length, device=_tokens(batch).device)
         local = local_tokens(indices, axis.mesh, 0, layout)
         return RingInputs(axis, length, local, documents, self._layer_masks), layout
 
-    def _balanced(self, documents: Documents, seq_len: int, world_size: int) -> Balanced:
+    def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
         """Even for the mask of most layers, within the documents of this batch."""
         if torch.compiler.is_compiling():
             raise ValueError(
                 "the balanced layout deals each batch by its documents, which a graph cannot: "
                 "compile the model with another layout"
             )
-        # One layout serves all layers: the most frequent mask decides.
+        # One layout serves all layers: the mask that takes most work decides, or is most frequent.
+        if given is not None:
+            return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(given))
         mask = max(self._masks, key=self._masks.count, default=Mask.causal())
-        return Balanced(mask, seq_len, world_size, documents.packed)
+        return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
     def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """The loss of all ranks, and the rest as sharded DTensors or whole.

@@ -107,12 +107,12 @@ def made(name: str) -> Any:
     return MODELS[name]().train()
 
 
-def errors_of(name: str) -> list[float]:
+def errors_of(name: str, layout: str) -> list[float]:
     """Differences of losses and parameters from those of the stock model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     stock, model = made(name), made(name)
     text = model.model.language_model
-    parallelize_module(text, mesh, context_parallel_plan(text, unshard_outputs=True))
+    parallelize_module(text, mesh, context_parallel_plan(text, layout, unshard_outputs=True))
     with pytest.raises(ValueError, match=r'text_config\._attn_implementation = "ring"'):
         model(**batch_of(name, 0))
     model.config.text_config._attn_implementation = "ring"
@@ -123,10 +123,10 @@ def errors_of(name: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "zigzag"), (2, "balanced")])
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_as_one_process(pool: Pool, name: str, world_size: int) -> None:
-    for errors in pool.run(world_size, errors_of, name):
+def test_trains_as_one_process(pool: Pool, name: str, world_size: int, layout: str) -> None:
+    for errors in pool.run(world_size, errors_of, name, layout):
         assert largest(errors) < 1e-5
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +14,15 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor_ring import Mask, Striped, ZigZag, compare_layouts, describe_schedule
+from dtensor_ring import (
+    Balanced,
+    Mask,
+    Slices,
+    Striped,
+    ZigZag,
+    compare_layouts,
+    describe_schedule,
+)
 from dtensor_ring.planning.plan import plan
 from tests.planning.test_layout import dealings
 
@@ -207,3 +218,29 @@ def test_the_largest_counts_are_unbounded(layout: str, huge: Mask, unbounded: Ma
     for documents in (None, [0, 5, 16, 20]):
         one, other = (describe_schedule(layout, x, 24, 4, documents) for x in (huge, unbounded))
         assert (one.areas, one.received) == (other.areas, other.received)
+
+
+def test_slices_are_described_as_their_mask_is() -> None:
+    ends, mask = [0, 9, 40, 64], Mask.sliding(7)
+    slices = Slices.documents(ends, mask)
+    for layout in ("zigzag", "balanced"):
+        one = describe_schedule(layout, mask, 64, 4, ends)
+        other = describe_schedule(layout, None, 64, 4, slices=slices)
+        assert (one.areas, one.received) == (other.areas, other.received)
+        assert str(other).startswith(
+            f"{layout}, {len(slices.tables[0])} slices: 64 tokens on 4 ranks"
+        )
+    assert compare_layouts(mask, 64, 4, ends) == compare_layouts(None, 64, 4, slices=slices)
+
+
+@pytest.mark.parametrize(
+    "function", [partial(describe_schedule, "zigzag"), compare_layouts, Balanced]
+)
+def test_what_says_nothing_or_twice_is_refused(function: Callable[..., Any]) -> None:
+    slices = Slices.documents([0, 8], Mask.causal())
+    with pytest.raises(TypeError, match="mask must be a Mask"):
+        function(None, 8, 2)
+    with pytest.raises(TypeError, match="slices must be Slices, got list"):
+        function(None, 8, 2, slices=[])
+    with pytest.raises(ValueError, match="slices say all that is seen"):
+        function(Mask.causal(), 8, 2, slices=slices)

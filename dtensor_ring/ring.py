@@ -10,7 +10,6 @@ from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.span import length
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.protocol import Transport
 from dtensor_ring.transport.rotation import ShardRotation, SumRotation
@@ -84,7 +83,7 @@ def _collect(sums: SumRotation, grad_shard: Sums, label: Label) -> None:
 
 def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> None:
     """Add this rank's gradients of a source's keys and values to their sum, which travels."""
-    if not length(step.cols):
+    if not step.cols:
         return
     with label("merge"):
         packet, is_new = sums.sum_of(step)

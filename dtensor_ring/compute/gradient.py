@@ -12,9 +12,9 @@ from dtensor_ring.compute.memory import (
     WriteTracker,
     empty,
     in_order,
-    region,
 )
-from dtensor_ring.planning.span import Span
+from dtensor_ring.compute.ranges import add
+from dtensor_ring.planning.columns import Cols
 
 
 class GradientSum:
@@ -42,12 +42,18 @@ class GradientSum:
         # Several gradients add up, so the sum must be wide from here on.
         self._filled.add(self._wide(), at, grad)
 
-    def add_arrived(self, arrived: Tensor, cols: Span, is_last: bool) -> None:
-        """Add what other ranks summed up for these columns, and round after the last of it."""
+    def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
+        """Add what other ranks summed up for these columns, and round after the last of it.
+
+        Args:
+            arrived: the columns side by side.
+            cols: where in the tensor they are.
+            is_last: whether nothing else is added.
+        """
         # Adding to narrow memory rounds: exact enough only once, with the last addend.
         narrow = self._total if is_last else None
         total = self._wide() if narrow is None else narrow
-        self._filled.add(total, region(None, cols), arrived)
+        add(total, self._filled, arrived, cols)
 
     def total(self) -> Tensor:
         """The sum so far, float32 or wider unless it is a single launch's."""

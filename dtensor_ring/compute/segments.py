@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.planning.span import length
 
 
@@ -45,46 +46,16 @@ class Segments:
         return any(length(rows) and not length(cols) for rows, cols in pairs)
 
     def boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rows` and `cols` as int32 tensors on the device, copied there once.
-
-        They live as long as this object, which lives as long as its plan. A CUDA graph that
-        captured them may outlive them.
-        """
-        # All layers ask, and a copy makes the host wait: one for each device.
-        if device not in self._copies:
-            self._copies[device] = _copied((self.rows, self.cols), device)
-        copies = self._copies[device]
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            # Another stream allocated them: it must not reuse the memory while this one reads it.
-            for ends in copies:
-                ends.record_stream(torch.cuda.current_stream(device))
-        return copies
+        """`rows` and `cols` as int32 tensors on the device, see `Numbers`."""
+        rows, cols = self._numbers.on(device)
+        return rows, cols
 
     @cached_property
-    def _copies(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
+    def _numbers(self) -> Numbers:
+        return Numbers(torch.int32, self.rows, self.cols)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each segment that has both."""
         for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
             if length(rows) and length(cols):
                 yield slice(*rows), slice(*cols)
-
-
-def _copied(
-    boundaries: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The boundaries on the device, complete when this returns."""
-    # The host waits for these copies; on a side stream it does not wait for queued kernels as well.
-    stream = _side_stream(device) if device.type == "cuda" else None
-    with torch.inference_mode(False), torch.cuda.stream(stream):
-        # Not in inference mode: tensors made there cannot be saved for a backward pass.
-        on_host = [torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in boundaries]
-        rows, cols = (ends.to(device) for ends in on_host)
-    return rows, cols
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a device that boundaries are copied on."""
-    return torch.cuda.Stream(device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.span import NOTHING, Span, length
+from dtensor_ring.planning.columns import NO_COLS, Cols
 
 NUM_PROBES = 4
 """Evenly spaced ranks that are looked at before all are."""
@@ -29,49 +29,58 @@ class Sights(NamedTuple):
     ends: np.ndarray
     """One after the last column."""
 
-    def reduced(self, world_size: int) -> Sights:
-        """One entry for each source and viewer, the hull of all columns; in ascending order."""
-        # One sort groups all sights of a pair of ranks; stable, so that it is quick on sorted
-        # input.
-        ids = self.sources * world_size + self.viewers
-        order = np.argsort(ids, kind="stable")
-        ids = ids[order]
-        starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])) if ids.size else ids
-        if not starts.size:
-            return Sights(*(x[:0] for x in self))
-        firsts = np.minimum.reduceat(self.firsts[order], starts)
-        ends = np.maximum.reduceat(self.ends[order], starts)
-        return Sights(ids[starts] // world_size, ids[starts] % world_size, firsts, ends)
+    def united(self, world_size: int) -> Sights:
+        """The same columns in as few entries as there can be, by source, then viewer, ascending."""
+        ids, *spans = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
+        return Sights(ids // world_size, ids % world_size, *spans)
+
+
+def united(
+    ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The union of the spans of each id: ascending, without any that overlap or touch."""
+    # The spans of all ids lie on one long line, so that one sort serves them all; it is stable, so
+    # that it is quick on sorted input.
+    line = 1 + int(ends.max(initial=0))
+    firsts = firsts + ids * line
+    order = np.argsort(firsts, kind="stable")
+    firsts, ends = firsts[order], np.maximum.accumulate((ends + ids * line)[order])
+    # A span begins where all before it have ended: the one before it ends there as well.
+    is_new = np.ones(len(firsts), dtype=bool)
+    is_new[1:] = firsts[1:] > ends[:-1]
+    firsts, ends = firsts[is_new], ends[np.roll(is_new, -1)]
+    ids = firsts // line
+    return ids, firsts - ids * line, ends - ids * line
 
 
 class _DirectTraffic(NamedTuple):
     """Arrays of columns by rank, and of how many pairs of ranks are at each distance."""
 
-    sent: np.ndarray
     received: np.ndarray
+    sent: np.ndarray
     distances: np.ndarray
 
 
 class Needs(ABC):
-    """The columns of each source's shard that each other rank sees.
+    """The columns of each source's shard that each other rank sees, in any row of the batch.
 
-    A rank needs nothing of itself. Columns are the hull over all batch rows.
+    A rank needs nothing of itself.
     """
 
     world_size: int
 
     @abstractmethod
-    def seen_by(self, rank: int) -> dict[int, Span]:
+    def seen_by(self, rank: int) -> dict[int, Cols]:
         """The columns that `rank` sees, by source; nothing empty."""
 
     @abstractmethod
-    def seen_of(self, source: int) -> dict[int, Span]:
+    def seen_of(self, source: int) -> dict[int, Cols]:
         """The columns of the shard of `source` that others see, by rank; nothing empty."""
 
     @property
     @abstractmethod
-    def hulls(self) -> list[Span]:
-        """By source: from the first column that another rank sees to the last."""
+    def seen(self) -> list[Cols]:
+        """By source: the columns that any other rank sees."""
 
     @property
     @abstractmethod
@@ -80,7 +89,7 @@ class Needs(ABC):
 
     @abstractmethod
     def sights(self) -> Iterator[Sights]:
-        """All there is, in blocks; all entries of a source are in one block."""
+        """All there is, united, in blocks; all entries of a source are in one block."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,27 +98,41 @@ class Needs(ABC):
 
     @cached_property
     def ring_load(self) -> int:
-        """Columns that the busiest rank receives, or sends, if hulls go around the ring."""
-        reaches, (firsts, ends) = np.array(self.reaches), np.array(self.hulls).T
+        """The load if what any other rank sees goes around the ring, see `_load`."""
+        reaches, num_cols = np.array(self.reaches), np.array([len(cols) for cols in self.seen])
         sources = np.arange(self.world_size)
         # A packet comes to the `reach` ranks after its source: an interval, counted by its ends,
         # on two laps as it may pass rank 0. What a rank sends is what the next one receives.
         change = np.zeros(2 * self.world_size + 1, dtype=np.int64)
-        np.add.at(change, sources + 1, ends - firsts)
-        np.add.at(change, sources + reaches + 1, firsts - ends)
+        np.add.at(change, sources + 1, num_cols)
+        np.add.at(change, sources + reaches + 1, -num_cols)
         laps = np.cumsum(change[:-1]).reshape(2, self.world_size)
-        return int(laps.sum(0).max())
+        return self._load(int(laps.sum(0).max()), int(num_cols @ reaches))
 
     @cached_property
     def direct_halves_load(self) -> bool:
-        """Whether the busiest rank moves less than half as much directly as around the ring."""
-        # Rounded up, so that a load below it is less than half.
-        half = -(-self.ring_load // 2)
+        """Whether the load is less than half as much directly as around the ring, see `_load`."""
         # Most often a few ranks tell: one that needs half of the sequence settles it.
         probes = range(0, self.world_size, -(-self.world_size // NUM_PROBES))
-        if any(self._direct_load(rank) >= half for rank in {*probes, self.world_size - 1}):
-            return False
-        return bool(max(self._direct.sent.max(), self._direct.received.max()) < half)
+        for rank in {*probes, self.world_size - 1}:
+            num_cols = self._num_direct(rank)
+            if 2 * self._load(num_cols, num_cols) >= self.ring_load:
+                return False
+        received, sent, _ = self._direct
+        busiest, total = max(sent.max(), received.max()), received.sum()
+        return 2 * self._load(int(busiest), int(total)) < self.ring_load
+
+    def _load(self, busiest: int, total: int) -> int:
+        """What routes are compared by: columns of the busiest rank and of the mean, times ranks.
+
+        The busiest rank is what all wait for where each has a link of its own, all ranks together
+        where they share the network.
+
+        Args:
+            busiest: columns that a rank receives, or sends, at most.
+            total: columns that all ranks receive.
+        """
+        return self.world_size * busiest + total
 
     @cached_property
     def distances(self) -> list[int]:
@@ -126,10 +149,10 @@ class Needs(ABC):
             result.distances[(block.viewers - block.sources) % self.world_size] += 1
         return result
 
-    def _direct_load(self, rank: int) -> int:
+    def _num_direct(self, rank: int) -> int:
         """Columns that a rank receives, or sends, if each goes directly to those who see it."""
         return max(
-            sum(map(length, spans.values())) for spans in (self.seen_by(rank), self.seen_of(rank))
+            sum(map(len, cols.values())) for cols in (self.seen_by(rank), self.seen_of(rank))
         )
 
 
@@ -141,7 +164,7 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
         num_pairs: how many queries each key is compared with.
     """
     order = np.argsort(owners, kind="stable")
-    # A source must not be split: sights are reduced to one hull for each pair within a block.
+    # A source must not be split: sights are united for each pair of ranks within a block.
     last = np.flatnonzero(np.diff(owners[order], append=-1))
     block = np.cumsum(num_pairs[order])[last] // BLOCK
     # A block ends with the last source before the running count passes a multiple of BLOCK.
@@ -150,13 +173,20 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
         yield order[begin:end]
 
 
-def spans_by(ranks: np.ndarray, sights: Sights) -> dict[int, Span]:
-    """The columns of each entry, by these ranks."""
-    columns = zip(sights.firsts.tolist(), sights.ends.tolist(), strict=True)
-    return dict(zip(ranks.tolist(), columns, strict=True))
+def cols_by(ranks: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
+    """The columns of each of these ranks, whose entries follow one another, united."""
+    spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
+    bounds = pairwise([*begins.tolist(), len(spans)])
+    return {
+        rank: Cols(tuple(spans[begin:end]))
+        for rank, (begin, end) in zip(ranks[begins].tolist(), bounds, strict=True)
+    }
 
 
-def spans_of(firsts: np.ndarray, ends: np.ndarray) -> list[Span]:
-    """Spans, `NOTHING` where they are empty."""
-    pairs = zip(firsts.tolist(), ends.tolist(), strict=True)
-    return [(first, end) if end > first else NOTHING for first, end in pairs]
+def cols_of_all(
+    world_size: int, sources: np.ndarray, firsts: np.ndarray, ends: np.ndarray
+) -> list[Cols]:
+    """By source: the union of all its entries."""
+    found = cols_by(*united(sources, firsts, ends))
+    return [found.get(source, NO_COLS) for source in range(world_size)]

@@ -4,77 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, source_blocks, spans_by, spans_of
-from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.needs import Needs, Sights, cols_by, cols_of_all, source_blocks, united
+from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
+MOST = 2**22
+"""Pairs of runs, times slices, up to which each is looked at, in about half a second.
 
-class _Summary(NamedTuple):
-    """Arrays by rank."""
-
-    firsts: np.ndarray
-    ends: np.ndarray
-    reaches: np.ndarray
+Above it, all columns from the first to the last that a run shows another one in a row of the batch
+count as seen: nearly all of it is, where runs have gaps. A striped layout of 64 ranks gets there
+with 1,024 documents, one of 1,024 ranks with 4.
+"""
 
 
 class PairedNeeds(Needs):
     """Runs with gaps interleave, so there is no order of positions to search in.
 
-    Whatever concerns all ranks takes O(n * n) for n runs, in blocks of arrays; a pair of runs is
-    settled by the first and the last document in which it has something to see.
+    Whatever concerns all ranks takes O(n * n) for n runs and for each slice, in blocks of arrays.
+    Above `MOST`, a pair of runs is settled by the first and the last slice in which it has
+    something to see.
     """
 
     def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
         self.world_size = len(keys.shards)
         self._queries, self._keys = queries, keys
-        self._tables = slices.tables
+        # An empty batch has no table, and sees what an empty table shows.
+        self._tables = slices.tables or (np.zeros((0, NUM_FIELDS), dtype=np.int64),)
+        # One answer for all ranks, as both sides of a message must agree.
+        num_pairs = len(queries.owners) * len(keys.owners)
+        self._is_exact = num_pairs * sum(map(len, slices.tables)) <= MOST
 
     @property
     def num_bytes(self) -> int:
         return 300 * (self.world_size + sum(map(len, self._tables)))
 
-    def seen_by(self, rank: int) -> dict[int, Span]:
+    def seen_by(self, rank: int) -> dict[int, Cols]:
         # One rank against all others: n pairs for each of its runs, not n * n.
         keys = np.flatnonzero(self._keys.owners != rank)
-        sights = self._compared(keys, np.flatnonzero(self._queries.owners == rank))
-        return spans_by(sights.sources, sights)
+        sources, _, *spans = self._compared(keys, np.flatnonzero(self._queries.owners == rank))
+        return cols_by(sources, *spans)
 
-    def seen_of(self, source: int) -> dict[int, Span]:
+    def seen_of(self, source: int) -> dict[int, Cols]:
         queries = np.flatnonzero(self._queries.owners != source)
-        sights = self._compared(np.flatnonzero(self._keys.owners == source), queries)
-        return spans_by(sights.viewers, sights)
+        _, *sights = self._compared(np.flatnonzero(self._keys.owners == source), queries)
+        return cols_by(*sights)
 
     def sights(self) -> Iterator[Sights]:
         queries = np.arange(len(self._queries.owners))
-        num_pairs = np.full(len(self._keys.owners), len(queries))
+        num_slices = sum(map(len, self._tables)) if self._is_exact else 1
+        num_pairs = np.full(len(self._keys.owners), len(queries) * num_slices)
         for keys in source_blocks(self._keys.owners, num_pairs):
             yield self._compared(keys, queries)
 
-    @cached_property
-    def hulls(self) -> list[Span]:
-        return spans_of(self._summary.firsts, self._summary.ends)
+    @property
+    def seen(self) -> list[Cols]:
+        return self._summary[0]
 
-    @cached_property
+    @property
     def reaches(self) -> list[int]:
-        return self._summary.reaches.tolist()
+        return self._summary[1]
 
     @cached_property
-    def _summary(self) -> _Summary:
-        """All of it in one pass, as the pairs are what costs."""
-        result = _Summary(*np.zeros((3, self.world_size), dtype=np.int64))
-        # Larger than any column, so that an unseen source stays empty.
-        result.firsts[:] = np.iinfo(np.int64).max
-        for block in self.sights():
-            distances = (block.viewers - block.sources) % self.world_size
-            np.minimum.at(result.firsts, block.sources, block.firsts)
-            np.maximum.at(result.ends, block.sources, block.ends)
-            np.maximum.at(result.reaches, block.sources, distances)
-        return result
+    def _summary(self) -> tuple[list[Cols], list[int]]:
+        """What is seen, and how far, in one pass, as the pairs are what costs."""
+        seen, reaches = (
+            [np.zeros((3, 0), dtype=np.int64)],
+            np.zeros(self.world_size, dtype=np.int64),
+        )
+        for sources, viewers, *spans in self.sights():
+            np.maximum.at(reaches, sources, (viewers - sources) % self.world_size)
+            seen.append(united(sources, *spans))
+        entries = map(np.concatenate, zip(*seen, strict=True))
+        return cols_of_all(self.world_size, *entries), reaches.tolist()
 
     def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Sights:
         """Columns of these runs of keys that the runs of queries of other ranks see."""
@@ -82,39 +87,41 @@ class PairedNeeds(Needs):
         # A rank needs nothing of itself.
         is_other = self._keys.owners[key] != self._queries.owners[query]
         key, query = key[is_other], query[is_other]
-        # Rows of the batch are reduced together: a packet serves them all.
-        found = [self._seen(key, query, table) for table in self._tables]
-        return Sights(*map(np.concatenate, zip(*found, strict=True))).reduced(self.world_size)
-
-    def _seen(self, key: np.ndarray, query: np.ndarray, table: np.ndarray) -> Sights:
-        """The columns of each pair in one batch row, pairs that see nothing left out."""
-        firsts, ends = self._hulls(key, query, table)
-        # A seen run ends after column 0, so 0 marks the others.
-        seen = np.flatnonzero(ends)
-        key, query = key[seen], query[seen]
-        owners = self._keys.owners[key], self._queries.owners[query]
+        # Rows of the batch are united: a packet serves them all.
+        seen_in = self._seen if self._is_exact else self._hulls
+        found = [seen_in(key, query, table) for table in self._tables]
+        pairs, firsts, ends = map(np.concatenate, zip(*found, strict=True))
+        key, query = key[pairs], query[pairs]
         cols = self._keys.cols[key]
-        return Sights(*owners, firsts[seen] + cols, ends[seen] + cols)
+        owners = self._keys.owners[key], self._queries.owners[query]
+        return Sights(*owners, firsts + cols, ends + cols).united(self.world_size)
+
+    def _seen(
+        self, key: np.ndarray, query: np.ndarray, table: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers of pairs, and the columns that are seen in each slice, where there are any."""
+        firsts, ends = self._columns(key, query, table.T[:, :, None])
+        slices, pairs = np.nonzero(firsts < ends)
+        return pairs, firsts[slices, pairs], ends[slices, pairs]
 
     def _hulls(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pair, the first column of the run that is seen, and one after the last."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers of pairs, and the columns from the first that is seen to the last."""
         # Where keys ascend from slice to slice, the first that shows anything has the first column.
         if (table[1:, 2] >= table[:-1, 3]).all():
             firsts, ends = self._first_seen(key, query, table)
-            return (
-                firsts,
-                self._first_seen(key, query, table[::-1])[1] if len(table) > 1 else ends,
-            )
-        firsts = np.full(len(key), np.iinfo(np.int64).max)
-        ends = np.zeros(len(key), dtype=np.int64)
-        for row in table:
-            first, end = self._columns(key, query, row)
-            is_seen = first < end
-            firsts[is_seen] = np.minimum(firsts, first)[is_seen]
-            ends[is_seen] = np.maximum(ends, end)[is_seen]
-        return firsts, ends
+            if len(table) > 1:
+                ends = self._first_seen(key, query, table[::-1])[1]
+        else:
+            firsts, ends = np.full(len(key), np.iinfo(np.int64).max), np.zeros_like(key)
+            for row in table:
+                first, end = self._columns(key, query, row)
+                is_seen = first < end
+                firsts[is_seen] = np.minimum(firsts, first)[is_seen]
+                ends[is_seen] = np.maximum(ends, end)[is_seen]
+        pairs = np.flatnonzero(firsts < ends)
+        return pairs, firsts[pairs], ends[pairs]
 
     def _first_seen(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
@@ -137,12 +144,18 @@ class PairedNeeds(Needs):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Of each pair, the columns of the run of keys that are seen in a slice; empty if none.
 
-        As `tile._band_tiles`, of which it takes the hull: bounds of positions become bounds of
-        indices, and trim the rectangle from all sides.
+        They are neighbours. As `tile._band_tiles`, of which it takes the hull: bounds of positions
+        become bounds of indices, and trim the rectangle from all sides.
+
+        Args:
+            key: run of keys of each pair.
+            query: run of queries.
+            cut: the slice, a row of a table; or the columns of a table, `(6, slices, 1)`, for
+                results of shape `(slices, pairs)`.
         """
         # Each run is cut to the slice first; indices then count from the first token inside.
-        row, num_rows = (x[query] for x in _indices(self._queries, cut[:2]))
-        col, num_cols = (x[key] for x in _indices(self._keys, cut[2:4]))
+        row, num_rows = (x[..., query] for x in _indices(self._queries, cut[:2]))
+        col, num_cols = (x[..., key] for x in _indices(self._keys, cut[2:4]))
         queries, keys, stride = self._queries, self._keys, self._queries.stride
         # Without bounds there is no diagonal, and the strides of both sides may differ.
         offset = queries.starts[query] + row * stride - keys.starts[key] - col * keys.stride

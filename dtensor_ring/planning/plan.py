@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.columns import NO_COLS, Cols
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.dealing import Dealing, deal
 from dtensor_ring.planning.documents import Documents
@@ -21,22 +22,21 @@ from dtensor_ring.planning.pieces import pieces_of
 from dtensor_ring.planning.route import Hop, Route, route_named
 from dtensor_ring.planning.rows import rows_of, slices_of
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.span import NOTHING, Span, length, moved
 from dtensor_ring.planning.sweep import SweptNeeds
-from dtensor_ring.planning.tile import FULL, Tile, shard_tiles
+from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, shard_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity
 class Step:
     """One iteration of the ring: `tiles` against the columns `cols` of the source's shard.
 
-    The columns of the tiles count from the first of `cols`. In the first step `cols` are all
-    columns of this rank's shard, in the others those of the source's packet.
+    The columns of the tiles count in `cols`, which lie side by side. In the first step `cols` are
+    all columns of this rank's shard, in the others those of the source's packet.
     """
 
     number: int
     source: int
-    cols: Span
+    cols: Cols
     tiles: tuple[Tile, ...]
 
 
@@ -72,13 +72,15 @@ class Plan:
     @property
     def num_received(self) -> int:
         """Tokens whose keys and values come to this rank, over all hops."""
-        return sum(length(transfer.cols) for hop in self.shards for transfer in hop.receives)
+        return sum(len(transfer.cols) for hop in self.shards for transfer in hop.receives)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the plan and of the launches made of its tiles, in bytes, an estimate."""
         num_tiles = sum(len(step.tiles) for step in self.steps)
-        return 1024 + 1200 * len(self.steps) + 330 * num_tiles
+        # Columns of a packet that comes, and of one that goes.
+        num_spans = sum(len(x.cols.spans) for hop in self.shards for side in hop[:2] for x in side)
+        return 1024 + 1200 * len(self.steps) + 330 * num_tiles + 150 * num_spans
 
 
 @cached_bytes(2**28, lambda plan: plan.num_bytes)
@@ -173,17 +175,17 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> P
     seen = {rank, *route.needs.seen_by(rank)}
     # At most one packet of a source comes here, so this is the only one to compute on.
     cols = {x.source: x.cols for hop in shards for x in hop.receives}
-    cols[rank] = 0, keys.num_local(rank)
+    cols[rank] = Cols.union([(0, keys.num_local(rank))])
     own = [(batch, pieces_of(queries.shards[rank], table)) for batch, table in rows_of(slices)]
     steps = []
     for number, source in enumerate(sources):
-        resident, tiles = cols.get(source, NOTHING), ()
+        resident, tiles = cols.get(source, NO_COLS), ()
         if source in seen:
-            # Kernels get a packet, not a shard: its first column is number 0.
+            # Kernels get a packet, not a shard.
             tiles = tuple(
-                Tile(tile.rows, moved(tile.cols, -resident[0]), tile.mask, tile.batch)
+                tile
                 for batch, pieces in own
-                for tile in shard_tiles(pieces, keys.shards[source], batch)
+                for tile in packed_tiles(shard_tiles(pieces, keys.shards[source], batch), resident)
             )
         steps.append(Step(number, source, resident, tiles))
     sums = tuple(route.sums(number) for number in range(len(sources)))

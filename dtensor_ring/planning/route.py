@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from dtensor_ring.planning.columns import NO_COLS, Cols
 from dtensor_ring.planning.needs import Needs
-from dtensor_ring.planning.span import Span, length
 
 
 class Transfer(NamedTuple):
     """Columns of a source's shard, or a sum of their gradients, that go to or come from a peer."""
 
     source: int
-    cols: Span
+    cols: Cols
     peer: int
 
 
@@ -75,10 +75,10 @@ class Route(ABC):
         Receiving one of this rank is receiving gradients of its own tokens.
         """
 
-    def _transfers(self, source: int, cols: Span, peer: int) -> tuple[Transfer, ...]:
+    def _transfers(self, source: int, cols: Cols, peer: int) -> tuple[Transfer, ...]:
         """One transfer, or none if it were empty; ranks count around the ring."""
         source, peer = source % self.world_size, peer % self.world_size
-        return (Transfer(source, cols, peer),) if length(cols) else ()
+        return (Transfer(source, cols, peer),) if cols else ()
 
 
 class RingRoute(Route):
@@ -104,9 +104,9 @@ class RingRoute(Route):
         sends, receives, _ = self.shards(step)
         source, reaches = (self.rank - step) % self.world_size, self.needs.reaches
         if reaches[source] == step:
-            sends += self._transfers(source, self.needs.hulls[source], source)
+            sends += self._transfers(source, self.needs.seen[source], source)
         if reaches[self.rank] == step:
-            receives += self._transfers(self.rank, self.needs.hulls[self.rank], self.rank + step)
+            receives += self._transfers(self.rank, self.needs.seen[self.rank], self.rank + step)
         return Hop(sends, receives)
 
     def _passed(self, sender: int, step: int, by: int) -> tuple[Transfer, ...]:
@@ -115,7 +115,7 @@ class RingRoute(Route):
         # Nobody further on sees it: the packet ends here.
         if self.needs.reaches[source] <= step:
             return ()
-        return self._transfers(source, self.needs.hulls[source], self.rank + by)
+        return self._transfers(source, self.needs.seen[source], self.rank + by)
 
 
 class DirectRoute(Route):
@@ -127,12 +127,12 @@ class DirectRoute(Route):
     """
 
     @cached_property
-    def _seen(self) -> dict[int, Span]:
+    def _seen(self) -> dict[int, Cols]:
         """Columns that this rank sees, by source."""
         return self.needs.seen_by(self.rank)
 
     @cached_property
-    def _shown(self) -> dict[int, Span]:
+    def _shown(self) -> dict[int, Cols]:
         """Columns of this rank's shard that others see, by rank."""
         return self.needs.seen_of(self.rank)
 
@@ -161,13 +161,17 @@ class DirectRoute(Route):
         distance = self._distances[step]
         source = (self.rank - distance) % self.world_size
         target = (self.rank + distance) % self.world_size
-        # Both sides read the same spans, so sizes agree without a message about them.
-        sends = self._transfers(self.rank, self._shown.get(target, (0, 0)), target)
-        return Hop(sends, self._transfers(source, self._seen.get(source, (0, 0)), source))
+        # Both sides find the same columns, so sizes agree without a message about them.
+        sends = self._transfers(self.rank, self._shown.get(target, NO_COLS), target)
+        return Hop(sends, self._transfers(source, self._seen.get(source, NO_COLS), source))
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
-    """Around the ring, unless the busiest rank moves less than half as much if all goes directly.
+    """Around the ring, unless the load is less than half as much if all goes directly.
+
+    The load is what the busiest rank receives, or sends, plus what ranks receive in the mean: ranks
+    wait for the busiest where each has a link of its own, and for all of them together where they
+    share the network. Either alone may hide what the other costs.
 
     Around the ring, every link between neighbours carries one message at a time, whatever the
     network looks like. But what few ranks see need not pass all the others: the ends of a zigzag

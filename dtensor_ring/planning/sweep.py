@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, source_blocks, spans_by, spans_of
+from dtensor_ring.planning.needs import Needs, Sights, cols_by, cols_of_all, source_blocks
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.wavelet import WaveletMatrix
 
 
@@ -74,6 +74,8 @@ class SweptNeeds(Needs):
         self._keys = _segments(keys, table[:, 2:4], line)
         # Nothing within a slice is as long as its line: that is as good as unbounded, and sums fit.
         left, right = np.clip(table[:, 4:], -line, line).T
+        # A rank sees all between two of its segments of queries that lie no further apart.
+        self._widths = (left + right)[self._queries.numbers]
         # By segment of keys.
         self._left, self._right = left[self._keys.numbers], right[self._keys.numbers]
         self._begin, self._end = self._viewers()
@@ -93,19 +95,22 @@ class SweptNeeds(Needs):
     @property
     def num_bytes(self) -> int:
         sides = (x.nbytes for side in (self._queries, self._keys) for x in vars(side).values())
-        return 2 * sum(sides) + self._by_owner.nbytes + 200 * self.world_size
+        # As many spans as segments of keys may be seen, each a tuple of two numbers.
+        spans = 200 * self.world_size + 100 * len(self._keys.owners)
+        return 2 * sum(sides) + self._by_owner.nbytes + spans
 
-    def seen_by(self, rank: int) -> dict[int, Span]:
+    def seen_by(self, rank: int) -> dict[int, Cols]:
         # The segments of this rank among those that see a key are a range of its own list.
         own = np.flatnonzero(self._queries.owners == rank)
         begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
         seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
-        sights = self._sights(seen, own[begin[seen]], own[end[seen] - 1]).reduced(self.world_size)
-        return spans_by(sights.sources, sights)
+        unbroken = self._unbroken(own, seen, begin[seen], end[seen])
+        sources, _, *spans = self._sights(*unbroken).united(self.world_size)
+        return cols_by(sources, *spans)
 
-    def seen_of(self, source: int) -> dict[int, Span]:
-        sights = self._sights_of(np.flatnonzero(self._keys.owners == source))
-        return spans_by(sights.viewers, sights)
+    def seen_of(self, source: int) -> dict[int, Cols]:
+        _, *sights = self._sights_of(np.flatnonzero(self._keys.owners == source))
+        return cols_by(*sights)
 
     def sights(self) -> Iterator[Sights]:
         # A key has at most one sight for each rank, however many segments see it.
@@ -114,18 +119,19 @@ class SweptNeeds(Needs):
             yield self._sights_of(keys)
 
     @cached_property
-    def hulls(self) -> list[Span]:
+    def seen(self) -> list[Cols]:
         # Neighbours differ in owner, so the first that is not the source's own is one of two.
         first = self._begin + self._is_owned(self._begin)
-        last = self._end - 1 - self._is_owned(self._end - 1)
-        seen = np.flatnonzero((self._begin < self._end) & (first <= last))
-        sights = self._sights(seen, first[seen], last[seen])
-        # Larger than any column, so that an unseen source stays empty.
-        firsts = np.full(self.world_size, np.iinfo(np.int64).max)
-        ends = np.zeros(self.world_size, dtype=np.int64)
-        np.minimum.at(firsts, sights.sources, sights.firsts)
-        np.maximum.at(ends, sights.sources, sights.ends)
-        return spans_of(firsts, ends)
+        end = self._end - self._is_owned(self._end - 1)
+        keys = np.flatnonzero((self._begin < self._end) & (first < end))
+        # The segments of others lie as far apart as the source's own one between them is long.
+        queries, num_queries = self._queries, len(self._queries.owners)
+        long = np.flatnonzero(queries.ends - queries.begins > self._widths)
+        cuts = np.sort(queries.owners[long] * num_queries + long)
+        line = self._keys.owners[keys] * num_queries
+        which, first, end = _cut(line + first[keys], line + end[keys], cuts, 1)
+        sights = self._sights(keys[which], first - line[which], end - line[which] - 1)
+        return cols_of_all(self.world_size, sights.sources, sights.firsts, sights.ends)
 
     @cached_property
     def reaches(self) -> list[int]:
@@ -157,7 +163,7 @@ class SweptNeeds(Needs):
         else:
             found = self._sights(*self._by_viewer(keys, begin, end))
         is_other = found.sources != found.viewers
-        return Sights(*(x[is_other] for x in found)).reduced(self.world_size)
+        return Sights(*(x[is_other] for x in found)).united(self.world_size)
 
     def _by_viewer(
         self, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
@@ -172,8 +178,26 @@ class SweptNeeds(Needs):
         after = np.searchsorted(self._by_owner, ranks + end)
         # Few of all pairs of viewer and key have any segment: only those go on.
         viewer, key = np.nonzero(first < after)
-        first, last = first[viewer, key], after[viewer, key] - 1
-        return keys[key], self._by_owner[first] % num_queries, self._by_owner[last] % num_queries
+        order = self._by_owner % num_queries
+        return self._unbroken(order, keys[key], first[viewer, key], after[viewer, key])
+
+    def _unbroken(
+        self, order: np.ndarray, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segment of keys, and the first and last segment of queries, that see it without a gap.
+
+        Args:
+            order: segments of queries, those of a rank one after the other.
+            keys: segments of keys.
+            begin: where in `order` the segments of one rank that see the key begin.
+            end: where they end.
+        """
+        queries, before, after = self._queries, order[:-1], order[1:]
+        is_wide = queries.begins[after] - queries.ends[before] > self._widths[after]
+        # Segments of two slices are never in one range, however far apart they are.
+        cuts = np.flatnonzero(is_wide & (queries.numbers[before] == queries.numbers[after])) + 1
+        which, begin, end = _cut(begin, end, cuts, 0)
+        return keys[which], order[begin], order[end - 1]
 
     @cached_property
     def _by_owner(self) -> np.ndarray:
@@ -191,6 +215,26 @@ class SweptNeeds(Needs):
         to_col = self._keys.cols[keys] - begins
         sources, viewers = self._keys.owners[keys], self._queries.owners[first]
         return Sights(sources, viewers, lowest + to_col, highest + to_col)
+
+
+def _cut(
+    begin: np.ndarray, end: np.ndarray, cuts: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut ranges at the cuts that lie within them; returns whose part each is, and its range.
+
+    Args:
+        begin: of each range; no cut begins there.
+        end: of each range.
+        cuts: where cuts begin, ascending.
+        width: what each of them takes away.
+    """
+    if not len(cuts):
+        return np.arange(len(begin)), begin, end
+    # A range goes from after one cut to the next, and is one part more than there are cuts in it.
+    low, high = np.searchsorted(cuts, begin, "right"), np.searchsorted(cuts, end, "left")
+    which, number = _expanded(np.arange(len(begin)), low, high + 1)
+    begins, ends = np.append(0, cuts + width), np.append(cuts, np.iinfo(np.int64).max)
+    return which, np.maximum(begin[which], begins[number]), np.minimum(end[which], ends[number])
 
 
 def _expanded(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.pieces import Piece
 from dtensor_ring.planning.run import Run
@@ -65,6 +66,15 @@ def shard_tiles(
     # Rows first, then columns: `_coalesce` joins neighbours in this order only.
     pairs.sort(key=lambda pair: pair[:2])
     return _coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
+
+
+def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
+    """Tiles of a shard as those of a packet of its columns, which has all that they see."""
+    if not tiles or (cols.spans[0][0] == 0 and len(cols.spans) == 1):
+        return tiles
+    packed = [replace(tile, cols=cols.packed(tile.cols)) for tile in tiles]
+    # What lay between two tiles may not have come along.
+    return packed if len(cols.spans) == 1 else _coalesce(packed)
 
 
 def _tiles(

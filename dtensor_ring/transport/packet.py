@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import Order, strides
-from dtensor_ring.planning.span import Span, length
+from dtensor_ring.compute.ranges import pack
+from dtensor_ring.planning.columns import Cols
 
 
 class Packet:
@@ -24,14 +25,14 @@ class Packet:
     """
 
     def __init__(
-        self, buffer: Tensor, like: Pair, cols: Span, dtype: torch.dtype, order: Order
+        self, buffer: Tensor, like: Pair, cols: Cols, dtype: torch.dtype, order: Order
     ) -> None:
         # Both tensors in one buffer, so that a hop is one message in each direction.
         flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         tensors, offset = [], 0
         for x in like:
             batch, heads, _, head_dim = x.shape
-            shape = batch, heads, length(cols), head_dim
+            shape = batch, heads, len(cols), head_dim
             numel = prod(shape)
             # Dense in the given order: a kernel reads the message as it arrived.
             tensors.append(flat[offset : offset + numel].as_strided(shape, strides(shape, order)))
@@ -41,8 +42,7 @@ class Packet:
         self.flat = flat[:offset]
         self.pair = (tensors[0], tensors[1])
 
-    def fill(self, pair: Pair, first: int = 0) -> None:
-        """Copy the packet's columns out of a pair whose own columns begin at `first`."""
-        start, end = self.cols
+    def fill(self, pair: Pair, at: Cols) -> None:
+        """Copy columns out of a pair: as many as the packet has, from where the pair has them."""
         for view, x in zip(self.pair, pair, strict=True):
-            view.copy_(x[:, :, start - first : end - first])
+            pack(view, x, at)

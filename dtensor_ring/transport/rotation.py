@@ -18,9 +18,9 @@ from torch import Tensor
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
-from dtensor_ring.planning.span import Span, length
 from dtensor_ring.transport.packet import Packet
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 
@@ -72,7 +72,7 @@ class Rotation:
     def _in_flight(self) -> list[Packet]:
         return self._sent + [packet for _, packet in self._arriving]
 
-    def _packet(self, cols: Span) -> Packet:
+    def _packet(self, cols: Cols) -> Packet:
         """A packet for these columns, in a buffer that nothing else is in."""
         if not self._idle:
             self._idle.append(self._allocate())
@@ -80,7 +80,7 @@ class Rotation:
 
     def _allocate(self) -> Tensor:
         # As large as the largest packet of all hops, so that any buffer serves any packet.
-        num_cols = max(length(x.cols) for hop in self._hops for x in hop.sends + hop.receives)
+        num_cols = max(len(x.cols) for hop in self._hops for x in hop.sends + hop.receives)
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
         num_bytes = num_cols * per_col * self._dtype.itemsize
         return self._transport.allocate(num_bytes, self._like[0].device)
@@ -159,24 +159,24 @@ class ShardRotation(Rotation):
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """The packet of each transfer; columns that go to several peers are packed once."""
-        packets: dict[tuple[int, Span], Packet] = {}
+        packets: dict[tuple[int, Cols], Packet] = {}
         # A message reads a packet, so several peers may read one.
         for source, cols, _ in sends:
             if (source, cols) not in packets:
                 packets[source, cols] = self._packed(source, cols, label)
         return [packets[source, cols] for source, cols, _ in sends]
 
-    def _packed(self, source: int, cols: Span, label: Label) -> Packet:
+    def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         resident = self._resident.get(source)
         if resident is not None and resident.cols == cols:
             return resident  # it goes on as it came
         packet = self._packet(cols)
         with label("pack"):
             if resident is None:
-                packet.fill(self._shard)
+                packet.fill(self._shard, cols)
             else:
-                packet.fill(resident.pair, resident.cols[0])
-        is_whole = resident is None and cols == (0, self._shard[0].shape[2])
+                packet.fill(resident.pair, Cols.union(map(resident.cols.packed, cols.spans)))
+        is_whole = resident is None and len(cols) == self._shard[0].shape[2]
         if is_whole and self._dtype == self._shard[0].dtype:
             self._own = packet.pair  # in the order that kernels read fastest
         return packet

@@ -1,0 +1,73 @@
+"""Columns of tensors `(B, N, L, H)`, copied and added: range by range, or by an index of them all.
+
+A range costs a launch, a column of an index hardly anything: it is read next to what it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import WriteTracker, part_of, region
+from dtensor_ring.compute.numbers import Numbers
+from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.span import Span
+
+FEW = 8
+"""Ranges up to which one copy of each is as quick as one by an index."""
+
+_INDICES: WeakKeyDictionary[Cols, Numbers] = WeakKeyDictionary()
+"""The columns one by one, made once: they live as long as their plan."""
+
+
+def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
+    """Copy these columns of `x`, which become those of `packed`, side by side."""
+    if len(cols.spans) <= FEW:
+        for span, part in _parts(packed, cols):
+            part.copy_(part_of(x, region(None, span)))
+    elif packed.dtype == x.dtype:
+        torch.index_select(x, 2, _index(cols, x.device), out=packed)
+    else:
+        packed.copy_(x.index_select(2, _index(cols, x.device)))
+
+
+def add(total: Tensor, filled: WriteTracker, packed: Tensor, cols: Cols) -> None:
+    """Add columns that lie side by side to these columns of a sum, rounded once.
+
+    Args:
+        total: the sum.
+        filled: what of the sum is written.
+        packed: what is added, in a dtype of its own.
+        cols: where it is added.
+    """
+    if len(cols.spans) <= FEW:
+        for span, part in _parts(packed, cols):
+            filled.add(total, region(None, span), part)
+        return
+    end = cols.spans[-1][1]
+    filled.reach(total, region(None, (end, end)))  # zeros where nothing was written
+    index = _index(cols, total.device)
+    if packed.dtype == total.dtype:
+        total.index_add_(2, index, packed)
+    else:
+        total.index_copy_(2, index, total.index_select(2, index).add_(packed))
+
+
+def _parts(packed: Tensor, cols: Cols) -> Iterator[tuple[Span, Tensor]]:
+    """Each span, and its part of the packed columns."""
+    for span, at in zip(cols.spans, pairwise(cols.offsets), strict=True):
+        yield span, part_of(packed, region(None, at))
+
+
+def _index(cols: Cols, device: torch.device) -> Tensor:
+    """The columns, one by one."""
+    numbers = _INDICES.get(cols)
+    if numbers is None:
+        # Two threads may both get here; either result serves.
+        listed = [col for span in cols.spans for col in range(*span)]
+        numbers = _INDICES[cols] = Numbers(torch.int64, listed)
+    return numbers.on(device)[0]

@@ -1,0 +1,64 @@
+"""Columns of a shard: the keys that travel together."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
+
+from dtensor_ring.planning.span import Span, length, moved
+
+
+@dataclass(frozen=True)
+class Cols:
+    """Columns of a shard: ascending spans, none of which is empty, overlaps or touches the next.
+
+    A packet of columns has them side by side, without what lies between the spans.
+
+    >>> cols = Cols(((0, 4), (10, 12)))
+    >>> len(cols), cols.packed((10, 11))
+    (6, (4, 5))
+    """
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def union(cls, spans: Iterable[Span]) -> Cols:
+        """All columns of the spans.
+
+        >>> Cols.union([(3, 5), (0, 1), (4, 8), (8, 9), (2, 2)])
+        Cols(spans=((0, 1), (3, 9)))
+        """
+        joined: list[Span] = []
+        for first, end in sorted(span for span in spans if length(span)):
+            if joined and first <= joined[-1][1]:
+                first, before = joined.pop()
+                end = max(end, before)
+            joined.append((first, end))
+        return cls(tuple(joined))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each span begins among the packed columns, and the number of columns at last."""
+        return tuple(accumulate(map(length, self.spans), initial=0))
+
+    def packed(self, span: Span) -> Span:
+        """Where columns that lie within one of the spans are among the packed columns."""
+        number = bisect_right(self.spans, span[0], key=itemgetter(0)) - 1
+        return moved(span, self.offsets[number] - self.spans[number][0])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.spans)
+
+    def __hash__(self) -> int:
+        return self._hash  # messages are looked up by their columns in every call
+
+    def __len__(self) -> int:
+        return self.offsets[-1]
+
+
+NO_COLS = Cols()

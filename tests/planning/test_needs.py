@@ -5,29 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning import needs as needs_module
+from dtensor_ring.planning import pairs
+from dtensor_ring.planning.columns import NO_COLS, Cols
 from dtensor_ring.planning.dealing import deal
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.needs import Needs, Sights
 from dtensor_ring.planning.pairs import PairedNeeds
 from dtensor_ring.planning.plan import checked_slices
-from dtensor_ring.planning.span import NOTHING, Span, length
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.sweep import SweptNeeds
 from dtensor_ring.planning.wavelet import WaveletMatrix
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
+from tests.slices import shown, slices
 
-Table = tuple[tuple[Span, ...], ...]
+Table = tuple[tuple[Cols, ...], ...]
 """By source, then by distance: the columns that the rank so many ranks on sees."""
 
 
-def hull(spans: Iterable[Span]) -> Span:
-    """From the first index in any of the spans to the last."""
-    some = [span for span in spans if length(span)]
-    return (min(first for first, _ in some), max(end for _, end in some)) if some else NOTHING
+def cols_of(indices: Iterable[int]) -> Cols:
+    """These columns."""
+    spans: list[Span] = []
+    for i in sorted(set(indices)):
+        spans.append((spans.pop()[0] if spans and spans[-1][1] == i else i, i + 1))
+    return Cols(tuple(spans))
+
+
+def indices_of(cols: Cols) -> list[int]:
+    """The columns one by one."""
+    return [i for span in cols.spans for i in range(*span)]
+
+
+def union(many: Iterable[Cols]) -> Cols:
+    """The columns of any of them."""
+    return cols_of(i for cols in many for i in indices_of(cols))
 
 
 class TableNeeds(Needs):
@@ -36,42 +55,52 @@ class TableNeeds(Needs):
     def __init__(self, table: Table) -> None:
         self.table, self.world_size = table, len(table)
 
-    def span(self, source: int, rank: int) -> Span:
+    def cols(self, source: int, rank: int) -> Cols:
         return self.table[source][(rank - source) % self.world_size]
 
-    def seen_by(self, rank: int) -> dict[int, Span]:
-        spans = {source: self.span(source, rank) for source in range(self.world_size)}
-        return {source: span for source, span in spans.items() if length(span)}
+    def seen_by(self, rank: int) -> dict[int, Cols]:
+        seen = {source: self.cols(source, rank) for source in range(self.world_size)}
+        return {source: cols for source, cols in seen.items() if cols}
 
-    def seen_of(self, source: int) -> dict[int, Span]:
-        spans = {rank: self.span(source, rank) for rank in range(self.world_size)}
-        return {rank: span for rank, span in spans.items() if length(span)}
+    def seen_of(self, source: int) -> dict[int, Cols]:
+        seen = {rank: self.cols(source, rank) for rank in range(self.world_size)}
+        return {rank: cols for rank, cols in seen.items() if cols}
 
     @property
-    def hulls(self) -> list[Span]:
-        return [hull(row) for row in self.table]
+    def seen(self) -> list[Cols]:
+        return [union(row) for row in self.table]
 
     @property
     def reaches(self) -> list[int]:
-        return [max((i for i, x in enumerate(row) if length(x)), default=0) for row in self.table]
+        return [max((i for i, x in enumerate(row) if x), default=0) for row in self.table]
 
     def sights(self) -> Iterator[Sights]:
         for source in range(self.world_size):
-            rows = [(source, rank, *span) for rank, span in self.seen_of(source).items()]
+            rows = [
+                (source, rank, *span)
+                for rank, cols in self.seen_of(source).items()
+                for span in cols.spans
+            ]
             yield Sights(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
-def table_of(ring: Ring) -> Table:
-    """By what is visible."""
-    seen, ranks = ring.visible().any(0), range(ring.world_size)
-    queries, keys = ([ring.positions(rank, of_keys) for rank in ranks] for of_keys in (False, True))
+def written_out(seen: np.ndarray, queries: list[list[int]], keys: list[list[int]]) -> Table:
+    """Who sees what, of `(S, T)` visible pairs, and the positions of each rank."""
+    world_size = len(keys)
 
-    def needed(source: int, distance: int) -> Span:
-        rows = seen[queries[(source + distance) % ring.world_size]]
-        cols = rows[:, keys[source]].any(0).nonzero()[:, 0].tolist()
-        return (cols[0], cols[-1] + 1) if cols and distance else NOTHING
+    def needed(source: int, distance: int) -> Cols:
+        rows = seen[queries[(source + distance) % world_size]]
+        return cols_of(np.flatnonzero(rows[:, keys[source]].any(0)).tolist() if distance else [])
 
+    ranks = range(world_size)
     return tuple(tuple(needed(source, distance) for distance in ranks) for source in ranks)
+
+
+def table_of(ring: Ring) -> Table:
+    """By what is visible in any row of the batch."""
+    ranks = range(ring.world_size)
+    sides = ([ring.positions(rank, of_keys).tolist() for rank in ranks] for of_keys in (0, 1))
+    return written_out(ring.visible().any(0).numpy(), *sides)
 
 
 def needs_of(ring: Ring, kind: type[SweptNeeds] | type[PairedNeeds] | None = None) -> Needs:
@@ -94,7 +123,7 @@ def everything(needs: Needs) -> tuple:
     return (
         [needs.seen_by(rank) for rank in ranks],
         [needs.seen_of(rank) for rank in ranks],
-        (needs.hulls, needs.reaches, sorted(sights)),
+        (needs.seen, needs.reaches, sorted(sights)),
         (needs.ring_load, needs.direct_halves_load),
     )
 
@@ -112,14 +141,107 @@ def test_needs_are_what_is_visible(ring: Ring, block: int) -> None:
 
 
 @st.composite
+def run_tables(draw: st.DrawFn, world_size: int) -> RunTable:
+    """Tokens dealt in blocks, in any order."""
+    block, num_blocks = draw(st.sampled_from([1, 3, 8])), draw(st.integers(1, 5)) * world_size
+    owners = draw(st.permutations([i % world_size for i in range(num_blocks)]))
+    return RunTable(
+        tuple(
+            tuple((block * i, block) for i, owner in enumerate(owners) if owner == rank)
+            for rank in range(world_size)
+        )
+    )
+
+
+@st.composite
+def narrow_bands(draw: st.DrawFn, seq_lens: tuple[int, int]) -> Slices:
+    """A slice of all tokens in each row, in which a query sees few keys."""
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        left, width = draw(st.integers(-seq_lens[1], seq_lens[0])), draw(st.integers(0, 4))
+        rows.append([(0, seq_lens[0], 0, seq_lens[1], left, width - left)])
+    return Slices.of_tables(rows)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.data(), st.integers(1, 4), st.sampled_from([1, 30, 2**20]))
+def test_needs_of_sides_that_are_dealt_differently(
+    data: st.DataObject, world_size: int, block: int
+) -> None:
+    """Long runs of keys between short ones of queries are seen with gaps, under narrow bands."""
+    layouts = [data.draw(run_tables(world_size)) for _ in range(2)]
+    seq_lens = tuple(max(a + b for row in layout.table for a, b in row) for layout in layouts)
+    dealings = [deal(x, world_size, n) for x, n in zip(layouts, seq_lens, strict=True)]
+    held = [
+        [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
+        for layout, seq_len in zip(layouts, seq_lens, strict=True)
+    ]
+    given = data.draw(slices(seq_lens, data.draw(st.integers(1, 2)), 4) | narrow_bands(seq_lens))
+    seen = np.any([shown(table, seq_lens) for table in given], axis=0)
+    expected = everything(TableNeeds(written_out(seen, *held)))
+    blocks, needs_module.BLOCK = needs_module.BLOCK, block
+    try:
+        for kind in (SweptNeeds, PairedNeeds):
+            assert everything(kind(*dealings, given)) == expected
+    finally:
+        needs_module.BLOCK = blocks
+
+
+GAPS = {
+    "between two runs": Ring(ZigZag(), 2, 32, Mask.local(2, 3)),
+    "many runs": Ring(BlockCyclic(6), 3, 96, Mask.local(1, 2)),
+    "ends that touch": Ring(ZigZag(), 2, 16, Mask.local(4, 4)),
+    "rows": Ring(Contiguous(), 2, 16, Mask.causal(), ((0, 4, 12), (0, 7, 9))),
+    "documents": Ring(Striped(), 4, 64, Mask.sliding(4), ((0, 30, 64, 64), (0, 16, 17, 40))),
+}
+
+
+@pytest.mark.parametrize("ring", GAPS.values(), ids=list(GAPS))
+def test_gaps_are_not_seen(ring: Ring) -> None:
+    expected = everything(TableNeeds(table_of(ring)))
+    assert everything(needs_of(ring)) == everything(needs_of(ring, PairedNeeds)) == expected
+
+
+@settings(deadline=None)
+@given(rings())
+def test_too_many_pairs_count_more_as_seen_on_both_sides(ring: Ring) -> None:
+    exact, most = table_of(ring), pairs.MOST
+    pairs.MOST = 0
+    try:
+        found = needs_of(ring, PairedNeeds)
+        ranks = range(found.world_size)
+        table = tuple(
+            tuple(found.seen_by((source + i) % len(ranks)).get(source, NO_COLS) for i in ranks)
+            for source in ranks
+        )
+        assert everything(found) == everything(TableNeeds(table))
+    finally:
+        pairs.MOST = most
+    num_runs = [len(shard) for shard in deal(ring.layout, ring.world_size, ring.seq_len).shards]
+    for source, row in enumerate(table):
+        for i, cols in enumerate(row):
+            needed = exact[source][i]
+            assert union([cols, needed]) == cols, "at least what is seen"
+            assert bool(cols) == bool(needed)
+            num_pairs = num_runs[source] * num_runs[(source + i) % len(ranks)]
+            assert len(cols.spans) <= num_pairs * ring.batch, "one for each pair of runs and row"
+
+
+def test_needs_of_a_batch_without_rows() -> None:
+    dealt = deal(Striped(), 2, 8)
+    for kind in (SweptNeeds, PairedNeeds):
+        needs = kind(dealt, dealt, Slices.of_tables(()))
+        assert needs.seen == [NO_COLS] * 2
+        assert needs.seen_by(0) == needs.seen_of(0) == {}
+
+
+@st.composite
 def tables(draw: st.DrawFn) -> Table:
     world_size = draw(st.integers(1, 6))
-    spans = st.just(NOTHING) | st.tuples(st.integers(0, 9), st.integers(1, 9)).map(
-        lambda span: (span[0], span[0] + span[1])
-    )
-    others = st.lists(spans, min_size=world_size - 1, max_size=world_size - 1)
+    some = st.just(NO_COLS) | st.sets(st.integers(0, 12), min_size=1).map(cols_of)
+    others = st.lists(some, min_size=world_size - 1, max_size=world_size - 1)
     rows = draw(st.lists(others, min_size=world_size, max_size=world_size))
-    return tuple((NOTHING, *row) for row in rows)
+    return tuple((NO_COLS, *row) for row in rows)
 
 
 @given(tables())
@@ -127,19 +249,19 @@ def test_loads_are_those_of_all_hops_summed(table: Table) -> None:
     needs, ranks = TableNeeds(table), range(len(table))
     around = [
         sum(
-            length(needs.hulls[source])
+            len(needs.seen[source])
             for source in ranks
             if source != rank and needs.reaches[source] >= (rank - source) % len(table)
         )
         for rank in ranks
     ]
-    direct = [
-        sum(map(length, spans.values()))
-        for rank in ranks
-        for spans in (needs.seen_by(rank), needs.seen_of(rank))
-    ]
-    assert needs.ring_load == max(around)
-    assert needs.direct_halves_load == (2 * max(direct) < max(around))
+    received, sent = (
+        [sum(map(len, seen(rank).values())) for rank in ranks]
+        for seen in (needs.seen_by, needs.seen_of)
+    )
+    assert needs.ring_load == len(table) * max(around) + sum(around)
+    direct = len(table) * max(received + sent) + sum(received)
+    assert needs.direct_halves_load == (2 * direct < needs.ring_load)
 
 
 @given(st.data(), st.integers(1, 40))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtensor_ring import Mask
 from dtensor_ring.planning.pieces import Piece, pieces_of
 from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.span import NOTHING, Span, length, moved
+from dtensor_ring.planning.span import Span, length
 from dtensor_ring.planning.tile import (
     CAUSAL,
     FULL,
@@ -24,7 +24,6 @@ from dtensor_ring.planning.tile import (
     _triangle,
     shard_tiles,
 )
-from tests.planning.test_needs import hull
 from tests.slices import shown, slices
 
 Pairs = set[tuple[int, int]]
@@ -168,17 +167,6 @@ def test_strides_need_no_band_in_common_without_a_mask() -> None:
     message = r"runs of different strides have no common band: Run\(start=0, length=4, stride=2\)"
     with pytest.raises(ValueError, match=message):
         _index_band(Piece(0, query, (0, 4), (0, 20), None, 0), key, 0)
-
-
-spans = st.tuples(st.integers(0, 9), st.integers(0, 5)).map(lambda x: (x[0], x[0] + x[1]))
-
-
-@given(st.lists(spans))
-def test_hull(some: list[Span]) -> None:
-    indices = [i for span in some for i in range(*span)]
-    assert hull(some) == ((min(indices), max(indices) + 1) if indices else NOTHING)
-    assert [length(span) for span in some] == [len(range(*span)) for span in some]
-    assert all(list(range(*moved(x, 3))) == [i + 3 for i in range(*x)] for x in some)
 
 
 @settings(max_examples=300, deadline=None)

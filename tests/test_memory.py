@@ -17,7 +17,6 @@ from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.planning.span import length
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import protocol
 from dtensor_ring.transport.buffers import BufferPool
@@ -136,7 +135,7 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
 def _messages(ring: Ring) -> int:
     """Numbers in two shards; or in three messages, where those are more and go straight."""
     transfers = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
-    widest = max(length(transfer.cols) for transfer in transfers)
+    widest = max(len(transfer.cols) for transfer in transfers)
     return max(2 * SHARD, (2 + ring.goes_straight) * widest) * SHARDS // SHARD
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.gradient import GradientSum
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.dense import dense_attention, largest
@@ -75,7 +75,7 @@ def _come_home(ring: Ring) -> list[bool]:
     are_last: list[bool] = []
     add_arrived = GradientSum.add_arrived
 
-    def add(self: GradientSum, home: Tensor, cols: Span, is_last: bool) -> None:
+    def add(self: GradientSum, home: Tensor, cols: Cols, is_last: bool) -> None:
         are_last.append(is_last)
         add_arrived(self, home, cols, is_last)
 

@@ -12,8 +12,11 @@ import numpy as np
 
 from dtensor_ring.planning.columns import NO_COLS, Cols
 
-NUM_PROBES = 4
+NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
+
+SAVED = 1 / 3
+"""Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
 
 BLOCK = 2**21
 """Pairs of pieces of shards that are compared at once, about 16 MiB for each array of them."""
@@ -97,8 +100,8 @@ class Needs(ABC):
         return 200 * self.world_size
 
     @cached_property
-    def ring_load(self) -> int:
-        """The load if what any other rank sees goes around the ring, see `_load`."""
+    def ring_load(self) -> float:
+        """Columns of the busiest rank plus the mean if all that is seen goes around the ring."""
         reaches, num_cols = np.array(self.reaches), np.array([len(cols) for cols in self.seen])
         sources = np.arange(self.world_size)
         # A packet comes to the `reach` ranks after its source: an interval, counted by its ends,
@@ -106,33 +109,26 @@ class Needs(ABC):
         change = np.zeros(2 * self.world_size + 1, dtype=np.int64)
         np.add.at(change, sources + 1, num_cols)
         np.add.at(change, sources + reaches + 1, -num_cols)
-        laps = np.cumsum(change[:-1]).reshape(2, self.world_size)
-        return self._load(int(laps.sum(0).max()), int(num_cols @ reaches))
+        received = np.cumsum(change[:-1]).reshape(2, self.world_size).sum(0)
+        return _load(received, received)
 
     @cached_property
-    def direct_halves_load(self) -> bool:
-        """Whether the load is less than half as much directly as around the ring, see `_load`."""
-        # Most often a few ranks tell: one that needs half of the sequence settles it.
-        probes = range(0, self.world_size, -(-self.world_size // NUM_PROBES))
-        for rank in {*probes, self.world_size - 1}:
-            num_cols = self._num_direct(rank)
-            if 2 * self._load(num_cols, num_cols) >= self.ring_load:
-                return False
+    def direct_is_lighter(self) -> bool:
+        """Whether the load is less by a third or more if all goes directly."""
+        # Most often a few ranks tell; all of them take as long as there are pairs of ranks.
+        probes = {
+            *range(0, self.world_size, -(-self.world_size // NUM_PROBES)),
+            self.world_size - 1,
+        }
+        sample = [
+            [sum(map(len, cols.values())) for cols in (self.seen_by(rank), self.seen_of(rank))]
+            for rank in sorted(probes)
+        ]
+        # They are no more than a sample, so they have to be clear.
+        if _load(*np.array(sample).T) >= (1 - SAVED / 2) * self.ring_load:
+            return False
         received, sent, _ = self._direct
-        busiest, total = max(sent.max(), received.max()), received.sum()
-        return 2 * self._load(int(busiest), int(total)) < self.ring_load
-
-    def _load(self, busiest: int, total: int) -> int:
-        """What routes are compared by: columns of the busiest rank and of the mean, times ranks.
-
-        The busiest rank is what all wait for where each has a link of its own, all ranks together
-        where they share the network.
-
-        Args:
-            busiest: columns that a rank receives, or sends, at most.
-            total: columns that all ranks receive.
-        """
-        return self.world_size * busiest + total
+        return _load(received, sent) < (1 - SAVED) * self.ring_load
 
     @cached_property
     def distances(self) -> list[int]:
@@ -149,11 +145,15 @@ class Needs(ABC):
             result.distances[(block.viewers - block.sources) % self.world_size] += 1
         return result
 
-    def _num_direct(self, rank: int) -> int:
-        """Columns that a rank receives, or sends, if each goes directly to those who see it."""
-        return max(
-            sum(map(len, cols.values())) for cols in (self.seen_by(rank), self.seen_of(rank))
-        )
+
+def _load(received: np.ndarray, sent: np.ndarray) -> float:
+    """By what routes are compared: columns of the busiest rank, plus those of a rank in the mean.
+
+    Args:
+        received: columns that come to each rank.
+        sent: columns that leave it.
+    """
+    return float(max(received.max(), sent.max()) + (received.mean() + sent.mean()) / 2)
 
 
 def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndarray]:

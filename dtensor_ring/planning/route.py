@@ -167,19 +167,19 @@ class DirectRoute(Route):
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
-    """Around the ring, unless the load is less than half as much if all goes directly.
+    """Around the ring, unless the load is less by a third or more if all goes directly.
 
-    The load is what the busiest rank receives, or sends, plus what ranks receive in the mean: ranks
-    wait for the busiest where each has a link of its own, and for all of them together where they
-    share the network. Either alone may hide what the other costs.
+    The load is what the busiest rank receives or sends, plus what a rank does in the mean. Where
+    each rank has a link of its own, all wait for the busiest; where they share the network, for all
+    of them together. Half of one may cost twice the other, so neither decides alone.
 
-    Around the ring, every link between neighbours carries one message at a time, whatever the
-    network looks like. But what few ranks see need not pass all the others: the ends of a zigzag
-    layout's chunks that a sliding window reaches, say, or that a document does. The direct route
-    takes three buffers, to send, to receive and to work on, where the ring needs two: more memory
-    only where the largest is over two thirds of a shard. Backward takes as many on both routes.
+    A third must be saved: around the ring, every link between neighbours carries one message at a
+    time, whatever the network looks like, and two buffers do. The direct route takes three, to
+    send, to receive and to work on: more memory only where the largest message is over two thirds
+    of a shard. Backward takes as many on both routes. But what few ranks see need not pass all the
+    others: the ends of a zigzag layout's chunks that a sliding window reaches, say, or a document.
     """
-    return (DirectRoute if needs.direct_halves_load else RingRoute)(rank, needs)
+    return (DirectRoute if needs.direct_is_lighter else RingRoute)(rank, needs)
 
 
 ROUTES: dict[str, Callable[[int, Needs], Route]] = {

@@ -13,6 +13,7 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import rows_of
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import FULL, Tile
 from tests.compute.test_partial import overlap
@@ -21,7 +22,7 @@ from tests.compute.test_partial import overlap
 def test_kernels_get_no_empty_batch() -> None:
     """Which some take for an error, and others return nothing for."""
     query = torch.empty(0, 2, 4, 8)
-    step = Step(0, 0, (0, 4), (Tile((0, 4), (0, 4), FULL),))
+    step = Step(0, 0, Cols(((0, 4),)), (Tile((0, 4), (0, 4), FULL),))
     kernel, scores = NonCallableMock(has_segments=False), Scores(FULL, 1.0)
     partial = Partial(query, 8)
     label = Label("forward", 0, 0)

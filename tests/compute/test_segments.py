@@ -16,6 +16,7 @@ from dtensor_ring.compute.kernels import Launch
 from dtensor_ring.compute.launches import FEWEST, launches
 from dtensor_ring.compute.memory import cols_of, rows_of
 from dtensor_ring.compute.segments import Segments
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 from tests.dense import visible
@@ -100,7 +101,7 @@ def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZ
     for plan in ring.plans():
         num_rows = len(ring.positions(plan.rank))
         for step in plan.steps:
-            shape = batch_size, num_rows, step.cols[1] - step.cols[0]
+            shape = batch_size, num_rows, len(step.cols)
             expected = sum((scored_by_tile(x, shape) for x in step.tiles), torch.zeros(shape).int())
             found = launches(step, shape, has_segments=True)
             for launch in found:
@@ -116,7 +117,7 @@ def test_a_band_that_is_cut_at_its_end_stands_alone() -> None:
     ring = Ring(Striped(), 4, 76, Mask(1, 5), ((0, 30, 31, 45, 60, 72, 76),))
     for plan in ring.plans():
         for step in plan.steps:
-            shape = 1, 19, step.cols[1] - step.cols[0]
+            shape = 1, 19, len(step.cols)
             for launch in launches(step, shape, has_segments=True):
                 check(launch, shape)
 
@@ -133,7 +134,7 @@ def test_documents_take_few_launches(layout: Striped, documents: tuple, mask: Ma
     most_tiles = 0
     for plan in ring.plans():
         for step in plan.steps:
-            shape = 2, 256, step.cols[1] - step.cols[0]
+            shape = 2, 256, len(step.cols)
             assert len(launches(step, shape, has_segments=True)) <= 6
             most_tiles = max(most_tiles, len(step.tiles))
     assert most_tiles > 12
@@ -144,7 +145,7 @@ def test_what_one_launch_serves_stays_one(batch_size: int) -> None:
     for layout in (Contiguous(), Striped(), ZigZag()):
         for plan in Ring(layout, 4, 64, CAUSAL).plans():
             for step in plan.steps:
-                shape = batch_size, 16, step.cols[1] - step.cols[0]
+                shape = batch_size, 16, len(step.cols)
                 found = launches(step, shape, has_segments=True)
                 assert sorted(map(told, found)) == sorted(map(told_of_tile, step.tiles))
 
@@ -160,7 +161,7 @@ def test_boundaries() -> None:
 
 def steps_of(number: int) -> list[Step]:
     tile = Tile((0, 4), (0, 4), CAUSAL)
-    return [Step(source, source, (0, 4), (tile,)) for source in range(number)]
+    return [Step(source, source, Cols(((0, 4),)), (tile,)) for source in range(number)]
 
 
 @pytest.mark.parametrize("has_segments", [True, False])
@@ -181,7 +182,7 @@ def test_launches_of_other_shapes_are_others() -> None:
 
 def test_launches_die_with_their_plan() -> None:
     tiles = tuple(Tile((start, start + 4), (start, start + 4), CAUSAL) for start in range(0, 32, 4))
-    steps = [Step(source, source, (0, 32), tiles) for source in range(3)]
+    steps = [Step(source, source, Cols(((0, 32),)), tiles) for source in range(3)]
     made = [weakref.ref(x) for step in steps for x in launches(step, (1, 32, 32), True)]
     assert all(x().segments is not None for x in made), "boundaries, too"
     gc.collect()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.span import Span, length, moved
-from tests.planning.test_needs import cols_of, indices_of
+from tests.columns import cols_of, indices_of
 
 spans = st.tuples(st.integers(0, 30), st.integers(0, 5)).map(lambda x: (x[0], x[0] + x[1]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,33 +20,15 @@ from dtensor_ring.planning.pairs import PairedNeeds
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.sweep import SweptNeeds
 from dtensor_ring.planning.wavelet import WaveletMatrix
+from tests.columns import cols_of, union
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
 from tests.slices import shown, slices
 
 Table = tuple[tuple[Cols, ...], ...]
 """By source, then by distance: the columns that the rank so many ranks on sees."""
-
-
-def cols_of(indices: Iterable[int]) -> Cols:
-    """These columns."""
-    spans: list[Span] = []
-    for i in sorted(set(indices)):
-        spans.append((spans.pop()[0] if spans and spans[-1][1] == i else i, i + 1))
-    return Cols(tuple(spans))
-
-
-def indices_of(cols: Cols) -> list[int]:
-    """The columns one by one."""
-    return [i for span in cols.spans for i in range(*span)]
-
-
-def union(many: Iterable[Cols]) -> Cols:
-    """The columns of any of them."""
-    return cols_of(i for cols in many for i in indices_of(cols))
 
 
 class TableNeeds(Needs):
@@ -124,7 +106,7 @@ def everything(needs: Needs) -> tuple:
         [needs.seen_by(rank) for rank in ranks],
         [needs.seen_of(rank) for rank in ranks],
         (needs.seen, needs.reaches, sorted(sights)),
-        (needs.ring_load, needs.direct_halves_load),
+        (needs.ring_load, needs.direct_is_lighter),
     )
 
 
@@ -259,9 +241,10 @@ def test_loads_are_those_of_all_hops_summed(table: Table) -> None:
         [sum(map(len, seen(rank).values())) for rank in ranks]
         for seen in (needs.seen_by, needs.seen_of)
     )
-    assert needs.ring_load == len(table) * max(around) + sum(around)
-    direct = len(table) * max(received + sent) + sum(received)
-    assert needs.direct_halves_load == (2 * direct < needs.ring_load)
+    ring_load = max(around) + sum(around) / len(table)
+    assert needs.ring_load == pytest.approx(ring_load)
+    direct_load = max(received + sent) + sum(received) / len(table)
+    assert needs.direct_is_lighter == (3 * direct_load < 2 * ring_load)
 
 
 @given(st.data(), st.integers(1, 40))

@@ -17,6 +17,7 @@ from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.tile import Tile
+from tests.columns import indices_of
 from tests.dense import document_ids
 from tests.layouts import LAYOUTS
 from tests.planning.test_layout import dealings
@@ -103,7 +104,7 @@ def covered(ring: Ring) -> Tensor:
     for schedule in ring.plans():
         query_positions = ring.positions(schedule.rank)
         for step in schedule.steps:
-            key_positions = ring.positions(step.source, of_keys=True)[slice(*step.cols)]
+            key_positions = ring.positions(step.source, of_keys=True)[indices_of(step.cols)]
             for tile in step.tiles:
                 check_tile(tile, len(query_positions), len(key_positions))
                 rows = query_positions[slice(*tile.rows)].unsqueeze(1)

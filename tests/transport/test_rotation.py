@@ -16,10 +16,10 @@ from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.route import Hop
-from dtensor_ring.planning.span import length
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
 from dtensor_ring.transport.rotation import ShardRotation
+from tests.columns import indices_of
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -60,7 +60,7 @@ def messages_of(planned: Sequence[Hop], per_column: int, dtype: torch.dtype) -> 
     """What a rank has to receive and to send at each hop that has messages, by its plan."""
     hops = [
         [
-            Message(what, transfer.peer, length(transfer.cols) * per_column, dtype)
+            Message(what, transfer.peer, len(transfer.cols) * per_column, dtype)
             for what, transfers in (("irecv", hop.receives), ("isend", hop.sends))
             for transfer in transfers
         ]
@@ -95,9 +95,9 @@ def test_rotation(pool: Pool, ring: Ring) -> None:
         assert hops == messages_of(plan.shards, PER_COLUMN, torch.float32), f"rank {rank}"
         assert num_buffers <= 2 + ring.goes_straight
         whole, *others = plan.steps
-        steps = [whole, *(step if length(step.cols) else whole for step in others)]
+        steps = [whole, *(step if step.cols else whole for step in others)]
         for step, positions in zip(steps, held, strict=True):
-            expected = ring.positions(step.source)[slice(*step.cols)].tolist()
+            expected = ring.positions(step.source)[indices_of(step.cols)].tolist()
             assert positions == expected, f"in step {step.number} of rank {rank}"
 
 

@@ -59,6 +59,3 @@ class Cols:
 
     def __len__(self) -> int:
         return self.offsets[-1]
-
-
-NO_COLS = Cols()

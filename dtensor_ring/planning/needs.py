@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.columns import NO_COLS, Cols
+from dtensor_ring.planning.columns import Cols
 
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
@@ -189,4 +189,4 @@ def cols_of_all(
 ) -> list[Cols]:
     """By source: the union of all its entries."""
     found = cols_by(*united(sources, firsts, ends))
-    return [found.get(source, NO_COLS) for source in range(world_size)]
+    return [found.get(source, Cols()) for source in range(world_size)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.planning.cache import cached_bytes
-from dtensor_ring.planning.columns import NO_COLS, Cols
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.dealing import Dealing, deal
 from dtensor_ring.planning.documents import Documents
@@ -179,7 +179,7 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> P
     own = [(batch, pieces_of(queries.shards[rank], table)) for batch, table in rows_of(slices)]
     steps = []
     for number, source in enumerate(sources):
-        resident, tiles = cols.get(source, NO_COLS), ()
+        resident, tiles = cols.get(source, Cols()), ()
         if source in seen:
             # Kernels get a packet, not a shard.
             tiles = tuple(

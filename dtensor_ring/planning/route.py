@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from dtensor_ring.planning.columns import NO_COLS, Cols
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.needs import Needs
 
 
@@ -162,8 +162,8 @@ class DirectRoute(Route):
         source = (self.rank - distance) % self.world_size
         target = (self.rank + distance) % self.world_size
         # Both sides find the same columns, so sizes agree without a message about them.
-        sends = self._transfers(self.rank, self._shown.get(target, NO_COLS), target)
-        return Hop(sends, self._transfers(source, self._seen.get(source, NO_COLS), source))
+        sends = self._transfers(self.rank, self._shown.get(target, Cols()), target)
+        return Hop(sends, self._transfers(source, self._seen.get(source, Cols()), source))
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning import needs as needs_module
 from dtensor_ring.planning import pairs
-from dtensor_ring.planning.columns import NO_COLS, Cols
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import deal
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.needs import Needs, Sights
@@ -193,7 +193,7 @@ def test_too_many_pairs_count_more_as_seen_on_both_sides(ring: Ring) -> None:
         found = needs_of(ring, PairedNeeds)
         ranks = range(found.world_size)
         table = tuple(
-            tuple(found.seen_by((source + i) % len(ranks)).get(source, NO_COLS) for i in ranks)
+            tuple(found.seen_by((source + i) % len(ranks)).get(source, Cols()) for i in ranks)
             for source in ranks
         )
         assert everything(found) == everything(TableNeeds(table))
@@ -213,17 +213,17 @@ def test_needs_of_a_batch_without_rows() -> None:
     dealt = deal(Striped(), 2, 8)
     for kind in (SweptNeeds, PairedNeeds):
         needs = kind(dealt, dealt, Slices.of_tables(()))
-        assert needs.seen == [NO_COLS] * 2
+        assert needs.seen == [Cols()] * 2
         assert needs.seen_by(0) == needs.seen_of(0) == {}
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
     world_size = draw(st.integers(1, 6))
-    some = st.just(NO_COLS) | st.sets(st.integers(0, 12), min_size=1).map(cols_of)
+    some = st.just(Cols()) | st.sets(st.integers(0, 12), min_size=1).map(cols_of)
     others = st.lists(some, min_size=world_size - 1, max_size=world_size - 1)
     rows = draw(st.lists(others, min_size=world_size, max_size=world_size))
-    return tuple((NO_COLS, *row) for row in rows)
+    return tuple((Cols(), *row) for row in rows)
 
 
 @given(tables())

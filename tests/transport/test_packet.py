@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtensor_ring.compute.memory import HEAD_MAJOR
+from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.transport.packet import Packet
+from tests.columns import indices_of
 
 
 @pytest.mark.parametrize("num_cols", [0, 1, 5])
@@ -14,7 +16,7 @@ from dtensor_ring.transport.packet import Packet
 def test_packet_shares_its_buffer(num_cols: int, dtype: torch.dtype) -> None:
     buffer = torch.zeros(8 * 5 * 2 * (3 * 4 + 3 * 6) + 3, dtype=torch.uint8)
     like = torch.empty(2, 3, 9, 4), torch.empty(2, 3, 9, 6)
-    packet = Packet(buffer, like, (3, 3 + num_cols), dtype, HEAD_MAJOR)
+    packet = Packet(buffer, like, Cols.union([(3, 3 + num_cols)]), dtype, HEAD_MAJOR)
     assert [x.shape for x in packet.pair] == [(2, 3, num_cols, 4), (2, 3, num_cols, 6)]
     assert all(x.is_contiguous() for x in packet.pair), "as kernels like them"
     assert packet.flat.shape == (2 * 3 * num_cols * (4 + 6),)
@@ -26,14 +28,17 @@ def test_packet_shares_its_buffer(num_cols: int, dtype: torch.dtype) -> None:
     assert packet.flat.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
-def test_a_part_of_a_packet() -> None:
-    """Columns are counted in the whole shard, also where a pair begins later."""
-    whole = torch.arange(2 * 9 * 3.0).view(1, 2, 9, 3), torch.arange(2 * 9 * 2.0).view(1, 2, 9, 2)
-    first, second = (
-        Packet(torch.zeros(500, dtype=torch.uint8), whole, cols, torch.float32, HEAD_MAJOR)
-        for cols in ((2, 7), (4, 6))
-    )
-    first.fill(whole)
-    second.fill(first.pair, first.cols[0])
-    for part, x in zip(second.pair, whole, strict=True):
-        assert torch.equal(part, x[:, :, 4:6])
+MANY = Cols(tuple((i, i + 1 + i % 5) for i in range(0, 120, 6)))
+
+
+@pytest.mark.parametrize("order", [HEAD_MAJOR, TOKEN_MAJOR], ids=["head", "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", [Cols(((2, 7),)), Cols(((0, 1), (4, 6))), MANY], ids=str)
+def test_a_packet_has_its_columns_side_by_side(
+    cols: Cols, dtype: torch.dtype, order: Order
+) -> None:
+    whole = torch.randn(2, 3, 120, 4), torch.randn(2, 3, 120, 2)
+    packet = Packet(torch.zeros(2**14, dtype=torch.uint8), whole, cols, dtype, order)
+    packet.fill(whole, cols)
+    for part, x in zip(packet.pair, whole, strict=True):
+        assert torch.equal(part, x[:, :, indices_of(cols)].to(dtype))

@@ -71,10 +71,8 @@ class PairedNeeds(Needs):
     @cached_property
     def _summary(self) -> tuple[list[Cols], list[int]]:
         """What is seen, and how far, in one pass, as the pairs are what costs."""
-        seen, reaches = (
-            [np.zeros((3, 0), dtype=np.int64)],
-            np.zeros(self.world_size, dtype=np.int64),
-        )
+        nothing, reaches = (np.zeros(size, dtype=np.int64) for size in (0, self.world_size))
+        seen: list[tuple[np.ndarray, ...]] = [(nothing, nothing, nothing)]
         for sources, viewers, *spans in self.sights():
             np.maximum.at(reaches, sources, (viewers - sources) % self.world_size)
             seen.append(united(sources, *spans))

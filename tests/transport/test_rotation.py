@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.route import Hop
@@ -83,6 +83,10 @@ RINGS = {
     "straight": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
     "straight, a whole shard at each hop": Ring(Contiguous(), 4, 16, Mask.local(1, 4)),
     "straight, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
+    "two ranges": Ring(ZigZag(), 2, 32, Mask.local(2, 3)),
+    "straight, many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1)),
+    "many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), route="around"),
+    "striped, many ranges": Ring(Striped(), 3, 120, Mask.sliding(2), (tuple(range(0, 121, 5)),)),
     "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
 }
 

@@ -20,6 +20,7 @@ from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.memory import WHOLE
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.ops.options import default_scale
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -112,13 +113,13 @@ def link_of(
     mine, (key, value) = attention.plan(rank), shards[2:]
     sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
     order = ShardRotation.order_on(key.device)
-    arriving: dict[tuple[int, int], Tensor] = {}  # by columns: the ranks hold the same
+    arriving: dict[Cols, Tensor] = {}  # the ranks hold the same
     messages = []
     for cols in (transfer.cols for hop in mine.shards for transfer in hop.receives):
         if cols not in arriving:
             buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
             packet = Packet(buffer, (key, value), cols, key.dtype, order)
-            packet.fill((key, value))
+            packet.fill((key, value), cols)
             arriving[cols] = packet.flat
         messages.append(arriving[cols])
     return Link(messages, sums, rate)

@@ -15,6 +15,10 @@ from dtensor_ring.planning.columns import Cols
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
 
+CLEAR = 1 / 4
+"""Of the load around the ring, what they have to save for all to be looked at: below `SAVED`, as
+they are no more than a sample."""
+
 SAVED = 1 / 3
 """Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
 
@@ -73,12 +77,16 @@ class Needs(ABC):
     world_size: int
 
     @abstractmethod
-    def seen_by(self, rank: int) -> dict[int, Cols]:
-        """The columns that `rank` sees, by source; nothing empty."""
+    def sights(self) -> Iterator[Sights]:
+        """All there is, united, in blocks; all entries of a source are in one block."""
 
     @abstractmethod
-    def seen_of(self, source: int) -> dict[int, Cols]:
-        """The columns of the shard of `source` that others see, by rank; nothing empty."""
+    def sights_by(self, rank: int) -> Sights:
+        """What `rank` sees, united."""
+
+    @abstractmethod
+    def sights_of(self, source: int) -> Sights:
+        """What is seen of the shard of `source`, united."""
 
     @property
     @abstractmethod
@@ -90,9 +98,15 @@ class Needs(ABC):
     def reaches(self) -> list[int]:
         """By source: distance on the ring to the last rank that sees any of its columns."""
 
-    @abstractmethod
-    def sights(self) -> Iterator[Sights]:
-        """All there is, united, in blocks; all entries of a source are in one block."""
+    def seen_by(self, rank: int) -> dict[int, Cols]:
+        """The columns that `rank` sees, by source; nothing empty."""
+        sources, _, *spans = self.sights_by(rank)
+        return cols_by(sources, *spans)
+
+    def seen_of(self, source: int) -> dict[int, Cols]:
+        """The columns of the shard of `source` that others see, by rank; nothing empty."""
+        _, *spans = self.sights_of(source)
+        return cols_by(*spans)
 
     @property
     def num_bytes(self) -> int:
@@ -116,16 +130,13 @@ class Needs(ABC):
     def direct_is_lighter(self) -> bool:
         """Whether the load is less by a third or more if all goes directly."""
         # Most often a few ranks tell; all of them take as long as there are pairs of ranks.
-        probes = {
-            *range(0, self.world_size, -(-self.world_size // NUM_PROBES)),
-            self.world_size - 1,
-        }
+        num_probes = min(NUM_PROBES, self.world_size)
+        probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
         sample = [
-            [sum(map(len, cols.values())) for cols in (self.seen_by(rank), self.seen_of(rank))]
-            for rank in sorted(probes)
+            [int((x.ends - x.firsts).sum()) for x in (self.sights_by(rank), self.sights_of(rank))]
+            for rank in probes
         ]
-        # They are no more than a sample, so they have to be clear.
-        if _load(*np.array(sample).T) >= (1 - SAVED / 2) * self.ring_load:
+        if _load(*np.array(sample).T) >= (1 - CLEAR) * self.ring_load:
             return False
         received, sent, _ = self._direct
         return _load(received, sent) < (1 - SAVED) * self.ring_load

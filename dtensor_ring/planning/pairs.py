@@ -9,7 +9,7 @@ import numpy as np
 
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, cols_by, cols_of_all, source_blocks, united
+from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks, united
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 MOST = 2**22
@@ -42,23 +42,21 @@ class PairedNeeds(Needs):
     def num_bytes(self) -> int:
         return 300 * (self.world_size + sum(map(len, self._tables)))
 
-    def seen_by(self, rank: int) -> dict[int, Cols]:
-        # One rank against all others: n pairs for each of its runs, not n * n.
-        keys = np.flatnonzero(self._keys.owners != rank)
-        sources, _, *spans = self._compared(keys, np.flatnonzero(self._queries.owners == rank))
-        return cols_by(sources, *spans)
-
-    def seen_of(self, source: int) -> dict[int, Cols]:
-        queries = np.flatnonzero(self._queries.owners != source)
-        _, *sights = self._compared(np.flatnonzero(self._keys.owners == source), queries)
-        return cols_by(*sights)
-
     def sights(self) -> Iterator[Sights]:
         queries = np.arange(len(self._queries.owners))
         num_slices = sum(map(len, self._tables)) if self._is_exact else 1
         num_pairs = np.full(len(self._keys.owners), len(queries) * num_slices)
         for keys in source_blocks(self._keys.owners, num_pairs):
             yield self._compared(keys, queries)
+
+    def sights_by(self, rank: int) -> Sights:
+        # One rank against all others: n pairs for each of its runs, not n * n.
+        keys = np.flatnonzero(self._keys.owners != rank)
+        return self._compared(keys, np.flatnonzero(self._queries.owners == rank))
+
+    def sights_of(self, source: int) -> Sights:
+        queries = np.flatnonzero(self._queries.owners != source)
+        return self._compared(np.flatnonzero(self._keys.owners == source), queries)
 
     @property
     def seen(self) -> list[Cols]:

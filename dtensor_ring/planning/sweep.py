@@ -10,7 +10,7 @@ import numpy as np
 
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, cols_by, cols_of_all, source_blocks
+from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.wavelet import WaveletMatrix
 
@@ -95,22 +95,9 @@ class SweptNeeds(Needs):
     @property
     def num_bytes(self) -> int:
         sides = (x.nbytes for side in (self._queries, self._keys) for x in vars(side).values())
-        # As many spans as segments of keys may be seen, each a tuple of two numbers.
-        spans = 200 * self.world_size + 100 * len(self._keys.owners)
+        # A segment of keys that is seen makes a span, a tuple of two numbers, at most.
+        spans = 200 * self.world_size + 150 * len(self._shown[0])
         return 2 * sum(sides) + self._by_owner.nbytes + spans
-
-    def seen_by(self, rank: int) -> dict[int, Cols]:
-        # The segments of this rank among those that see a key are a range of its own list.
-        own = np.flatnonzero(self._queries.owners == rank)
-        begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
-        seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
-        unbroken = self._unbroken(own, seen, begin[seen], end[seen])
-        sources, _, *spans = self._sights(*unbroken).united(self.world_size)
-        return cols_by(sources, *spans)
-
-    def seen_of(self, source: int) -> dict[int, Cols]:
-        _, *sights = self._sights_of(np.flatnonzero(self._keys.owners == source))
-        return cols_by(*sights)
 
     def sights(self) -> Iterator[Sights]:
         # A key has at most one sight for each rank, however many segments see it.
@@ -118,20 +105,37 @@ class SweptNeeds(Needs):
         for keys in source_blocks(self._keys.owners, num_pairs):
             yield self._sights_of(keys)
 
+    def sights_by(self, rank: int) -> Sights:
+        # The segments of this rank among those that see a key are a range of its own list.
+        own = np.flatnonzero(self._queries.owners == rank)
+        begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
+        seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
+        unbroken = self._unbroken(own, seen, begin[seen], end[seen])
+        return self._sights(*unbroken).united(self.world_size)
+
+    def sights_of(self, source: int) -> Sights:
+        return self._sights_of(np.flatnonzero(self._keys.owners == source))
+
     @cached_property
     def seen(self) -> list[Cols]:
-        # Neighbours differ in owner, so the first that is not the source's own is one of two.
-        first = self._begin + self._is_owned(self._begin)
-        end = self._end - self._is_owned(self._end - 1)
-        keys = np.flatnonzero((self._begin < self._end) & (first < end))
+        keys, begin, end = self._shown
         # The segments of others lie as far apart as the source's own one between them is long.
         queries, num_queries = self._queries, len(self._queries.owners)
         long = np.flatnonzero(queries.ends - queries.begins > self._widths)
         cuts = np.sort(queries.owners[long] * num_queries + long)
         line = self._keys.owners[keys] * num_queries
-        which, first, end = _cut(line + first[keys], line + end[keys], cuts, 1)
-        sights = self._sights(keys[which], first - line[which], end - line[which] - 1)
+        which, begin, end = _cut(line + begin, line + end, cuts, 1)
+        sights = self._sights(keys[which], begin - line[which], end - line[which] - 1)
         return cols_of_all(self.world_size, sights.sources, sights.firsts, sights.ends)
+
+    @cached_property
+    def _shown(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segments of keys that others see, and the range from the first of those to the last."""
+        # Neighbours differ in owner, so the first that is not the source's own is one of two.
+        begin = self._begin + self._is_owned(self._begin)
+        end = self._end - self._is_owned(self._end - 1)
+        keys = np.flatnonzero((self._begin < self._end) & (begin < end))
+        return keys, begin[keys], end[keys]
 
     @cached_property
     def reaches(self) -> list[int]:

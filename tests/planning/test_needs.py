@@ -48,6 +48,12 @@ class TableNeeds(Needs):
         seen = {rank: self.cols(source, rank) for rank in range(self.world_size)}
         return {rank: cols for rank, cols in seen.items() if cols}
 
+    def sights_by(self, rank: int) -> Sights:
+        return sights_of({(source, rank): cols for source, cols in self.seen_by(rank).items()})
+
+    def sights_of(self, source: int) -> Sights:
+        return sights_of({(source, rank): cols for rank, cols in self.seen_of(source).items()})
+
     @property
     def seen(self) -> list[Cols]:
         return [union(row) for row in self.table]
@@ -57,13 +63,13 @@ class TableNeeds(Needs):
         return [max((i for i, x in enumerate(row) if x), default=0) for row in self.table]
 
     def sights(self) -> Iterator[Sights]:
-        for source in range(self.world_size):
-            rows = [
-                (source, rank, *span)
-                for rank, cols in self.seen_of(source).items()
-                for span in cols.spans
-            ]
-            yield Sights(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+        return map(self.sights_of, range(self.world_size))
+
+
+def sights_of(seen: dict[tuple[int, int], Cols]) -> Sights:
+    """What is seen, by source and viewer."""
+    rows = [(*pair, *span) for pair, cols in seen.items() for span in cols.spans]
+    return Sights(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def written_out(seen: np.ndarray, queries: list[list[int]], keys: list[list[int]]) -> Table:

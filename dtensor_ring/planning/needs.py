@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,11 +16,11 @@ from dtensor_ring.planning.columns import Cols
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
 
-CLEAR = 1 / 4
+CLEAR = Fraction(1, 4)
 """Of the load around the ring, what they have to save for all to be looked at: below `SAVED`, as
 they are no more than a sample."""
 
-SAVED = 1 / 3
+SAVED = Fraction(1, 3)
 """Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
 
 BLOCK = 2**21
@@ -114,7 +115,7 @@ class Needs(ABC):
         return 200 * self.world_size
 
     @cached_property
-    def ring_load(self) -> float:
+    def ring_load(self) -> Fraction:
         """Columns of the busiest rank plus the mean if all that is seen goes around the ring."""
         reaches, num_cols = np.array(self.reaches), np.array([len(cols) for cols in self.seen])
         sources = np.arange(self.world_size)
@@ -157,14 +158,16 @@ class Needs(ABC):
         return result
 
 
-def _load(received: np.ndarray, sent: np.ndarray) -> float:
+def _load(received: np.ndarray, sent: np.ndarray) -> Fraction:
     """By what routes are compared: columns of the busiest rank, plus those of a rank in the mean.
 
     Args:
         received: columns that come to each rank.
         sent: columns that leave it.
     """
-    return float(max(received.max(), sent.max()) + (received.mean() + sent.mean()) / 2)
+    # Exact, as ranks must decide alike.
+    mean = Fraction(int(received.sum() + sent.sum()), len(received) + len(sent))
+    return mean + int(max(received.max(), sent.max()))
 
 
 def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndarray]:

@@ -13,15 +13,15 @@ import numpy as np
 
 from dtensor_ring.planning.columns import Cols
 
+SAVED = Fraction(1, 3)
+"""Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
+
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
 
 CLEAR = Fraction(1, 4)
-"""Of the load around the ring, what they have to save for all to be looked at: below `SAVED`, as
-they are no more than a sample."""
-
-SAVED = Fraction(1, 3)
-"""Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
+"""Of the load around the ring, what those have to save for all to be looked at: less than `SAVED`,
+as they are no more than a sample."""
 
 BLOCK = 2**21
 """Pairs of pieces of shards that are compared at once, about 16 MiB for each array of them."""
@@ -129,7 +129,7 @@ class Needs(ABC):
 
     @cached_property
     def direct_is_lighter(self) -> bool:
-        """Whether the load is less by a third or more if all goes directly."""
+        """Whether the load is less by more than a third if all goes directly."""
         # Most often a few ranks tell; all of them take as long as there are pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]

@@ -167,11 +167,11 @@ class DirectRoute(Route):
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
-    """Around the ring, unless the load is less by a third or more if all goes directly.
+    """Around the ring, unless the load is less by more than a third if all goes directly.
 
     The load is what the busiest rank receives or sends, plus what a rank does in the mean. Where
-    each rank has a link of its own, all wait for the busiest; where they share the network, for all
-    of them together. Half of one may cost twice the other, so neither decides alone.
+    each rank has a link of its own, all wait for the busiest; where ranks share the network, for
+    all messages together. A route may have little of the one and much of the other, so both count.
 
     A third must be saved: around the ring, every link between neighbours carries one message at a
     time, whatever the network looks like, and two buffers do. The direct route takes three, to

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Mask
+from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.pieces import Piece, pieces_of
 from dtensor_ring.planning.run import Run
 from dtensor_ring.planning.span import Span, length
@@ -22,6 +23,7 @@ from dtensor_ring.planning.tile import (
     _index_band,
     _parts,
     _triangle,
+    packed_tiles,
     shard_tiles,
 )
 from tests.slices import shown, slices
@@ -167,6 +169,20 @@ def test_strides_need_no_band_in_common_without_a_mask() -> None:
     message = r"runs of different strides have no common band: Run\(start=0, length=4, stride=2\)"
     with pytest.raises(ValueError, match=message):
         _index_band(Piece(0, query, (0, 4), (0, 20), None, 0), key, 0)
+
+
+def test_tiles_in_a_packet() -> None:
+    """Neighbours in the packet are one tile, whatever lies between them in the shard."""
+    tiles = [Tile((0, 4), cols, FULL) for cols in ((2, 4), (10, 15), (20, 21))]
+    assert packed_tiles(tiles, Cols(((2, 5), (10, 15), (20, 22)))) == [
+        Tile((0, 4), (0, 2), FULL),
+        Tile((0, 4), (3, 9), FULL),
+    ]
+    assert packed_tiles(tiles, Cols(((2, 21),))) == [
+        Tile((0, 4), cols, FULL) for cols in ((0, 2), (8, 13), (18, 19))
+    ]
+    assert packed_tiles(tiles, Cols(((0, 30),))) == tiles
+    assert packed_tiles([], Cols()) == []
 
 
 @settings(max_examples=300, deadline=None)

@@ -13,15 +13,14 @@ import numpy as np
 
 from dtensor_ring.planning.columns import Cols
 
-SAVED = Fraction(1, 3)
-"""Of the load around the ring, what the direct route has to save: see `ring_unless_sparse`."""
+ONE_IN = 3
+"""The direct route has to save one in so many of the load: see `ring_unless_sparse`."""
 
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
 
-CLEAR = Fraction(1, 4)
-"""Of the load around the ring, what those have to save for all to be looked at: less than `SAVED`,
-as they are no more than a sample."""
+ONE_IN_PROBED = 4
+"""Those have to save one in so many: less than all must, as they are no more than a sample."""
 
 BLOCK = 2**21
 """Pairs of pieces of shards that are compared at once, about 16 MiB for each array of them."""
@@ -137,10 +136,10 @@ class Needs(ABC):
             [int((x.ends - x.firsts).sum()) for x in (self.sights_by(rank), self.sights_of(rank))]
             for rank in probes
         ]
-        if _load(*np.array(sample).T) >= (1 - CLEAR) * self.ring_load:
+        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.ring_load:
             return False
         received, sent, _ = self._direct
-        return _load(received, sent) < (1 - SAVED) * self.ring_load
+        return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.ring_load
 
     @cached_property
     def distances(self) -> list[int]:

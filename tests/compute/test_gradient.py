@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.gradient import GradientShare, GradientSum
+from dtensor_ring.planning.columns import Cols
 
 ALL = (slice(None), slice(None), slice(None))
 SOME = (slice(0, 1), slice(None), slice(1, 3))
@@ -27,7 +28,7 @@ def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], num_
     for left in reversed(range(num_homes)):
         arrived = torch.randn(2, 3, 2, 5, dtype=torch.promote_types(dtype, torch.float32))
         expected[:, :, 1:3] += arrived
-        total.add_arrived(arrived, (1, 3), is_last=not left)
+        total.add_arrived(arrived, Cols(((1, 3),)), is_last=not left)
     result = total.result()
     assert result.dtype == dtype
     assert result.transpose(1, 2).is_contiguous(), "token-major"

@@ -83,7 +83,7 @@ share of all work, %     step 0   step 1    total
 rank 0                    36.36     9.09    45.45
 rank 1                    47.27     7.27    54.55
 busiest rank over mean: 1.091, makespan: 1.091
-keys and values: 13 tokens, at most 8 to a rank""",
+keys and values: 10 tokens, at most 5 to a rank""",
     )
 
 

@@ -1,4 +1,4 @@
-"""Measure what a visible pair costs under windows and packed documents, next to dense causal.
+"""Measure what a visible pair costs under windows, documents and slices, next to dense causal.
 
 Run ``python benchmarks/masks.py``: it starts two processes itself, prints a table, and writes it
 with every single time to ``benchmarks/results``. With ``--quick`` it repeats less and writes to
@@ -21,14 +21,22 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Balanced, Contiguous, Mask, ZigZag, describe_schedule, sequence_runs
+from dtensor_ring import (
+    Balanced,
+    Contiguous,
+    Mask,
+    Slices,
+    ZigZag,
+    describe_schedule,
+    sequence_runs,
+)
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384
-WINDOW, NUM_DOCUMENTS = 1024, 16
+WINDOW, NUM_DOCUMENTS, BLOCK = 1024, 16, 256
 DENSE = "causal, zigzag"
 
 
@@ -36,19 +44,22 @@ DENSE = "causal, zigzag"
 class Attention:
     """Which pairs are visible, and how their tokens are dealt."""
 
-    mask: Mask
+    mask: Mask | None
     layout: Layout
     cu_seqlens: tuple[int, ...] | None = None
+    slices: Slices | None = None
 
     def schedule(self) -> Schedule:
-        return describe_schedule(self.layout, self.mask, SEQ_LEN, WORLD_SIZE, self.cu_seqlens)
+        seen = self.cu_seqlens, self.slices
+        return describe_schedule(self.layout, self.mask, SEQ_LEN, WORLD_SIZE, *seen)
 
     def call(self, group: dist.ProcessGroup) -> Call:
         documents = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
         runs = sequence_runs(self.layout) if isinstance(self.layout, Balanced) else None
+        slices = None if self.slices is None else torch.from_numpy(self.slices.numbers)
         return Call(
-            Batch(documents, runs=runs),
-            Scores(self.mask, default_scale(HEAD_DIM)),
+            Batch(documents, runs=runs, slices=slices),
+            Scores(self.mask or Mask.full(), default_scale(HEAD_DIM)),
             Place(self.layout.spec, "ring", SEQ_LEN, SEQ_LEN, group.group_name),
         )
 
@@ -76,6 +87,21 @@ def attentions() -> dict[str, Attention]:
         "documents, zigzag": Attention(causal, zigzag, bounds),
         "documents, balanced": Attention(causal, balanced, bounds),
         "window + documents, balanced": Attention(window, balanced_window, bounds),
+    } | {
+        f"{name}, balanced": Attention(
+            None, Balanced(None, SEQ_LEN, WORLD_SIZE, slices=slices), slices=slices
+        )
+        for name, slices in by_slices().items()
+    }
+
+
+def by_slices() -> dict[str, Slices]:
+    """What models see beside causal text."""
+    images = range(BLOCK, SEQ_LEN, 4 * BLOCK)
+    return {
+        "block-causal": Slices.block_causal([2 * BLOCK] * (SEQ_LEN // (2 * BLOCK))),
+        "shared prefix": Slices.shared_prefix(SEQ_LEN // 2, [SEQ_LEN // 16] * 8),
+        "images in text": Slices.blocks([0, SEQ_LEN], images, [x + BLOCK for x in images]),
     }
 
 
@@ -113,10 +139,11 @@ def report(console: Console, measurement: Measurement) -> None:
     """Print what was measured, in Markdown."""
     console.print(
         f"\n{SEQ_LEN:,} tokens, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, float32, {WORLD_SIZE} "
-        f"ranks of one thread, gloo.\nThe window is {WINDOW:,} tokens; the {NUM_DOCUMENTS} packed "
-        "documents are of uneven length. Pairs are those that\nare visible, over all heads and "
-        "ranks; busiest/mean is how evenly they are dealt. A time is\nthat of the slowest rank. "
-        "The last column is the time per pair over that of dense causal.\n"
+        f"ranks of one thread, gloo.\nThe window is {WINDOW:,} tokens, an image has {BLOCK}, a "
+        f"block {2 * BLOCK}; 8 answers share a prefix of half the tokens;\nthe {NUM_DOCUMENTS} "
+        "packed documents are of uneven length. Pairs are those that are visible,\nover all heads "
+        "and ranks; busiest/mean is how evenly they are dealt. A time is that of the\nslowest rank."
+        " The last column is the time per pair over that of dense causal.\n"
     )
     console.print(table(measurement))
 

@@ -19,6 +19,7 @@ from dtensor_ring import Mask, RingError, SequenceAxis, ring_attention
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
+from tests.faults.breaking import patience
 from tests.pool import Pool
 
 Found = tuple[str, dict[str, Any]]
@@ -115,7 +116,7 @@ def _raise_often(direction: str, step: int) -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     before = _gradient(mesh)
     for _ in range(20):
-        with _failing(direction, step), pytest.raises(Failing):
+        with patience(), _failing(direction, step), pytest.raises(Failing):
             _gradient(mesh)
     return before, _gradient(mesh)
 

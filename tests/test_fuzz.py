@@ -75,24 +75,22 @@ def masks(draw: st.DrawFn) -> Mask:
 
 @st.composite
 def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
-    """A ring of that layout; one in eight is cross attention, two have slices."""
-    lengths = st.integers(1, LONGEST)
+    """A ring of that layout; half of them have slices, one in eight is cross attention."""
+    lengths, kind = st.integers(1, LONGEST), draw(st.integers(0, 7))
     if layout == "striped":
         lengths = st.integers(1, LONGEST // world_size).map(lambda n: n * world_size)
     seq_len, num_ends = draw(lengths), draw(st.integers(1, 8))
-    documents = draw(st.none() | documents_of(seq_len, batch, num_ends))
-    if layout == Balanced.name:
-        mask = draw(masks())
-        block = draw(st.integers(1, 20))
-        dealt = Balanced(mask, seq_len, world_size, documents, block)
-        return Ring(dealt, world_size, seq_len, mask, documents)
-    kind = draw(st.integers(0, 7))
-    if kind < 2:
+    block = draw(st.integers(1, 20)) if layout == Balanced.name else None
+    if kind < 4:
         num_rows = draw(st.sampled_from(sorted({1, batch})))
         given = draw(slices((seq_len, seq_len), num_rows, max_size=40))
-        return Ring(as_layout(layout), world_size, seq_len, Mask.full(), slices=given)
-    if kind < 7:
-        return Ring(as_layout(layout), world_size, seq_len, draw(masks()), documents)
+        dealt = Balanced(None, seq_len, world_size, None, block, given) if block else layout
+        return Ring(as_layout(dealt), world_size, seq_len, Mask.full(), slices=given)
+    documents = draw(st.none() | documents_of(seq_len, batch, num_ends))
+    if kind < 7 or block:
+        mask = draw(masks())
+        dealt = Balanced(mask, seq_len, world_size, documents, block) if block else layout
+        return Ring(as_layout(dealt), world_size, seq_len, mask, documents)
     key_seq_len = draw(lengths)
     key_documents = documents and draw(documents_of(key_seq_len, batch, num_ends))
     keys = key_seq_len, key_documents

@@ -93,3 +93,11 @@ def test_ranks_that_do_not_meet_try_again(
     monkeypatch.setattr(Worlds, "_run", lose_first)
     assert [fate.ended for fate in worlds.run(1, do, "return")] == ["returned"]
     assert num_runs == 2
+
+
+def test_a_process_that_met_nobody_is_replaced(worlds: Worlds) -> None:
+    before = [fate.pid for fate in worlds.run(2, do, "return")]
+    os.kill(before[1], signal.SIGSTOP)
+    fates = worlds.run(2, do, "return", terms=Terms(timeout=1, deadline=3))
+    assert [fate.ended for fate in fates] == ["returned", "returned"], "in another attempt"
+    assert not {fate.pid for fate in fates} & set(before)

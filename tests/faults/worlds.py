@@ -192,7 +192,7 @@ class Worlds:
             on.get(value, lambda: None)()
             return False
         fate.ended, fate.value, fate.events[what] = what, value, seconds
-        return what == "returned" or fate.dropped  # else the process is about to end
+        return what == "returned"  # else the process is about to end
 
     def _end(self, member: int, grace: float = 0) -> int:
         """The code with which a process ends; it is killed if it takes longer than that."""
@@ -219,8 +219,9 @@ def _serve(pipe: Connection, port: int, home: Home | None) -> None:
         except BaseException as error:
             what = "raised" if log.has_begun else UNMET
             pipe.send((what, failure_of(error), time.monotonic()))
-            if what == "raised" and DROPPED not in str(error):
-                raise  # what a script does not catch ends its process
+            # What a script does not catch ends its process. So does a meeting that failed: PyTorch
+            # has counted its group, and would look for the next one under another name than others.
+            raise
         else:
             pipe.send(("returned", value, time.monotonic()))
 

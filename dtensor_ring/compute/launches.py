@@ -18,6 +18,9 @@ from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 FEWEST = 3
 """Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""
 
+MOST = 16
+"""Chains of one mask that a tile may continue."""
+
 Shape = tuple[int, int, int]
 """Batch, local queries and resident keys."""
 
@@ -54,12 +57,15 @@ def _single(tile: Tile) -> Launch:
 def _joined(step: Step, shape: Shape) -> tuple[Launch, ...]:
     """Chains of tiles that are long enough become one launch each."""
     chains: list[_Chain] = []
+    by_mask: dict[Mask, list[_Chain]] = {}
     for tile, batch in _by_batch(step.tiles, shape[0]):
-        # Documents alternate between few masks, so there are few chains to look through.
-        chain = next((x for x in chains if x.takes(tile, batch)), None)
+        # The last ones only: rows that see many ranges of keys would make many chains to look at.
+        alike = by_mask.setdefault(tile.mask, [])
+        chain = next((x for x in alike[-MOST:] if x.takes(tile, batch)), None)
         if chain is None:
             chain = _Chain(tile.mask)
             chains.append(chain)
+            alike.append(chain)
         chain.links.append((batch, tile))
     return tuple(launch for chain in chains for launch in chain.launches(shape))
 
@@ -72,11 +78,11 @@ class _Chain:
     links: list[tuple[int, Tile]] = field(default_factory=list)
 
     def takes(self, tile: Tile, batch: int) -> bool:
-        """Whether the tile may be the next."""
+        """Whether the tile, which has the same mask, may be the next."""
         last_batch, last = self.links[-1]
         # Bottom-right kernels shift a band by rows - cols, which is one number for all segments.
         are_square = all(length(x.rows) == length(x.cols) for x in (last, tile))
-        if tile.mask != self.mask or not (are_square or self.mask in (FULL, CAUSAL)):
+        if not (are_square or self.mask in (FULL, CAUSAL)):
             return False
         is_after = tile.rows[0] >= last.rows[1] and tile.cols[0] >= last.cols[1]
         return batch > last_batch or (batch == last_batch and is_after)

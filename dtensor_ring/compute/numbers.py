@@ -19,7 +19,7 @@ class Numbers:
     (tensor([0, 3, 5], dtype=torch.int32),)
     """
 
-    def __init__(self, dtype: torch.dtype, *lists: Sequence[int]) -> None:
+    def __init__(self, dtype: torch.dtype, *lists: Sequence[int] | Tensor) -> None:
         self._dtype, self._lists = dtype, lists
         self._copies: dict[torch.device, tuple[Tensor, ...]] = {}
 
@@ -41,7 +41,7 @@ class Numbers:
         stream = _side_stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False), torch.cuda.stream(stream):
             # Not in inference mode: tensors made there cannot be saved for a backward pass.
-            on_host = [torch.tensor(x, dtype=self._dtype, device="cpu") for x in self._lists]
+            on_host = [torch.as_tensor(x, dtype=self._dtype, device="cpu") for x in self._lists]
             return tuple(numbers.to(device) for numbers in on_host)
 
 

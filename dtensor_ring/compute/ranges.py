@@ -68,6 +68,12 @@ def _index(cols: Cols, device: torch.device) -> Tensor:
     numbers = _INDICES.get(cols)
     if numbers is None:
         # Two threads may both get here; either result serves.
-        listed = [col for span in cols.spans for col in range(*span)]
-        numbers = _INDICES[cols] = Numbers(torch.int64, listed)
+        numbers = _INDICES[cols] = Numbers(torch.int64, _listed(cols))
     return numbers.on(device)[0]
+
+
+def _listed(cols: Cols) -> Tensor:
+    """The columns, int64: their numbers side by side, and how far each span lies behind that."""
+    firsts, ends = torch.tensor(cols.spans, device="cpu").T
+    behind = firsts - torch.tensor(cols.offsets[:-1], device="cpu")
+    return torch.arange(len(cols), device="cpu") + behind.repeat_interleave(ends - firsts)

@@ -154,15 +154,22 @@ class Call(NamedTuple):
             *(key_seq_len, key_documents, place.strategy, self.slices(batch)),
         )
 
-    def select(self, query: Tensor, value: Tensor, differentiable_lse: bool = False) -> Kernel:
+    def select(
+        self,
+        query: Tensor,
+        value: Tensor,
+        slices: Slices | None = None,
+        differentiable_lse: bool = False,
+    ) -> Kernel:
         """The kernel to use: the named one, or the first that can."""
         mask, scale, softcap, _, kernel = self.scores
         _, num_heads, _, head_dim = query.shape
         _, num_key_heads, _, value_head_dim = value.shape
-        slices = self.slices(query.shape[0])
         # The planner cuts other bands into squares.
         is_windowed = mask.left is not None if slices is None else slices.are_windowed
-        is_packed = self.batch.cu_seqlens is not None or mask.chunk is not None or bool(slices)
+        is_packed = (
+            self.batch.cu_seqlens is not None or mask.chunk is not None or slices is not None
+        )
         return kernel_for(
             *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
             *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),

@@ -40,7 +40,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     question = call.question(query.shape[0])
     with turn(call, question, query, value) as transport:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
-        plan, kernel = question.plan(query, key), call.select(query, value)
+        plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
         query, key, value = _unit_stride(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
@@ -68,7 +68,7 @@ def _backward(
     question = call.question(query.shape[0])
     with turn(call, question, query, value, lse) as transport:
         plan = question.plan(query, key)
-        kernel = call.select(query, value, differentiable_lse=grad_lse is not None)
+        kernel = call.select(query, value, question.slices, grad_lse is not None)
         grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(

@@ -112,8 +112,7 @@ def _tables(slices: Slices | None) -> str:
     """The slices of each row of the batch."""
     if slices is None:
         return "none"
-    rows = slices.numbers.reshape(len(slices), -1)
-    return ", ".join(map(_numbers, rows))
+    return ", ".join(_numbers(table.reshape(-1)) for table in slices.rows)
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)

@@ -45,6 +45,8 @@ def _pairs(name: str, given: Any) -> np.ndarray:
         array = array.reshape(0, 2)
     if array.shape[-1] != 2:
         raise ValueError(f"{name} must be pairs of integers {shape}, got {given!r}")
+    if array.size and array.max() > LARGEST:
+        array = np.minimum(array, LARGEST + 1)  # uint64 would become negative; refused below
     return array.astype(np.int64)
 
 

@@ -12,12 +12,12 @@ from dtensor_ring.planning.dealing import Dealing
 from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks, united
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
-MOST = 2**21
+MOST = 2**19
 """Pairs of runs, times slices, up to which each is looked at, in a quarter of a second or so.
 
 Above it, all columns from the first to the last that a run shows another one in a row of the batch
 count as seen: nearly all of it is, where runs have gaps. A striped layout of 64 ranks gets there
-with 512 documents, one of 1,024 ranks with 2.
+with 128 documents, one of 1,024 ranks with one.
 """
 
 

@@ -41,7 +41,9 @@ def pieces_of(runs: Sequence[Run], table: np.ndarray) -> list[Piece]:
     for run in runs:
         first = np.searchsorted(latest, run.start, "right")
         end = np.searchsorted(table[:, 0], run.last, "right")
-        pieces += _cut(row, run, table[first:end])
+        near = table[first:end]
+        # A long slice keeps all those behind it in this range.
+        pieces += _cut(row, run, near[near[:, 1] > run.start])
         row += run.length
     return pieces
 

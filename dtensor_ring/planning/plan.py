@@ -78,9 +78,11 @@ class Plan:
     def num_bytes(self) -> int:
         """Memory of the plan and of the launches made of its tiles, in bytes, an estimate."""
         num_tiles = sum(len(step.tiles) for step in self.steps)
-        # Columns of a packet that comes, and of one that goes.
-        num_spans = sum(len(x.cols.spans) for hop in self.shards for side in hop[:2] for x in side)
-        return 1024 + 1200 * len(self.steps) + 330 * num_tiles + 150 * num_spans
+        # Columns of a packet that comes, and of one that goes; many have an index on two devices.
+        moved = [x.cols for hop in self.shards for side in hop[:2] for x in side]
+        num_spans = sum(len(cols.spans) for cols in moved)
+        num_indices = sum(len(cols) for cols in moved if len(cols.spans) > 1)
+        return 1024 + 1200 * len(self.steps) + 330 * num_tiles + 150 * num_spans + 16 * num_indices
 
 
 @cached_bytes(2**28, lambda plan: plan.num_bytes)

@@ -74,15 +74,22 @@ class Slices(Builders, PartBuilders):
         """What `of_numbers` takes: `(N, 6)`, or `(B, N, 6)` filled up with empty slices, int32."""
         num_slices = max(map(len, self.tables), default=0)
         result = np.zeros((len(self.tables), num_slices, NUM_FIELDS), dtype=np.int32)
-        for row, table in zip(result, self.tables, strict=True):
-            row[: len(table)] = np.minimum(table, LARGEST)
+        for row, numbers in zip(result, self.rows, strict=True):
+            row[: len(numbers)] = numbers
         return result[0] if len(result) == 1 else result
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """The tables as numbers of int32."""
+        # No lag is beyond int32, as no position is.
+        return [np.clip(table, -LARGEST, LARGEST).astype(np.int32) for table in self.tables]
 
     @classmethod
     def of_tables(cls, tables: Any) -> Self:
         """Slices of one table `(N, 6)` for the whole batch, or of one for each batch row."""
         made = cls.__new__(cls)
-        made._set(tables)
+        is_one = isinstance(tables, np.ndarray) and tables.ndim == 2
+        made._set([tables] if is_one else tables)
         return made
 
     @classmethod
@@ -177,10 +184,11 @@ class Slices(Builders, PartBuilders):
         tables = []
         for table in self.tables:
             later = table + moved
-            if (later[:, :4] < 0).any():
+            beyond = ((later[:, :4] < 0) | (later[:, :4] > LARGEST)).any(axis=1)
+            if beyond.any():
                 raise ValueError(
-                    f"slices would begin before position 0, by={by}, key_by={key_by}, got "
-                    f"{shown(table[(later[:, :4] < 0).any(axis=1).argmax()])}"
+                    f"slices would begin before position 0, by={by}, key_by={key_by}, or end "
+                    f"after int32, got {shown(table[beyond.argmax()])}"
                 )
             tables.append(np.where(table == UNBOUNDED, UNBOUNDED, later))
         return Slices.of_tables(tables)

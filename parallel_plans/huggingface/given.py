@@ -10,10 +10,13 @@ from torch import Tensor
 
 from dtensor_ring.planning.areas import visible_pairs
 from dtensor_ring.planning.slices import Slices
-from parallel_plans.huggingface.patterns import MaskFunction, Pattern, pattern_of
+from parallel_plans.huggingface.patterns import MaskFunction, Pattern, is_pattern, pattern_of
 
-NUM_SAMPLES = 64
-"""Keys for which each query is asked once more, whether its mask shows one range of keys."""
+FEW = 512
+"""Tokens up to which all pairs are asked whether a mask shows one range of keys to each query."""
+
+NUM_SAMPLES, SCATTER = 64, 40_503
+"""Of more tokens, each query is asked for so many keys; an odd number scatters them."""
 
 
 class ModelMask:
@@ -55,21 +58,21 @@ class ModelMask:
         sees_itself = self._sees(query)
         return torch.where(sees_itself, query + step * near, query - int(step > 0))
 
-    def _sees(self, key: Tensor) -> Tensor:
+    def _sees(self, key: Tensor, head: int = 0) -> Tensor:
         """Whether each query sees the key that is given for it, `(B, S)`."""
         batch, num_tokens = key.shape
         index = torch.arange(num_tokens, device=key.device).expand(batch, -1)
         row = torch.arange(batch, device=key.device).unsqueeze(1).expand(-1, num_tokens)
-        seen = self._function(row, torch.zeros_like(row), index, key)
+        seen = self._function(row, torch.full_like(row, head), index, key)
         seen = torch.as_tensor(seen, device=key.device).expand(key.shape)
         return seen if self._padding is None else seen & self._padding.bool().gather(1, key)
 
     def _check(self, begins: Tensor, ends: Tensor) -> None:
-        num_tokens = self.shape[1]
-        for distance in _samples(num_tokens):
-            key = (torch.arange(num_tokens, device=begins.device) + distance) % num_tokens
-            key = key.expand(begins.shape)
-            wrong = self._sees(key) != ((begins <= key) & (key < ends))
+        query = torch.arange(self.shape[1], device=begins.device)
+        for keys in _samples(query):
+            key = keys.expand(begins.shape)
+            # Of another head than before: all heads share the slices.
+            wrong = self._sees(key, head=1) != ((begins <= key) & (key < ends))
             # What padding sees matters to nobody: here it sees nothing.
             if (wrong if self._padding is None else wrong & self._padding.bool()).any():
                 raise ValueError(
@@ -78,11 +81,17 @@ class ModelMask:
                 )
 
 
-def _samples(num_tokens: int) -> Iterator[int]:
-    """Distances of queries and keys, near ones first."""
-    near = {2**power for power in range(num_tokens.bit_length())}
-    even = {num_tokens * i // NUM_SAMPLES for i in range(NUM_SAMPLES)}
-    yield from sorted(x for x in near | even | {num_tokens - 1} if x < num_tokens)
+def _samples(query: Tensor) -> Iterator[Tensor]:
+    """Keys for all queries: each key once if they are few, else near and far ones."""
+    num_tokens = len(query)
+    if num_tokens <= FEW:
+        yield from ((query + distance) % num_tokens for distance in range(num_tokens))
+        return
+    yield from ((query + 2**power) % num_tokens for power in range(num_tokens.bit_length()))
+    # At other distances for each query, so that what neighbours see is asked at many.
+    scattered = query * SCATTER
+    for part in range(NUM_SAMPLES):
+        yield (scattered + part * num_tokens // NUM_SAMPLES) % num_tokens
 
 
 def mask_of(
@@ -116,8 +125,13 @@ def given_masks(mask: Any, seq_len: int, of: str = "") -> Any:
     Raises:
         ValueError: if they are dense, were made for a part of the batch, or do not show ranges.
     """
-    if isinstance(mask, dict):
+    if isinstance(mask, dict) and mask:
         return {name: given_masks(x, seq_len, f" for {name}") for name, x in mask.items()}
+    if is_pattern(mask):
+        raise ValueError(
+            f"an attention_mask that a model makes for each batch{of} cannot be read while the "
+            "model is compiled; compile the sharded model alone"
+        )
     if not isinstance(mask, ModelMask):
         what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
@@ -139,4 +153,6 @@ def largest(given: Any) -> Slices:
 
 def is_given(mask: Any) -> bool:
     """Whether an attention mask was made by a model around the sharded one."""
-    return isinstance(mask, (dict, ModelMask)) or (isinstance(mask, Tensor) and mask.ndim == 4)
+    if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
+        return True
+    return isinstance(mask, Tensor) and mask.ndim == 4

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.given import ModelMask, given_masks
+from parallel_plans.huggingface.given import ModelMask, given_masks, mask_of
 from parallel_plans.huggingface.patterns import MARKER
 from tests.dense import largest
 from tests.pool import Pool
@@ -148,6 +148,31 @@ def test_ranges_are_read() -> None:
     ):
         for table, row in zip(mask.slices(), expected, strict=True):
             assert torch.equal(torch.from_numpy(shown(table, (9, 9))), row.long())
+
+
+def test_two_short_ranges_far_apart_are_refused() -> None:
+    """Pieces of one image, of which no token is at a usual distance of another."""
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
+        return (q >= k) | (first & second)
+
+    mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
+    with pytest.raises(ValueError, match="each token sees one range"):
+        mask.slices()
+
+
+def test_heads_that_differ_are_refused() -> None:
+    pattern = MARKER, True, None, True
+    mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
+    with pytest.raises(ValueError, match="each token sees one range"):
+        mask.slices()
+
+
+def test_masks_of_a_compiled_model_are_refused() -> None:
+    mask = {"full_attention": mask_of(mask_function=None)}
+    with pytest.raises(ValueError, match="for full_attention cannot be read while the model is"):
+        given_masks(mask, 8)
 
 
 def test_more_than_one_range_is_refused() -> None:

@@ -15,6 +15,7 @@ from dtensor_ring import Mask, ZigZag, ring_attention
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.boundaries import documents_of, on_host, run_table, slices_of_table
 from dtensor_ring.ops.options import Batch, flatten
+from dtensor_ring.ops.word import _tables
 from tests.meshes import BATCH, SEQUENCE, annotated_mesh, place, random_inputs
 from tests.pool import Pool
 from tests.rings import Case, Ring
@@ -140,3 +141,15 @@ def _fake() -> None:
             call = case.call()._replace(batch=Batch(cu_seqlens))
             out, _ = ring_op(query, query, query, *flatten(call))
             assert (out.shape, out.device) == (query.shape, query.device)
+
+
+def test_the_word_of_an_empty_batch() -> None:
+    """A rank without rows tells the others of its ring what it does, too."""
+    assert _tables(slices_of_table(torch.zeros(0, 3, 6, dtype=torch.int32), 0)) == ""
+
+
+def test_rows_that_are_alike_are_one() -> None:
+    rows = torch.tensor([[[0, 3, 0, 3, 9, 0]]] * 2)
+    assert len(slices_of_table(rows, 2)) == 1
+    rows[1, 0, 1] = 2
+    assert len(slices_of_table(rows, 2)) == 2

@@ -168,7 +168,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shifted before 0": (
         lambda: PREFIX.shifted(0, -1),
         ValueError,
-        "before position 0, by=0, key_by=-1, got queries 0 to 2, keys 0 to 2, left None",
+        "before position 0, by=0, key_by=-1, or end after int32, got queries 0 to 2, keys 0 to 2",
     ),
     "shifted by a half": (lambda: PREFIX.shifted(0.5), TypeError, "by must be an int, got 0.5"),  # type: ignore[arg-type]
     "other rows": (
@@ -374,3 +374,18 @@ def test_too_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     Slices.batched([PREFIX, PREFIX]).check(5, 5)
     with pytest.raises(ValueError, match=r"slices of all rows must be at most 5, .* got 6"):
         Slices.batched([PREFIX] * 3).check(5, 5)
+
+
+def test_numbers_never_wrap() -> None:
+    far = Slices([(0, 5)], [(0, 5)], [(1 - 2**31, None)]).shifted(0, key_by=10)
+    assert not far.sees(0, 10)
+    assert not Slices.of_numbers(far.numbers).sees(0, 10)
+    with pytest.raises(ValueError, match="end after int32"):
+        Slices.block_causal([4]).shifted(2**31 - 3)
+    with pytest.raises(ValueError, match="int32"):
+        Slices(np.array([[0, 2**64 - 1]], dtype=np.uint64), [(0, 5)], [(0, 0)])
+
+
+def test_one_table_is_that_of_all_rows() -> None:
+    table = np.array([[0, 4, 0, 4, 0, 0], [4, 8, 4, 8, 0, 0]])
+    assert len(Slices.of_tables(table)) == len(Slices.of_tables([table])) == 1

@@ -112,7 +112,8 @@ def _tables(slices: Slices | None) -> str:
     """The slices of each row of the batch."""
     if slices is None:
         return "none"
-    return ", ".join(_numbers(table.reshape(-1)) for table in slices.rows)
+    rows = slices.numbers if slices.numbers.ndim == 3 else [slices.numbers]
+    return ", ".join(_numbers(row.reshape(-1)) for row in rows)
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)

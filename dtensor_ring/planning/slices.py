@@ -74,15 +74,10 @@ class Slices(Builders, PartBuilders):
         """What `of_numbers` takes: `(N, 6)`, or `(B, N, 6)` filled up with empty slices, int32."""
         num_slices = max(map(len, self.tables), default=0)
         result = np.zeros((len(self.tables), num_slices, NUM_FIELDS), dtype=np.int32)
-        for row, numbers in zip(result, self.rows, strict=True):
-            row[: len(numbers)] = numbers
+        for row, table in zip(result, self.tables, strict=True):
+            # No lag is beyond int32, as no position is.
+            row[: len(table)] = np.clip(table, -LARGEST, LARGEST)
         return result[0] if len(result) == 1 else result
-
-    @property
-    def rows(self) -> list[np.ndarray]:
-        """The tables as numbers of int32."""
-        # No lag is beyond int32, as no position is.
-        return [np.clip(table, -LARGEST, LARGEST).astype(np.int32) for table in self.tables]
 
     @classmethod
     def of_tables(cls, tables: Any) -> Self:

@@ -184,7 +184,7 @@ def test_two_threads_on_one_group(pool: Pool) -> None:
 
 def _call_from_two_threads() -> list[str]:
     mesh, texts, tensors = init_device_mesh("cpu", (2,)), list[str](), inputs()
-    inside = Barrier(2, timeout=60)
+    inside, others = Barrier(2, timeout=60), dist.new_group(range(2))
 
     def first() -> None:
         with _meeting(inside):
@@ -193,6 +193,7 @@ def _call_from_two_threads() -> list[str]:
     thread = Thread(target=first)
     thread.start()
     inside.wait()  # the other thread is in a kernel
+    dist.barrier(others)  # on both ranks: what follows closes the connections of the ring
     texts.append(error_of(lambda: ring_attention(*tensors, mesh=mesh))[0])
     inside.wait()
     thread.join()

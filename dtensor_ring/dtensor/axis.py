@@ -155,7 +155,10 @@ class SequenceAxis:
         batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices)
         if isinstance(query, DTensor):
             if seq_len is not None:
-                raise ValueError("seq_len is for local shards: DTensors say theirs; leave it out")
+                raise ValueError(
+                    "seq_len is for local shards, and query is a DTensor, which has its own; leave "
+                    "it out"
+                )
             # The kernel is that of the axis that the tensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, ON_DTENSORS))[0]

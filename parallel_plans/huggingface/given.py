@@ -155,4 +155,5 @@ def is_given(mask: Any) -> bool:
     """Whether an attention mask was made by a model around the sharded one."""
     if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
         return True
-    return isinstance(mask, Tensor) and mask.ndim == 4
+    # A nested tensor has no shape to read.
+    return isinstance(mask, Tensor) and not mask.is_nested and mask.ndim == 4

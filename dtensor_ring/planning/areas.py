@@ -6,6 +6,7 @@ import numpy as np
 
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.tables import stacked
 
 EXACT = 2**58
 """Sums of fewer pairs, 16 times them, and the terms of the closed form are exact in int64."""
@@ -13,13 +14,13 @@ EXACT = 2**58
 
 def visible_pairs(slices: Slices, queries: Span) -> int:
     """Pairs that a range of queries sees, summed over the rows of the slices."""
-    table = stacked(slices)
+    table = exact_table(slices)
     return int(areas(table, *(np.full(len(table), x, dtype=table.dtype) for x in queries)).sum())
 
 
-def stacked(slices: Slices) -> np.ndarray:
+def exact_table(slices: Slices) -> np.ndarray:
     """The slices of all rows as one table `(N, 6)`; of Python integers if int64 is too small."""
-    table = np.concatenate([np.empty((0, 6), dtype=np.int64), *slices.tables])
+    table = stacked(slices.tables)
     num_queries, num_keys = (int(table[:, column].max(initial=0)) for column in (1, 3))
     is_exact = len(slices) * num_queries * num_keys < EXACT and num_queries + num_keys < 2**31
     return table if is_exact else table.astype(object)

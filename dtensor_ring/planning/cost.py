@@ -6,7 +6,8 @@ import numpy as np
 
 from dtensor_ring.planning.areas import areas
 from dtensor_ring.planning.partition import Partition
-from dtensor_ring.planning.work import Work, expanded
+from dtensor_ring.planning.ranges import expanded
+from dtensor_ring.planning.work import Work
 
 MAX_PAIRS = 2**20
 """Pairs of pieces that steps are computed for, in about 0.2 s; of more, no waiting is counted."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.tables import numbered
+from dtensor_ring.planning.ranges import numbered
 
 CHUNK = 2**18
 """Pairs of slices that are compared at once."""

@@ -11,7 +11,9 @@ import numpy as np
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
 from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks
+from dtensor_ring.planning.ranges import expanded
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tables import stacked
 from dtensor_ring.planning.wavelet import WaveletMatrix
 
 
@@ -38,7 +40,7 @@ def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
     # Runs are dense: those of a range follow one another.
     first = np.searchsorted(dealing.starts, begins, "right") - 1
     after = np.searchsorted(dealing.starts, ends, "left")
-    numbers, runs = _expanded(np.arange(len(ranges)), first, np.maximum(first, after))
+    numbers, runs = expanded(first, after)
     starts = dealing.starts[runs]
     begins = np.maximum(begins[numbers], starts)
     ends = np.minimum(ends[numbers], starts + dealing.lengths[runs])
@@ -68,7 +70,7 @@ class SweptNeeds(Needs):
 
     def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
         self.world_size = len(keys.shards)
-        table = np.concatenate(slices.tables) if len(slices) else np.zeros((0, 6), dtype=np.int64)
+        table = stacked(slices.tables)
         line = 1 + int(table[:, :4].max(initial=0))
         self._queries = _merged(_segments(queries, table[:, :2], line))
         self._keys = _segments(keys, table[:, 2:4], line)
@@ -162,8 +164,8 @@ class SweptNeeds(Needs):
         begin, end = self._begin[keys], self._end[keys]
         # Few pairs are written out; of many, each viewer is searched for its first and last.
         if (end - begin).sum() <= len(keys) * self.world_size:
-            pairs = _expanded(keys, begin, end)
-            found = self._sights(pairs[0], pairs[1], pairs[1])
+            which, queries = expanded(begin, end)
+            found = self._sights(keys[which], queries, queries)
         else:
             found = self._sights(*self._by_viewer(keys, begin, end))
         is_other = found.sources != found.viewers
@@ -236,15 +238,6 @@ def _cut(
         return np.arange(len(begin)), begin, end
     # A range goes from after one cut to the next, and is one part more than there are cuts in it.
     low, high = np.searchsorted(cuts, begin, "right"), np.searchsorted(cuts, end, "left")
-    which, number = _expanded(np.arange(len(begin)), low, high + 1)
+    which, number = expanded(low, high + 1)
     begins, ends = np.append(0, cuts + width), np.append(cuts, np.iinfo(np.int64).max)
     return which, np.maximum(begin[which], begins[number]), np.minimum(end[which], ends[number])
-
-
-def _expanded(
-    keys: np.ndarray, begin: np.ndarray, end: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each key next to each number of its range."""
-    counts = end - begin
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(keys, counts), numbers + np.repeat(begin, counts)

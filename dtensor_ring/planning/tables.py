@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import numbered
 
 UNBOUNDED = 2**60
 """A bound of a band that is none, in tables: more than any lag, and sums of it fit."""
@@ -91,16 +92,6 @@ def check_count(num_slices: int) -> None:
             f"{num_slices:,}; fewer are larger chunks, documents or blocks, and a tree whose nodes "
             "are in the order of a walk"
         )
-
-
-def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """So many items of each: whose an item is, and its number among those.
-
-    >>> numbered(np.array([2, 0, 3]))
-    (array([0, 0, 2, 2, 2]), array([0, 1, 0, 1, 2]))
-    """
-    whose = np.repeat(np.arange(len(counts)), counts)
-    return whose, np.arange(len(whose)) - (np.cumsum(counts) - counts)[whose]
 
 
 def block_table(bounds: np.ndarray, ranges: Ranges, left: int) -> np.ndarray:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.areas import areas, stacked
+from dtensor_ring.planning.areas import areas, exact_table
+from dtensor_ring.planning.ranges import expanded
 from dtensor_ring.planning.slices import Slices
 
 
@@ -26,13 +27,13 @@ class Work:
     """Slices of all batch rows in one table, to ask what ranges of queries see.
 
     Attributes:
-        table: the slices in which anything is seen, by their first query; see `stacked`.
+        table: the slices in which anything is seen, by their first query; see `exact_table`.
         total: all visible pairs.
         num_rows: batch rows that the table has slices of.
     """
 
     def __init__(self, slices: Slices) -> None:
-        table, self.num_rows = stacked(slices), len(slices)
+        table, self.num_rows = exact_table(slices), len(slices)
         table = table[np.argsort(table[:, 0].astype(np.int64), kind="stable")]
         found = areas(table, table[:, 0], table[:, 1])
         self.table, self._areas = table[found > 0], found[found > 0]
@@ -104,10 +105,3 @@ class Work:
             at = np.searchsorted(bounds, begins[first])
             found[at] = np.add.reduceat(self._areas[order], first)
         return bounds, found
-
-
-def expanded(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number of each range next to each number in it."""
-    counts = np.maximum(end - first, 0)
-    inner = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(np.arange(len(counts)), counts), inner + np.repeat(first, counts)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor_ring.planning.areas import areas, stacked, visible_pairs
+from dtensor_ring.planning.areas import areas, exact_table, visible_pairs
 from dtensor_ring.planning.slices import UNBOUNDED, Slices
 from tests.slices import shown, slices
 
@@ -41,4 +41,4 @@ def test_no_square_overflows(bits: int, num_rows: int) -> None:
     full = Slices.of_tables([[[0, n, 0, n, UNBOUNDED, UNBOUNDED]]] * num_rows)
     assert visible_pairs(causal, (0, n)) == num_rows * n * (n + 1) // 2
     assert visible_pairs(full, (5, 2**40 + 5)) == num_rows * n * (n - 5)
-    assert stacked(causal).dtype == (object if bits > 28 else np.int64)
+    assert exact_table(causal).dtype == (object if bits > 28 else np.int64)

@@ -41,7 +41,7 @@ def add(total: Tensor, filled: WriteTracker, packed: Tensor, cols: Cols) -> None
     Args:
         total: the sum.
         filled: what of the sum is written.
-        packed: what is added, in a dtype of its own.
+        packed: the columns to add; their dtype may differ from that of the sum.
         cols: where it is added.
     """
     if len(cols.spans) <= FEW:
@@ -73,7 +73,8 @@ def _index(cols: Cols, device: torch.device) -> Tensor:
 
 
 def _listed(cols: Cols) -> Tensor:
-    """The columns, int64: their numbers side by side, and how far each span lies behind that."""
+    """The indices of the columns, int64."""
     firsts, ends = torch.tensor(cols.spans, device="cpu").T
-    behind = firsts - torch.tensor(cols.offsets[:-1], device="cpu")
-    return torch.arange(len(cols), device="cpu") + behind.repeat_interleave(ends - firsts)
+    # An index is the place among the packed columns, plus all gaps before its span.
+    gaps = firsts - torch.tensor(cols.offsets[:-1], device="cpu")
+    return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)

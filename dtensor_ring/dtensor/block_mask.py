@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MAX_RANGES = 16
-"""Ranges of keys that a query may see: each is a list of slices of its own."""
+"""The most ranges of keys that one query may see. Each range adds its own list of slices."""
 
 MAX_SLICES = 10_000
 """More would take longer to plan than to attend."""

@@ -85,7 +85,7 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
 
 
 def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
-    """This rank's rows of what is given for the whole batch, of so many dims if it is by row."""
+    """This rank's batch rows of a tensor, which has them if it has `ndim` dims."""
     if given is None or given.ndim != ndim:
         return given
     if len(given) != query.shape[BATCH]:

@@ -35,7 +35,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
     Raises:
         TypeError: if `parts` are not pairs of tensors.
-        ValueError: if there is none, or they differ in shape, dtype, device or placement.
+        ValueError: if parts are empty, or differ in shape, dtype, device or placement.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

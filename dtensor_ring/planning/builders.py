@@ -35,6 +35,18 @@ class Builders:
         return cls.of_tables([make(*row) for row in broadcast(**sides)])
 
     @classmethod
+    def _of_counts(
+        cls, make: Callable[..., np.ndarray], cu_seqlens: Integers, name: str, counts: Any
+    ) -> Self:
+        """Slices of the tables that are made of boundaries and a number for each document."""
+
+        def of_row(bounds: np.ndarray, row: np.ndarray) -> np.ndarray:
+            return make(bounds, given.of_each(name, row, len(bounds) - 1, "documents"))
+
+        bounds = given.boundaries("cu_seqlens", cu_seqlens)
+        return cls._of_rows(of_row, cu_seqlens=bounds, **{name: given.counts(name, counts)})
+
+    @classmethod
     def documents(
         cls, cu_seqlens: Integers, mask: Mask | Sequence[Mask] | Sequence[Sequence[Mask]] = CAUSAL
     ) -> Self:
@@ -92,15 +104,10 @@ class Builders:
         """
 
         def make(bounds: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-            lengths = given.of_each("prefix_lengths", lengths, len(bounds) - 1, "documents")
             ranges = tables.beginnings(bounds, lengths)
             return tables.block_table(bounds, ranges, tables.UNBOUNDED)
 
-        return cls._of_rows(
-            make,
-            cu_seqlens=given.boundaries("cu_seqlens", cu_seqlens),
-            prefix_lengths=given.counts("prefix_lengths", prefix_lengths),
-        )
+        return cls._of_counts(make, cu_seqlens, "prefix_lengths", prefix_lengths)
 
     @classmethod
     def blocks(
@@ -169,14 +176,9 @@ class Builders:
         window = as_count("window", window)
 
         def make(bounds: np.ndarray, counts: np.ndarray) -> np.ndarray:
-            counts = given.of_each("num_global", counts, len(bounds) - 1, "documents")
             return tables.global_table(bounds, counts, window)
 
-        return cls._of_rows(
-            make,
-            cu_seqlens=given.boundaries("cu_seqlens", cu_seqlens),
-            num_global=given.counts("num_global", num_global),
-        )
+        return cls._of_counts(make, cu_seqlens, "num_global", num_global)
 
     @classmethod
     def bottom_right(

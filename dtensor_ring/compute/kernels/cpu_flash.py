@@ -170,7 +170,7 @@ def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> Non
     nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     """
     out, lse = results
-    # Such rows are rare: one count of all rows usually shows that there are none.
+    # Such rows are rare, so count them all first.
     if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):
         return
     # The lse of a single score may be 0; its value seldom is, too.

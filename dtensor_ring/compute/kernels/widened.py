@@ -84,7 +84,7 @@ def _with_columns(saved: Saved, is_tile: bool) -> Saved:
     out, grad_out = _widened(saved.out), _widened(saved.grad_out)
     # The lse of segments has heads first, their other tensors have them second.
     rest = saved.grad_lse if is_tile else saved.grad_lse.transpose(0, 1)
-    # float16 ends at 65504 and at 6e-8; in a unit of its own size any number is about 1.
+    # float16 covers 6e-8 to 65504 only, so each row is scaled to about 1.
     unit = rest.abs().clamp(SMALLEST, LARGEST).to(out.dtype)
     rest = rest / unit
     for column in range(saved.out.shape[-1], saved.out.shape[-1] + PARTS):

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from dtensor_ring.planning.frozen import FrozenArrays
 from dtensor_ring.planning.integers import Integers, integer_rows
 
 
-class Documents:
+class Documents(FrozenArrays):
     """Boundaries of documents in global positions: one row for the whole batch, or one per row.
 
     Document d of a row holds the positions from boundary d up to boundary d + 1. Equal by content;
@@ -25,10 +26,7 @@ class Documents:
     """
 
     def __init__(self, rows: Iterable[Any] = ()) -> None:
-        self.arrays: tuple[np.ndarray, ...] = tuple(np.array(row, dtype=np.int64) for row in rows)
-        for array in self.arrays:
-            array.setflags(write=False)  # the hash would not follow a change
-        self._hash = hash(tuple(array.tobytes() for array in self.arrays))
+        self.arrays = self._freeze(np.array(row, dtype=np.int64) for row in rows)
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
@@ -57,24 +55,8 @@ class Documents:
                     f"length {seq_len}, got {row.tolist()}"
                 )
 
-    def __len__(self) -> int:
-        return len(self.arrays)
-
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return iter(self.rows)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Documents):
-            return NotImplemented
-        # The hash decides nearly all comparisons; content is read only where it agrees.
-        if self._hash != other._hash or len(self) != len(other):
-            return False
-        return all(map(np.array_equal, self.arrays, other.arrays))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Documents, (self.arrays,)  # hashes of bytes differ between processes

@@ -11,6 +11,7 @@ import numpy as np
 from dtensor_ring.planning.broadcast import broadcast
 from dtensor_ring.planning.builders import Builders
 from dtensor_ring.planning.count import as_count, as_int
+from dtensor_ring.planning.frozen import FrozenArrays
 from dtensor_ring.planning.given import slices_given, unbounded
 from dtensor_ring.planning.integers import SupportsArray
 from dtensor_ring.planning.overlap import Overlap, find_overlap
@@ -26,7 +27,7 @@ Bands = SupportsArray | Sequence[Band] | Sequence[Sequence[Band]]
 """Pairs of integers, or `None`."""
 
 
-class Slices(Builders, PartBuilders):
+class Slices(Builders, PartBuilders, FrozenArrays):
     """Disjoint slices: one list of them for the whole batch, or one for each batch row.
 
     Query position q sees key position k if one slice has q among its queries, k among its keys, and
@@ -102,11 +103,8 @@ class Slices(Builders, PartBuilders):
         return cls.of_tables([table for part in parts for table in part.tables])
 
     def _set(self, tables: Any) -> None:
-        self.tables: tuple[np.ndarray, ...] = tuple(map(_in_order, tables))
+        self.tables = self._freeze(map(_in_order, tables))
         """`(N, 6)` of each row, without empty slices, by begin of the queries, then of the keys."""
-        for table in self.tables:
-            table.setflags(write=False)  # the hash would not follow a change
-        self._hash = hash(tuple(table.tobytes() for table in self.tables))
 
     def check(self, seq_len: int, key_seq_len: int) -> None:
         """Refuse slices that cannot be planned for such sequences.
@@ -217,24 +215,8 @@ class Slices(Builders, PartBuilders):
         """Memory of the tables, in bytes."""
         return 64 + sum(table.nbytes for table in self.tables)
 
-    def __len__(self) -> int:
-        return len(self.tables)
-
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter(self.tables)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Slices):
-            return NotImplemented
-        # The hash decides nearly all comparisons; content is read only where it agrees.
-        if self._hash != other._hash or len(self) != len(other):
-            return False
-        return all(map(np.array_equal, self.tables, other.tables))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Slices.of_tables, (self.tables,)  # hashes of bytes differ between processes

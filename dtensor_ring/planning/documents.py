@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,14 @@ class Documents(FrozenArrays):
     def __init__(self, rows: Iterable[Any] = ()) -> None:
         self.arrays = self._freeze(np.array(row, dtype=np.int64) for row in rows)
 
-    @cached_property
+    @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The boundaries as Python integers, which the tile arithmetic bisects."""
+        """The boundaries as Python integers, for people to look at."""
         return tuple(tuple(array.tolist()) for array in self.arrays)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the boundaries, in bytes: arrays, and Python integers of 40 bytes."""
+        """Memory of the boundaries and of their slices, which are six numbers each, in bytes."""
         return 48 * sum(array.size for array in self.arrays)
 
     def check(self, seq_len: int, name: str = "cu_seqlens") -> None:

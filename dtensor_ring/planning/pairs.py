@@ -10,7 +10,8 @@ import numpy as np
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
 from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks, united
-from dtensor_ring.planning.slices import NUM_FIELDS, Slices
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tables import stacked
 
 MOST = 2**19
 """Pairs of runs, times slices, up to which each is looked at, in a quarter of a second or so.
@@ -33,7 +34,7 @@ class PairedNeeds(Needs):
         self.world_size = len(keys.shards)
         self._queries, self._keys = queries, keys
         # An empty batch has no table, and sees what an empty table shows.
-        self._tables = slices.tables or (np.zeros((0, NUM_FIELDS), dtype=np.int64),)
+        self._tables = slices.tables or (stacked([]),)
         # One answer for all ranks, as both sides of a message must agree.
         num_pairs = len(queries.owners) * len(keys.owners)
         self._is_exact = num_pairs * sum(map(len, slices.tables)) <= MOST

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.slices import UNBOUNDED
 from dtensor_ring.planning.span import Span, length
+from dtensor_ring.planning.tables import UNBOUNDED
 
 
 class Piece(NamedTuple):

@@ -105,10 +105,18 @@ def test_no_hidden_state() -> None:
             assert getattr(node, "attr", getattr(node, "id", "")) not in ("environ", "getenv"), name
 
 
-CONSTRUCTORS = {"Place", "TransferPolicy", "TypeVar", "attrgetter", "compile", "nullcontext"}
-CONSTRUCTORS |= {"_builder", "causal", "full", "index", "join", "tuple"}
+CONSTRUCTORS = {
+    "Arguments",
+    "Place",
+    "TransferPolicy",
+    "TypeVar",
+    "attrgetter",
+    "compile",
+    "nullcontext",
+}
+CONSTRUCTORS |= {"causal", "full", "index", "join", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
-TABLES = {"LAYOUTS", "ROUTES", "_NESTED", "_SCHEMA_TYPES", "_TENSORS", "DEALT", "__all__"}
+TABLES = {"LAYOUTS", "ROUTES", "_SCHEMA_TYPES", "_TENSORS", "DEALT", "__all__"}
 """Module-level dicts, sets and lists that are read only."""
 
 

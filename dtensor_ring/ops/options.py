@@ -1,23 +1,19 @@
 """The options of the ring ops: three values, which travel through the dispatcher as flat arguments.
 
-`SCHEMA`, `flatten` and `unflatten` follow from the fields of the values: an option is added there,
-and nowhere else.
+An option is added to the fields of one of the values, and nowhere else: see `Arguments`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
 from math import sqrt
-from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
+from dtensor_ring.ops.arguments import Arguments
 from dtensor_ring.ops.boundaries import documents_of, run_table, slices_of_table
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
@@ -30,7 +26,6 @@ from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
 Length = int
 """A global length in tokens, which a compiler may have as a symbol."""
-
 
 TOKEN_MAJOR_HINT = (
     "; tensors are (B, N, S, H): if these are (B, S, N, H), as in flash-attn, use transpose(1, 2)"
@@ -176,91 +171,19 @@ class Call(NamedTuple):
         )
 
 
-class _Leaf(NamedTuple):
-    """One argument of the schema."""
-
-    name: str
-    path: str
-    schema_type: str
-
-    def of(self, call: Call) -> Any:
-        """Its value in a call."""
-        value: Any = call
-        for name in self.path.split("."):
-            value = getattr(value, name)
-        return value
-
-
-_NESTED: dict[str, Any] = {
-    "Batch": Batch,
-    "Scores": Scores,
-    "Place": Place,
-    "Mask": Mask,
-    "TransferPolicy": TransferPolicy,
-}
-_SCHEMA_TYPES = {
-    "Tensor | None": "Tensor?",
-    "int | None": "int?",
-    "Length | None": "SymInt?",
-    "str | None": "str?",
-    "float": "float",
-    "torch.dtype": "ScalarType",
-    "torch.dtype | None": "ScalarType?",
-}
-
-
-def _members(owner: Any) -> list[tuple[str, str]]:
-    """Name and annotated type of each field."""
-    return [(name, _spelled(kind)) for name, kind in owner.__annotations__.items()]
-
-
-def _spelled(kind: Any) -> str:
-    """An annotation as its file spells it, which a `NamedTuple` wraps."""
-    return getattr(kind, "__forward_arg__", kind)
-
-
-def _leaves(owner: Any, path: str = "") -> Iterator[_Leaf]:
-    for name, kind in _members(owner):
-        if kind in _NESTED:
-            yield from _leaves(_NESTED[kind], f"{path}{name}.")
-        else:
-            yield _Leaf(name, path + name, _SCHEMA_TYPES[kind])
-
-
-def _builder(owner: Any, start: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that builds a value of that type from the leaves, its own from `start` on."""
-    # Values that check themselves are made once: layers pass the same ones in every call.
-    make = lru_cache(maxsize=256)(owner) if owner in (Mask, TransferPolicy) else owner
-    kinds = [kind for _, kind in _members(owner)]
-    if not any(kind in _NESTED for kind in kinds):
-        end = start + len(kinds)
-        return lambda leaves: make(*leaves[start:end])
-    parts: list[Callable[[tuple[Any, ...]], Any]] = []
-    for kind in kinds:
-        nested = _NESTED.get(kind)
-        parts.append(_builder(nested, start) if nested else itemgetter(start))
-        start += len(list(_leaves(nested))) if nested else 1
-    return lambda leaves: make(*[part(leaves) for part in parts])
-
-
-LEAVES = tuple(_leaves(Call))
-SCHEMA = ", ".join(f"{leaf.schema_type} {leaf.name}" for leaf in LEAVES)
-"""The options in a schema string, in the order of `flatten`."""
-
-_build_call = _builder(Call)
-_get_leaves = attrgetter(*(leaf.path for leaf in LEAVES))
+_ARGUMENTS = Arguments(Call, Batch, Scores, Place, Mask, TransferPolicy)
+LEAVES, SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
+"""Of the ring ops, after their tensors, in the order of `flatten`."""
 
 
 def flatten(call: Call) -> tuple[Any, ...]:
-    """The arguments of the ops after their tensors."""
-    if torch.compiler.is_compiling():  # a compiler follows Python only
-        return tuple(leaf.of(call) for leaf in LEAVES)
-    return _get_leaves(call)
+    """The arguments of the ring ops after their tensors."""
+    return _ARGUMENTS.flatten(call)
 
 
 def unflatten(arguments: tuple[Any, ...]) -> Call:
     """The call that `flatten` made the arguments of."""
-    return _build_call(arguments)
+    return _ARGUMENTS.unflatten(arguments)
 
 
 def default_scale(head_dim: int) -> float:

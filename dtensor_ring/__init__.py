@@ -15,6 +15,7 @@ from dtensor_ring.dtensor.sequence import (
     unshard_sequence,
 )
 from dtensor_ring.dtensor.style import ContextParallel
+from dtensor_ring.inference.cache import ShardedCache
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
@@ -33,6 +34,7 @@ __all__ = [
     "Mask",
     "RingError",
     "SequenceAxis",
+    "ShardedCache",
     "Slices",
     "Striped",
     "TransferPolicy",

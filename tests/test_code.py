@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_public import ROOT
 
-LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor")
+LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference")
 """A module imports from its own layer and those before it, and never in a circle."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}

@@ -117,6 +117,21 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
     .strategy
     .sum(self, local: 'Tensor') -> 'Tensor'
     .unshard(self, dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = None) -> 'Tensor'
+ShardedCache(mesh: 'DeviceMesh', num_layers: 'int', layout: 'Layout | str | None' = None, block:
+        'int' = 256) -> 'None'
+    .batch
+    .begin(self, num_tokens: 'int', *, dealt: 'bool') -> 'None'
+    .crop(self, seq_len: 'int') -> 'None'
+    .key_runs
+    .positions
+    .query_runs
+    .reorder(self, rows: 'Tensor') -> 'None'
+    .repeat(self, times: 'int') -> 'None'
+    .reset(self) -> 'None'
+    .select(self, rows: 'Tensor') -> 'None'
+    .seq_len
+    .table
+    .usage(self) -> 'CacheUsage'
 Slices(query_ranges: 'Ranges', key_ranges: 'Ranges', bands: 'Bands') -> 'None'
     .UNBOUNDED
     .are_windowed

@@ -1,0 +1,1 @@
+"""Decoding: keys and values that are kept, sharded along the sequence."""

@@ -1,0 +1,244 @@
+"""Keys and values of sequences that grow, sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
+from dtensor_ring.inference.cache_layer import CacheLayer
+from dtensor_ring.inference.turns import Turns
+from dtensor_ring.ops.boundaries import INTEGERS
+from dtensor_ring.planning.cache_table import CacheTable
+from dtensor_ring.planning.count import as_count, as_int
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.spelling import as_layout
+
+MAX_LAYERS = 2**16
+"""Of a cache."""
+
+
+class CacheUsage(NamedTuple):
+    """Bytes of a cache on each rank; all ranks compute the same."""
+
+    held: tuple[int, ...]
+    """Allocated."""
+    used: tuple[int, ...]
+    """Of those, the ones that hold keys and values."""
+
+
+class ShardedCache:
+    """Keys and values of each layer of a model, each token's on one rank of a mesh axis.
+
+    For a batch of sequences of one length. Tokens come in *turns*: `begin` says how many, and then
+    each layer appends its keys and values once. A turn is dealt (each rank appends its shard, in
+    the order of the layout), or not (all ranks append the same tokens, and their owners keep them).
+    Who holds what is computed, on all ranks alike: no message is sent.
+
+    Memory grows by blocks: a rank holds its tokens, rounded up to a block. It is given back by
+    `reset` only.
+
+    Args:
+        mesh: the 1-D mesh of the axis.
+        num_layers: layers of the model that keep keys and values.
+        layout: how a turn is dealt, within itself: one whose runs are of neighbouring tokens, as
+            "zigzag" or "block_cyclic:256". By default the axis's, zigzag if it has none.
+        block: tokens that memory grows by; also those that one rank gets of tokens that are not
+            dealt, before they go to the rank with the fewest.
+
+    Raises:
+        ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.
+        TypeError: if an argument is of another type.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> cache = ShardedCache(mesh, num_layers=1)
+        >>> cache.begin(6, dealt=True)
+        >>> keys, values = cache[0].append(torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4))
+        >>> cache.begin(1, dealt=False)
+        >>> keys, values = cache[0].append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        >>> keys.shape, cache.seq_len
+        (torch.Size([1, 2, 7, 4]), 7)
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_layers: int,
+        layout: Layout | str | None = None,
+        block: int = 256,
+    ) -> None:
+        group = axis_group(mesh)
+        num_layers = as_count("num_layers", num_layers, 1, MAX_LAYERS)
+        self.mesh = mesh
+        self.layout = as_layout(sequence_layout(mesh) or "zigzag" if layout is None else layout)
+        self._turns = Turns(CacheTable.empty(group.size(), block), group.rank(), num_layers)
+        self._layers = tuple(CacheLayer(number, self._turns) for number in range(num_layers))
+        self._key_runs: tuple[CacheTable, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[CacheLayer]:
+        return iter(self._layers)
+
+    def __getitem__(self, number: int) -> CacheLayer:
+        """The layer of that number.
+
+        Raises:
+            IndexError: if there is none.
+        """
+        if not 0 <= as_int("number", number) < len(self._layers):
+            raise IndexError(
+                f"this cache has {len(self._layers)} layers, there is no layer {number}; a model "
+                "needs a cache of as many layers as it has"
+            )
+        return self._layers[number]
+
+    @property
+    def table(self) -> CacheTable:
+        """Which positions each rank holds, those of the turn that has begun included."""
+        return self._turns.table
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of each sequence, those of the turn that has begun included."""
+        return self.table.seq_len
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences, `None` before the first ones came."""
+        return self._turns.batch
+
+    @property
+    def key_runs(self) -> Tensor:
+        """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
+
+        On the CPU, ascending; runs of no token fill it up. The same object until the next turn or
+        crop, so that what is planned with it is found again.
+        """
+        if self._key_runs is None or self._key_runs[0] is not self.table:
+            self._key_runs = self.table, torch.tensor(self.table.numbers, device="cpu")
+        return self._key_runs[1]
+
+    @property
+    def query_runs(self) -> Tensor:
+        """The runs of the tokens of the last turn, which was dealt, as `key_runs` has them.
+
+        Raises:
+            ValueError: if it was not dealt, or a crop came after it.
+        """
+        last = self._turns.last
+        if last is None or not last.is_dealt:
+            raise ValueError(
+                "only the tokens of a dealt turn have runs: cache.begin(num_tokens, dealt=True)"
+            )
+        return torch.tensor(self.table.turn(last.begin), device="cpu")
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each column of this rank, `(C,)`, int64, on the CPU."""
+        return torch.from_numpy(self.table.positions(self._turns.rank))
+
+    def begin(self, num_tokens: int, *, dealt: bool) -> None:
+        """Begin a turn: each layer appends so many tokens next.
+
+        Args:
+            num_tokens: of each sequence, on all ranks together.
+            dealt: whether the layout deals them to the ranks; otherwise all ranks have them all.
+
+        Raises:
+            ValueError: if a layer has not appended the turn before, there is no token, or the
+                layout cannot deal them.
+            TypeError: if the number is not an integer.
+        """
+        self._turns.begin(num_tokens, self.layout if dealt else None)
+
+    def crop(self, seq_len: int) -> None:
+        """Keep the first tokens of each sequence only; memory stays for those that follow.
+
+        A turn that some layers did not append is taken back by a crop to where it began.
+
+        Raises:
+            ValueError: if it is negative, more than there is, or within a turn that some layers did
+                not append.
+            TypeError: if it is not an integer.
+        """
+        self._turns.crop(seq_len)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order.
+
+        Args:
+            rows: numbers of sequences, `(B',)`, int32 or int64; one may be there several times.
+
+        Raises:
+            ValueError: if there is no such sequence, or a turn is not complete.
+            TypeError: if `rows` is not a tensor.
+        """
+        self._turns.check_complete("select sequences")
+        _check_rows(rows, self.batch)
+        for layer in self._layers:
+            layer.select(rows)
+        self._turns.batch = None if self.batch is None else len(rows)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Put other sequences, or the same, into the places of these, as beam search does.
+
+        Args:
+            rows: the number of the sequence that comes into each place, `(B,)`, int32 or int64.
+
+        Raises:
+            ValueError: if they are not as many as there are, or as `select` does.
+            TypeError: if `rows` is not a tensor.
+        """
+        if isinstance(rows, Tensor) and self.batch not in (None, rows.numel()):
+            raise ValueError(
+                f"reorder takes a number for each of {self.batch} sequences, got {rows.numel()}; "
+                "select takes any"
+            )
+        self.select(rows)
+
+    def repeat(self, times: int) -> None:
+        """Put so many copies of each sequence side by side.
+
+        Raises:
+            ValueError: if there is to be none, or a turn is not complete.
+            TypeError: if it is not an integer.
+        """
+        times = as_count("times", times, 1)
+        self.select(torch.arange(self.batch or 0, device="cpu").repeat_interleave(times))
+
+    def reset(self) -> None:
+        """Forget all tokens, and give their memory back."""
+        self._turns.start(CacheTable.empty(self.table.world_size, self.table.block))
+        for layer in self._layers:
+            layer.reset()
+
+    def usage(self) -> CacheUsage:
+        """Bytes on each rank, of all layers."""
+        ranks = range(self.table.world_size)
+        sizes = [(layer.bytes_per_column, layer.capacities) for layer in self._layers]
+        held = tuple(sum(size * capacity[rank] for size, capacity in sizes) for rank in ranks)
+        num_local = self.table.num_local
+        used = (
+            sum(size * min(capacity[rank], num_local[rank]) for size, capacity in sizes)
+            for rank in ranks
+        )
+        return CacheUsage(held, tuple(used))
+
+
+def _check_rows(rows: Tensor, batch: int | None) -> None:
+    """Refuse what are no numbers of sequences."""
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
+    if rows.ndim != 1 or rows.dtype not in INTEGERS:
+        raise ValueError(f"rows must be int32 or int64, (B,), got {rows.dtype} {tuple(rows.shape)}")
+    wrong = [row for row in rows.tolist() if not 0 <= row < (batch or 0)]
+    # A cache without tokens has no sequences that could be elsewhere.
+    if wrong and batch is not None:
+        raise ValueError(f"rows must be from 0 to {batch - 1}, got {wrong[0]}")

@@ -1,0 +1,143 @@
+"""Keys and values of one layer, on one rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.inference.turns import Turns
+from dtensor_ring.ops.check import check_strided
+
+SEQUENCE = 2
+"""The dim of the columns."""
+
+
+class CacheLayer:
+    """Keys `(B, Nk, C, H)` and values `(B, Nv, C, Hv)` of a layer: C columns of this rank.
+
+    A `ShardedCache` makes its layers. They may differ in heads, head dims, dtypes and devices.
+    """
+
+    def __init__(self, number: int, turns: Turns) -> None:
+        self.number, self._turns = number, turns
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all columns, and give their memory back."""
+        self._buffers: tuple[Tensor, ...] = ()
+        self.capacities: tuple[int, ...] = (0,) * self._turns.table.world_size
+        """By rank: columns that there is memory for."""
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Of keys and values, in all sequences; 0 before the first ones came."""
+        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of this rank, `(B, Nk, C, H)`, a view of the cache's memory.
+
+        Raises:
+            ValueError: if there were none yet.
+        """
+        return self._columns()[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The values of this rank, `(B, Nv, C, Hv)`, a view of the cache's memory.
+
+        Raises:
+            ValueError: if there were none yet.
+        """
+        return self._columns()[1]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the tokens of the turn that the cache has begun.
+
+        Args:
+            key: `(B, Nk, L, H)`: this rank's shard of a dealt turn, or all tokens of another.
+            value: `(B, Nv, L, Hv)`.
+
+        Returns:
+            The keys and values of this rank, past and new, `(B, Nk, C, H)` and `(B, Nv, C, Hv)`:
+            views of the cache's memory, in the order of positions.
+
+        Raises:
+            ValueError: if this layer has appended the turn already, they are of another length than
+                the turn, or of another shape, dtype or device than before, or need a gradient.
+            TypeError: if one is not a plain tensor.
+        """
+        turn, given = self._turns.of_layer(self.number), (key, value)
+        for name, x in (("key", key), ("value", value)):
+            _check(name, x, turn.num_given)
+        self._check_known(key, value)
+        # Memory that is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
+            for buffer, x in zip(self._buffers, given, strict=True):
+                col = turn.cols[0]
+                for begin, end in turn.kept:
+                    buffer[:, :, col : col + end - begin] = x[:, :, begin:end]
+                    col += end - begin
+        self.capacities, self._turns.batch = turn.capacities, key.shape[0]
+        self._turns.done(self.number)
+        return self._columns()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffers = tuple(x.index_select(0, rows.to(x.device)) for x in self._buffers)
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        if not self._buffers:
+            raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
+        num_cols = self._turns.num_cols(self.number)
+        keys, values = (x[:, :, :num_cols] for x in self._buffers)
+        return keys, values
+
+    def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
+        """Make memory for so many columns, and copy those that there are."""
+        if self._buffers and self._buffers[-1].shape[SEQUENCE] >= capacity:
+            return
+        before = self._buffers or tuple(x[:, :, :0] for x in like)
+        grown = []
+        for x in before:
+            grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
+            grown[-1][:, :, :num_cols] = x[:, :, :num_cols]
+        self._buffers = tuple(grown)
+
+    def _check_known(self, key: Tensor, value: Tensor) -> None:
+        """Refuse other shapes, dtypes or devices than before."""
+        batch = key.shape[0] if self._turns.batch is None else self._turns.batch
+        if not key.shape[0] == value.shape[0] == batch:
+            raise ValueError(
+                f"key and value must be of {batch} sequences, got {key.shape[0]} and "
+                f"{value.shape[0]}; select and repeat change their number, reset forgets them"
+            )
+        for name, x, known in zip(("key", "value"), (key, value), self._buffers, strict=False):
+            here, before = ((y.shape[1], y.shape[3], y.dtype, y.device) for y in (x, known))
+            if here != before:
+                raise ValueError(
+                    f"layer {self.number} holds {name}s of {_described(known)}, got "
+                    f"{_described(x)}; cache.reset() forgets what is there"
+                )
+
+
+def _check(name: str, x: Tensor, num_tokens: int) -> None:
+    """Refuse what is not a plain tensor of so many tokens."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        fix = "; use .to_local()" if isinstance(x, DTensor) else ""
+        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
+    check_strided(name, x)
+    if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
+        raise ValueError(
+            f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this turn, got "
+            f"{tuple(x.shape)}; of a dealt turn a rank appends its own shard, else all tokens"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} needs a gradient, which a cache has none of: use torch.no_grad()")
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.shape[1]} heads of {x.shape[3]}, {x.dtype} on {x.device}"

@@ -1,0 +1,232 @@
+"""Which positions of a growing sequence each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dtensor_ring.planning.count import MAX_RANKS, as_count
+from dtensor_ring.planning.dealing import deal
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import expanded
+from dtensor_ring.planning.tables import LARGEST
+
+FEWEST_RUNS = 8
+"""Runs of each rank that a table has room for: its shape changes rarely, as compilers like it."""
+
+Ranges = list[tuple[int, int]]
+"""Start and length of runs of neighbouring positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class CacheTable:
+    """The positions `0 ... seq_len - 1` of a sequence that grows at its end, dealt to ranks.
+
+    A turn of many tokens (a prompt, a chunk of it) is dealt by a layout within itself, so each turn
+    is balanced. Single tokens go in blocks to the rank that has the fewest. A rank's tokens ascend
+    in position: new ones are its last columns, and a crop takes its last columns away.
+
+    All ranks compute the same table without a message. It is a frozen value: each change makes
+    another table, in a few microseconds whatever the number of runs. Without crops, the lengths of
+    two ranks differ by at most a block and W - 1 tokens for each dealt turn, as shards of a layout
+    do if their ranks do not divide it.
+
+    >>> table = CacheTable.empty(world_size=2, block=4).append_dealt(ZigZag(), 8).append(5)
+    >>> table.runs
+    (((0, 2), (6, 6)), ((2, 4), (12, 1)))
+    >>> table.crop(7).runs
+    (((0, 2), (6, 1)), ((2, 4),))
+    """
+
+    block: int
+    """Tokens of a block."""
+    num_local: tuple[int, ...]
+    """Tokens of each rank."""
+    num_runs: tuple[int, ...]
+    """Runs of each rank."""
+    numbers: np.ndarray
+    """Start and length of each run, `(W, R, 2)`, int32; runs of no token fill it up."""
+    current: tuple[int, int] | None = None
+    """The block that single tokens go to: its rank and its first position."""
+
+    @classmethod
+    def empty(cls, world_size: int, block: int = 256) -> CacheTable:
+        """The table of no tokens.
+
+        Args:
+            world_size: ranks W.
+            block: tokens of a block.
+
+        Raises:
+            ValueError: if there is no rank, or no token in a block.
+            TypeError: if one is not an integer.
+        """
+        world_size = as_count("world_size", world_size, 1, MAX_RANKS)
+        numbers = np.zeros((world_size, FEWEST_RUNS, 2), dtype=np.int32)
+        block = as_count("block", block, 1, LARGEST)
+        return cls(block, (0,) * world_size, (0,) * world_size, numbers)
+
+    def __post_init__(self) -> None:
+        self.numbers.setflags(write=False)  # the hash would not follow a change
+
+    @property
+    def world_size(self) -> int:
+        """Ranks W."""
+        return len(self.num_local)
+
+    @cached_property
+    def seq_len(self) -> int:
+        """Tokens of the sequence."""
+        return sum(self.num_local)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By rank, start and length of its runs: ascending, neighbours as one."""
+        return tuple(tuple(self.runs_from(rank, 0)) for rank in range(self.world_size))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheTable):
+            return NotImplemented
+        return self._key == other._key and np.array_equal(self.numbers, other.numbers)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.block, self.num_local, self.num_runs, self.current
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._key, self.numbers.tobytes()))
+
+    def append_dealt(self, layout: Layout, num_tokens: int) -> CacheTable:
+        """The table with a turn of so many tokens, which the layout deals as a sequence of its own.
+
+        Raises:
+            ValueError: if the layout cannot deal them, or not as runs of neighbouring positions.
+        """
+        num_tokens = self._fitting(num_tokens)
+        dealing = deal(layout, self.world_size, num_tokens)
+        if dealing.stride != 1:
+            raise ValueError(
+                f"a cache holds runs of neighbouring positions, so {layout.spec!r} cannot deal its "
+                "turns; use one that deals such runs, as BlockCyclic(256)"
+            )
+        rows = _Rows(self)
+        for rank, shard in enumerate(dealing.shards):
+            for run in shard:
+                rows.add(rank, self.seq_len + run.start, run.length)
+        # The next single token chooses its rank anew.
+        return rows.table(None)
+
+    def append(self, num_tokens: int = 1) -> CacheTable:
+        """The table with so many single tokens more.
+
+        They go to the rank of the current block until that is full, then to the rank with the
+        fewest tokens; of several, to the next one after rank `number of the block % W`.
+        """
+        num_tokens = self._fitting(num_tokens)
+        rows, position, current = _Rows(self), self.seq_len, self.current
+        end = position + num_tokens
+        while position < end:
+            if current is None or position == current[1] + self.block:
+                current = rows.shortest(position // self.block), position
+            rank, begin = current
+            length = min(end, begin + self.block) - position
+            rows.add(rank, position, length)
+            position += length
+        return rows.table(current)
+
+    def crop(self, seq_len: int) -> CacheTable:
+        """The table of the first positions only.
+
+        The current block goes on if some of it is left.
+
+        Raises:
+            ValueError: if it is negative, or more than there is.
+        """
+        seq_len = as_count("seq_len", seq_len, 0, self.seq_len)
+        starts = self.numbers[..., 0]
+        lengths = np.clip(seq_len - starts, 0, self.numbers[..., 1])
+        # Runs ascend, so those that are left are the first ones.
+        runs = np.stack([np.where(lengths > 0, starts, 0), lengths], axis=-1)
+        num_runs, num_local = (lengths > 0).sum(1).tolist(), lengths.sum(1, dtype=np.int64).tolist()
+        current = self.current
+        if current is not None and current[1] >= seq_len:
+            current = None
+        runs = runs[:, : _width(max(num_runs))].copy()
+        return CacheTable(self.block, tuple(num_local), tuple(num_runs), runs, current)
+
+    def runs_from(self, rank: int, begin: int) -> Ranges:
+        """The runs of a rank from a position on, the one that it cuts included."""
+        runs, found = self.numbers[rank], []
+        # From the end: most often only the last turn is asked for.
+        for number in range(self.num_runs[rank] - 1, -1, -1):
+            start, length = runs[number].tolist()
+            if start + length <= begin:
+                break
+            first = max(start, begin)
+            found.append((first, start + length - first))
+        return found[::-1]
+
+    def turn(self, begin: int) -> np.ndarray:
+        """The runs of all ranks from a position on, `(W, R, 2)`, int32, as `numbers` has them."""
+        rows = [self.runs_from(rank, begin) for rank in range(self.world_size)]
+        numbers = np.zeros((self.world_size, _width(max(map(len, rows))), 2), dtype=np.int32)
+        for rank, row in enumerate(rows):
+            if row:
+                numbers[rank, : len(row)] = row
+        return numbers
+
+    def num_before(self, rank: int, position: int) -> int:
+        """Tokens of a rank before a position: the column of that position, if the rank has it."""
+        starts, lengths = self.numbers[rank].T
+        return int(np.clip(position - starts, 0, lengths).sum(dtype=np.int64))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """The position of each column of a rank, int64."""
+        starts, lengths = self.numbers[rank].astype(np.int64).T
+        return expanded(starts, starts + lengths)[1]
+
+    def _fitting(self, num_tokens: int) -> int:
+        """A number of tokens, of those that int32 can still count."""
+        return as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
+
+
+class _Rows:
+    """The runs of a table while some are added."""
+
+    def __init__(self, table: CacheTable) -> None:
+        self._block = table.block
+        self._runs = table.numbers.copy()
+        self._num_runs, self._num_local = list(table.num_runs), list(table.num_local)
+
+    def add(self, rank: int, start: int, length: int) -> None:
+        """A run at the end of a rank's; one that it follows without a gap grows."""
+        last = self._num_runs[rank] - 1
+        if last >= 0 and int(self._runs[rank, last].sum()) == start:
+            self._runs[rank, last, 1] += length
+        else:
+            if last + 1 == self._runs.shape[1]:
+                self._runs = np.pad(self._runs, ((0, 0), (0, last + 1), (0, 0)))
+            self._runs[rank, last + 1] = start, length
+            self._num_runs[rank] += 1
+        self._num_local[rank] += length
+
+    def shortest(self, number: int) -> int:
+        """The rank with the fewest tokens; of several, the first from rank `number % W` on."""
+        world_size, num_local = len(self._num_local), self._num_local
+        return min(range(world_size), key=lambda x: (num_local[x], (x - number) % world_size))
+
+    def table(self, current: tuple[int, int] | None) -> CacheTable:
+        """What has come of them."""
+        num_local, num_runs = tuple(self._num_local), tuple(self._num_runs)
+        return CacheTable(self._block, num_local, num_runs, self._runs, current)
+
+
+def _width(num_runs: int) -> int:
+    """Runs that a table of so many has room for: few sizes, so that few shapes are compiled."""
+    return max(FEWEST_RUNS, 1 << (num_runs - 1).bit_length())

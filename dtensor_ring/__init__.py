@@ -16,6 +16,7 @@ from dtensor_ring.dtensor.sequence import (
 )
 from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.inference.cache import ShardedCache
+from dtensor_ring.inference.decode import decode_attention
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
@@ -42,6 +43,7 @@ __all__ = [
     "ZigZag",
     "available_kernels",
     "compare_layouts",
+    "decode_attention",
     "describe_schedule",
     "merge_attention",
     "next_token_labels",

@@ -191,6 +191,12 @@ ZigZag() -> None
 available_kernels() -> 'dict[str, str | None]'
 compare_layouts(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries
         | None' = None, slices: 'Slices | None' = None) -> 'LayoutComparison'
+decode_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' = None,
+        cu_seqlens: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, key_runs:
+        'Tensor | None' = None, query_starts: 'Tensor | None' = None, sinks: 'Tensor | None' =
+        None, scale: 'float | None' = None, softcap: 'float' = 0.0, kernel: 'str | None' = None,
+        mesh: 'DeviceMesh | None' = None, return_lse: 'bool' = False, merge: 'str | None' =
+        None, agree: 'Tensor | None' = None) -> 'Tensor | tuple[Tensor, Tensor]'
 describe_schedule(layout: 'Layout | str', mask: 'Mask | None', seq_len: 'int', world_size:
         'int', cu_seqlens: 'Boundaries | None' = None, slices: 'Slices | None' = None) ->
         'Schedule'

@@ -36,6 +36,7 @@ def forward_step(
     scores: Scores,
     label: Label,
     is_last: bool = False,
+    with_segments: bool = True,
 ) -> None:
     """Add the attention over the keys and values of a step to `partial`.
 
@@ -48,8 +49,9 @@ def forward_step(
         scores: how a query scores a key.
         label: names this step in a profile.
         is_last: whether no step comes after this one, so that results may become final.
+        with_segments: whether tiles may be joined to segments, for which keys may be copied.
     """
-    todo = _launches(step, query, kv[0], kernel.has_segments)
+    todo = _launches(step, query, kv[0], with_segments and kernel.has_segments)
     # Known before the first merge, so that final rows are merged straight into the output.
     are_last = last_of_their_rows([launch.rows for launch in todo]) if is_last else None
     # Without a second launch for any row, nothing is merged.

@@ -61,6 +61,20 @@ def merge_(
         _mix(out, block_out, weight, target)
 
 
+def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge W parts, `(W, ..., H)` and `(W, ...)`: `(out, lse)` of all of them.
+
+    As `merge_`, in the order of the parts: ranks that have the same parts get the same bits.
+
+    >>> merge_parts(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
+    tensor([2.])
+    """
+    lse = lses.logsumexp(0)
+    # -inf - -inf is nan, in a row that nobody has seen: nothing is added.
+    weights = (lses - lse).exp_().nan_to_num_(0.0)
+    return (outs * weights.unsqueeze(-1)).sum(0), lse
+
+
 def merge_gradients(
     grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
@@ -33,10 +34,17 @@ class Partial:
         query: the local queries `(B, N, L, H)`.
         value_head_dim: head dim of the outputs.
         sinks: one logit for each head `(N,)`; see `dtensor_ring.compute.sinks`.
+        dtype: of the result; by default the query's.
     """
 
-    def __init__(self, query: Tensor, value_head_dim: int, sinks: Tensor | None = None) -> None:
-        self._query, self._sinks = query, sinks
+    def __init__(
+        self,
+        query: Tensor,
+        value_head_dim: int,
+        sinks: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._query, self._sinks, self._dtype = query, sinks, dtype or query.dtype
         self._shape = (*query.shape[:3], value_head_dim)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -52,7 +60,9 @@ class Partial:
 
     def expect(self, values: Tensor) -> None:
         """Look at the values that the next outputs come from: extreme ones are merged with care."""
-        self._is_bounded = self._is_bounded and is_bounded(values)
+        # A look at many values, as in a cache, takes longer than to merge few rows with care.
+        is_cheap = values.numel() <= prod(self._shape)
+        self._is_bounded = self._is_bounded and is_cheap and is_bounded(values)
 
     def add(self, at: Region, out: Tensor, lse: Tensor, is_last: bool = False) -> None:
         """Merge what a kernel returned for a region of `(B, N, L)`.
@@ -82,7 +92,7 @@ class Partial:
             merge_(part, part_lse, out, lse, merged, self._is_bounded)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """`out` `(B, N, L, Hv)`, in the query's dtype and order, and `lse` `(B, N, L)`."""
+        """`out` `(B, N, L, Hv)`, in its dtype and the query's order, and `lse` `(B, N, L)`."""
         out, lse = self._out, self._lse
         if out is None or lse is None or self._sinks is not None:
             # Nothing was seen, or sinks scale what may still be narrow.
@@ -98,12 +108,12 @@ class Partial:
             for at in self._unfinished():
                 self._target[at].copy_(out[at])
             out = self._target
-        return in_order(out, order_of(self._query), self._query.dtype), lse.contiguous()
+        return in_order(out, order_of(self._query), self._dtype), lse.contiguous()
 
     def _accumulators(self, like: Tensor, is_last: bool = False) -> tuple[Tensor, Tensor]:
         """The out and lse so far: as wide as that lse, or not widened for the last of its rows."""
         if self._out is None or self._lse is None:
-            dtype = self._query.dtype if is_last else like.dtype
+            dtype = self._dtype if is_last else like.dtype
             self._out = empty(self._query, self._shape, order_of(self._query), dtype)
             # Every lse in the kernel's order: merging two orders reads memory across its rows.
             order = order_of(like.unsqueeze(-1))[:-1]
@@ -116,11 +126,11 @@ class Partial:
     def _finish(self, at: Region) -> Tensor:
         """Where the rows of the region get their final values."""
         assert self._out is not None
-        if self._out.dtype == self._query.dtype:
+        if self._out.dtype == self._dtype:
             # The accumulator is narrow or inputs are wide: it is the output already.
             return self._out
         if self._target is None:
-            self._target = empty(self._query, self._shape, order_of(self._query))
+            self._target = empty(self._query, self._shape, order_of(self._query), self._dtype)
         self._finished.append(at)
         return self._target
 

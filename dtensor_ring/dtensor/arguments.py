@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.kernels import Scores, check_kernel
 from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.decode_options import DecodeCall
 from dtensor_ring.ops.options import Batch, Call, default_scale
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
@@ -111,7 +112,7 @@ def scores_of(
     return Scores(mask, scale, softcap, sinks, kernel)
 
 
-def check_options(query: Tensor, call: Call) -> None:
+def check_options(query: Tensor, call: Call | DecodeCall) -> None:
     """Refuse tensors of another kind than the op takes beside query, key and value.
 
     Raises:

@@ -1,14 +1,20 @@
-"""Autograd and autocast of the ring ops."""
+"""Autograd and autocast of the ops."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dtensor_ring.ops import decode
+from dtensor_ring.ops.arguments import Leaf
+from dtensor_ring.ops.decode import DECODE, decode_op
+from dtensor_ring.ops.decode_options import DECODE_LEAVES
 from dtensor_ring.ops.options import LEAVES
 from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
 
@@ -19,7 +25,13 @@ _PLAIN = tuple(
     torch._C.DispatchKeySet(key).raw_repr()
     for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 )
-_SINKS = [leaf.name for leaf in LEAVES].index("sinks")
+
+
+def _place_of_sinks(leaves: tuple[Leaf, ...]) -> int:
+    return [leaf.name for leaf in leaves].index("sinks")
+
+
+_SINKS, _DECODE_SINKS = _place_of_sinks(LEAVES), _place_of_sinks(DECODE_LEAVES)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -34,7 +46,7 @@ class _RingFunction(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
     ) -> Result:
-        output = _below_autograd(keyset, query, key, value, *options)
+        output = _below_autograd(ring_op, forward, keyset, query, key, value, *options)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
         ctx.options = list(options)
@@ -63,7 +75,8 @@ class _RingFunction(torch.autograd.Function):
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
 
 
-def _below_autograd(keyset: Any, *inputs: Any) -> Result:
+def _below_autograd(op: Any, run: Callable[..., Result], keyset: Any, *inputs: Any) -> Result:
+    """The results of an op, whose implementation on plain tensors is `run`."""
     below = keyset & torch._C._after_autograd_keyset
     # Nor are views tracked. Outputs are views of fresh memory in another order, and autograd
     # refuses changes in place of a view that a function returns.
@@ -71,8 +84,8 @@ def _below_autograd(keyset: Any, *inputs: Any) -> Result:
         # Plain tensors outside of any mode: the dispatcher would do no more than convert each
         # argument twice.
         if below.raw_repr() in _PLAIN:
-            return forward(*inputs)
-        return ring_op.redispatch(below, *inputs)
+            return run(*inputs)
+        return op.redispatch(below, *inputs)
 
 
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
@@ -82,14 +95,32 @@ def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: 
         return _RingFunction.apply(*inputs, keyset, options)
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    return _below_autograd(keyset, query, key, value, *options)
+    return _below_autograd(ring_op, forward, keyset, query, key, value, *options)
+
+
+def _without_gradient(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> Result:
+    """The decode op, which has no gradient."""
+    inputs = query, key, value, options[_DECODE_SINKS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        raise NotImplementedError(NO_GRADIENT)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(inputs)
+    return _below_autograd(decode_op, decode.forward, keyset, query, key, value, *options)
+
+
+NO_GRADIENT = (
+    "decode_attention has no gradient, and one of query, key, value and sinks needs one; call it "
+    "within torch.no_grad(), or train with ring_attention"
+)
 
 
 def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
     """Without this they would be dropped silently; with grad enabled autograd raises itself."""
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("ring attention has no forward-mode derivative")
+            raise NotImplementedError("attention over an axis has no forward-mode derivative")
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> None:
@@ -99,6 +130,9 @@ def _refuse_second(ctx: Any, *grads: Any) -> None:
 _LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
 _LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
 torch.library.register_autograd(BACKWARD, _refuse_second)
+
+
+_LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
 
 
 def _autocast(device_type: str) -> None:
@@ -113,16 +147,17 @@ def _autocast(device_type: str) -> None:
         eligible = x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if eligible and x.device.type == device_type else x
 
-    def run(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    def run(op: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return ring_op(cast(query, dtype), cast(key, dtype), cast(value, dtype), *options)
+            return op(cast(query, dtype), cast(key, dtype), cast(value, dtype), *options)
 
     def run_backward(*inputs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return ring_backward_op(*inputs)
 
-    torch.library.impl(FORWARD, name)(run)
+    torch.library.impl(FORWARD, name)(partial(run, ring_op))
+    torch.library.impl(DECODE, name)(partial(run, decode_op))
     torch.library.impl(BACKWARD, name)(run_backward)
 
 

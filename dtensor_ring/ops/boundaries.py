@@ -20,8 +20,10 @@ from torch import Tensor
 
 from dtensor_ring.planning.cache import ByteStore
 from dtensor_ring.planning.documents import Documents, as_documents
+from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
+from dtensor_ring.planning.tables import LARGEST
 
 
 class _Known(NamedTuple):
@@ -117,6 +119,38 @@ def run_table(runs: Tensor) -> RunTable:
             f"{tuple(runs.shape)}; see sequence_runs"
         )
     return _converted(runs, "runs", lambda content: content.shape[-1], _table)
+
+
+def key_runs_of(key_runs: Tensor) -> KeyRuns:
+    """The positions that the columns of each rank hold.
+
+    Raises:
+        ValueError: if they are not int32 or int64, of shape (W, R, 2), or hold a position twice.
+    """
+    check_integers(key_runs, "key_runs")
+    if key_runs.ndim != 3 or key_runs.shape[2] != 2:
+        raise ValueError(
+            "key_runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
+            f"{tuple(key_runs.shape)}"
+        )
+    return _converted(key_runs, "key_runs", lambda content: content.shape[-1], KeyRuns)
+
+
+def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
+    """The position of the first query, for the whole batch or for each batch row.
+
+    Raises:
+        ValueError: if they are not int32 or int64, of shape (1,) or (batch,), or negative.
+    """
+    check_integers(query_starts, "query_starts")
+    if query_starts.shape not in ((1,), (batch,)):
+        raise ValueError(
+            f"query_starts must have shape (1,) or ({batch},), got {tuple(query_starts.shape)}"
+        )
+    starts = tuple(on_host(query_starts).tolist())
+    if min(starts, default=0) < 0 or max(starts, default=0) > LARGEST // 2:
+        raise ValueError(f"query_starts must be from 0 to {LARGEST // 2}, got {list(starts)}")
+    return starts
 
 
 def _table(content: np.ndarray) -> RunTable:

@@ -59,6 +59,19 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         _check_sinks(query, sinks)
 
 
+def check_num_queries(query: Tensor, largest: int) -> None:
+    """Refuse queries that are none, or more than a rank should compute as all others do.
+
+    Raises:
+        ValueError: with the number.
+    """
+    if not 1 <= query.shape[2] <= largest:
+        raise ValueError(
+            f"query must have 1 to {largest} tokens to decode, got {query.shape[2]}; more are for "
+            "ring_attention, which deals them to the ranks"
+        )
+
+
 def _check_sinks(query: Tensor, sinks: Tensor) -> None:
     """Refuse sinks that are not one logit for each head of the query."""
     if tuple(sinks.shape) != (query.shape[1],):

@@ -157,18 +157,41 @@ class Call(NamedTuple):
         differentiable_lse: bool = False,
     ) -> Kernel:
         """The kernel to use: the named one, or the first that can."""
-        mask, scale, softcap, _, kernel = self.scores
-        _, num_heads, _, head_dim = query.shape
-        _, num_key_heads, _, value_head_dim = value.shape
-        # The planner cuts other bands into squares.
-        is_windowed = mask.left is not None if slices is None else slices.are_windowed
         is_packed = (
-            self.batch.cu_seqlens is not None or mask.chunk is not None or slices is not None
+            self.batch.cu_seqlens is not None
+            or self.scores.mask.chunk is not None
+            or slices is not None
         )
-        return kernel_for(
-            *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
-            *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),
-        )
+        return kernel_of(self.scores, query, value, is_packed, slices, differentiable_lse)
+
+
+def kernel_of(
+    scores: Scores,
+    query: Tensor,
+    value: Tensor,
+    is_packed: bool,
+    slices: Slices | None = None,
+    differentiable_lse: bool = False,
+) -> Kernel:
+    """The kernel of an attention: the named one, or the first that can.
+
+    Args:
+        scores: how queries score keys.
+        query: `(B, N, L, H)`.
+        value: `(B, Nkv, C, Hv)`.
+        is_packed: whether a step may have any number of tiles.
+        slices: what queries see, if they say it.
+        differentiable_lse: whether backward gets a gradient of lse.
+    """
+    mask, scale, softcap, _, kernel = scores
+    _, num_heads, _, head_dim = query.shape
+    _, num_key_heads, _, value_head_dim = value.shape
+    # The planner cuts other bands into squares.
+    is_windowed = mask.left is not None if slices is None else slices.are_windowed
+    return kernel_for(
+        *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
+        *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),
+    )
 
 
 _ARGUMENTS = Arguments(Call, Batch, Scores, Place, Mask, TransferPolicy)

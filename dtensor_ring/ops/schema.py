@@ -12,7 +12,7 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.check import check_inputs
-from dtensor_ring.ops.options import SCHEMA, Batch, unflatten
+from dtensor_ring.ops.options import SCHEMA, unflatten
 from dtensor_ring.ops.word import turn
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.session import session_of
@@ -41,7 +41,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     with turn(call, question, query, value) as transport:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
-        query, key, value = _unit_stride(query, key, value)
+        query, key, value = unit_stride(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
         )
@@ -69,7 +69,7 @@ def _backward(
     with turn(call, question, query, value, lse) as transport:
         plan = question.plan(query, key)
         kernel = call.select(query, value, question.slices, grad_lse is not None)
-        grad_out, query, key, value = _unit_stride(grad_out, query, key, value)
+        grad_out, query, key, value = unit_stride(grad_out, query, key, value)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
             *(saved, query, (key, value), plan, kernel, call.scores),
@@ -78,7 +78,7 @@ def _backward(
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
 
-def _unit_stride(*tensors: Tensor) -> list[Tensor]:
+def unit_stride(*tensors: Tensor) -> list[Tensor]:
     """The tensors with a last stride of 1: kernels rely on it, and not all of them check."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
@@ -89,18 +89,26 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
-    _check_batch(query, call.batch)
+    check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     # Contiguous, as `Partial.result` returns it.
     lse = query.new_empty(query.shape[:3], dtype=wide)
     # Strides as the implementation gives them: compilers rely on those of the fake.
-    (query,) = _unit_stride(query)
+    (query,) = unit_stride(query)
     out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
     return out, lse
 
 
-def _check_batch(query: Tensor, batch: Batch) -> None:
-    """Refuse meta boundaries of real tensors: they lead here, whose results are never written."""
+def check_batch(query: Tensor, batch: Any) -> None:
+    """Refuse meta boundaries of real tensors: they lead to a fake, whose results nobody writes.
+
+    Args:
+        query: of the call.
+        batch: its options that are tensors of integers, a named tuple.
+
+    Raises:
+        ValueError: naming the option.
+    """
     for name, x in batch._asdict().items():
         if x is not None and query.device.type != "meta":
             check_integers(x, name)

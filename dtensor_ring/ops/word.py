@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -10,12 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.ops.boundaries import check_integers, on_host
 from dtensor_ring.ops.caller import CALLER
+from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.transport.combine import MERGES, Combine, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.session import session_of
@@ -56,6 +61,91 @@ def turn(
         *(call.place.policy, *question),
     )
     return turn_of(group, word, direction, query.device, origin, CALLER.place)
+
+
+def decode_turn(
+    call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
+) -> AbstractContextManager[Combine | None]:
+    """What merges the partials of a decode call, which begins and ends with the context.
+
+    Args:
+        call: its options.
+        question: what the planner is asked for it.
+        query: of this rank, as of all others.
+        value: of this rank.
+    """
+    group, merge = call.group, call.place.merge
+    if merge is not None and merge not in MERGES:
+        raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
+    agree = _agreed(call.batch.agree)
+    if group is None or question.world_size == 1:
+        return nullcontext()  # nobody to agree with
+    merge = merge or merge_by_size(packed_bytes(query, value), question.world_size)
+    _, scale, softcap, sinks, kernel = call.scores
+    shapes = *query.shape, value.shape[1], value.shape[3]
+    word = _decode_word(
+        *(query.dtype, query.device.type, shapes, None if sinks is None else sinks.dtype),
+        *(scale, softcap, kernel, merge, agree, *question),
+    )
+    turn = turn_of(group, word, "decode", query.device, place=CALLER.place)
+    return _combining(turn, question, merge)
+
+
+@contextmanager
+def _combining(turn: Turns, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
+    with turn as transport:
+        yield Combine(transport, question.rank, question.world_size, merge)
+
+
+def _agreed(agree: Tensor | None) -> str:
+    """The integers that ranks want to have alike."""
+    if agree is None:
+        return "none"
+    check_integers(agree, "agree")
+    return _numbers(on_host(agree).numpy().reshape(-1))
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+def _decode_word(
+    dtype: torch.dtype,
+    device: str,
+    shapes: tuple[int, ...],
+    sinks: torch.dtype | None,
+    scale: float,
+    softcap: float,
+    kernel: str | None,
+    merge: str,
+    agree: str,
+    *asked: Any,
+) -> Word:
+    batch, num_heads, num_queries, head_dim, num_key_heads, value_head_dim = shapes
+    question = DecodeQuestion(*asked)
+    layout = question.layout
+    fields = {
+        "direction": "decode",
+        "dtype": dtype,
+        "device": device,
+        "batch": batch,
+        "query heads": num_heads,
+        "key heads": num_key_heads,
+        "head dim": head_dim,
+        "value head dim": value_head_dim,
+        "tokens of queries": num_queries,
+        "tokens": question.seq_len,
+        "agree": agree,
+        "query_starts": _numbers(np.array(question.starts, dtype=np.int64)),
+        "mask": question.mask,
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "kernel": kernel,
+        "layout": layout.name if layout.per_batch else layout.spec,
+        "merge": merge,
+        "cu_seqlens": _boundaries(question.documents),
+        "slices": _tables(question.slices),
+        "key_runs": _numbers(layout.table.reshape(-1)) if isinstance(layout, KeyRuns) else None,
+    }
+    return Word({name: str(value) for name, value in fields.items()})
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)

@@ -63,9 +63,9 @@ def shard_tiles(
         # Strided runs may skip a short slice altogether.
         if length(span := key.indices(*piece.keys))
     ]
-    # Rows first, then columns: `_coalesce` joins neighbours in this order only.
+    # Rows first, then columns: `coalesce` joins neighbours in this order only.
     pairs.sort(key=lambda pair: pair[:2])
-    return _coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
+    return coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
 
 
 def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
@@ -74,7 +74,7 @@ def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
         return tiles
     packed = [replace(tile, cols=cols.packed(tile.cols)) for tile in tiles]
     # What lay between two tiles may not have come along.
-    return packed if len(cols.spans) == 1 else _coalesce(packed)
+    return packed if len(cols.spans) == 1 else coalesce(packed)
 
 
 def _tiles(
@@ -175,7 +175,7 @@ def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:
         yield Tile((square, num_rows), (0, num_cols), FULL)
 
 
-def _coalesce(tiles: list[Tile]) -> list[Tile]:
+def coalesce(tiles: list[Tile]) -> list[Tile]:
     """Join neighbours whose union is again a tile: fewer launches and fewer merges.
 
     Tiles arrive ordered by rows, then columns, so each one can only join tiles before it.

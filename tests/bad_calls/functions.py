@@ -150,6 +150,16 @@ CALLED: Right = {
     "return_lse": _just(False, True),
     "validate": _just(False, True),
 }
+DECODED: Right = {
+    **{name: x for name, x in OPTIONS.items() if name not in ("key_cu_seqlens", "runs")},
+    "kernel": CALLED["kernel"],
+    "return_lse": CALLED["return_lse"],
+    "key_runs": _made(lambda: None, lambda: ints([[0, 8]]), lambda: ints([[0, 3], [3, 5], [0, 0]])),
+    "query_starts": _made(lambda: None, lambda: ints(0)),
+    "merge": _just(None, "one_shot", "two_shot"),
+    "agree": _made(lambda: None, lambda: torch.arange(5)),
+    "mesh": [lambda mesh: mesh, lambda _: None],
+}
 AXIS: Right = {
     "layout": _just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
     "strategy": _just(None, "ring", "direct"),
@@ -222,6 +232,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "ring_attention on DTensors": Function(
         lambda _, **given: ring.ring_attention(**given), SHARDED | CALLED, check_attention
+    ),
+    "decode_attention": Function(
+        lambda _, **given: ring.decode_attention(**given), QKV | DECODED, check_attention
     ),
     "SequenceAxis.attention": Function(
         _on_axis("attention"), QKV | OPTIONS | {"seq_len": _just(None, 8)}, check_attention

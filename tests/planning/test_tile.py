@@ -19,10 +19,10 @@ from dtensor_ring.planning.tile import (
     FULL,
     Tile,
     _band_tiles,
-    _coalesce,
     _index_band,
     _parts,
     _triangle,
+    coalesce,
     packed_tiles,
     shard_tiles,
 )
@@ -107,7 +107,7 @@ tile_grids = st.lists(
 
 @settings(max_examples=300)
 @given(tile_grids, st.integers(1, 3))
-def test_coalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
+def testcoalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
     """Squares of a grid: causal ones on the diagonal, full ones below it."""
     squares = [
         Tile(
@@ -118,7 +118,7 @@ def test_coalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) 
         for row, col in sorted(grid)
         if col <= row
     ]
-    joined = _coalesce(squares)
+    joined = coalesce(squares)
     check(joined, {pair for tile in squares for pair in pairs_of(tile)})
     assert len(joined) <= len(squares)
 
@@ -130,19 +130,19 @@ def test_a_staircase_is_one_square(num_squares: int) -> None:
         for i in range(num_squares)
         for j in range(i + 1)
     ]
-    assert _coalesce(squares) == [Tile((0, 4 * num_squares), (0, 4 * num_squares), CAUSAL)]
+    assert coalesce(squares) == [Tile((0, 4 * num_squares), (0, 4 * num_squares), CAUSAL)]
 
 
 def test_neighbours_are_joined_only_if_the_union_is_a_tile() -> None:
     wide, below = Tile((0, 2), (0, 4), FULL), Tile((2, 4), (0, 4), FULL)
-    assert _coalesce([Tile((0, 2), (0, 2), FULL), Tile((0, 2), (2, 4), FULL), below]) == [
+    assert coalesce([Tile((0, 2), (0, 2), FULL), Tile((0, 2), (2, 4), FULL), below]) == [
         Tile((0, 4), (0, 4), FULL)
     ]
     apart = Tile((3, 4), (0, 4), FULL)
     narrow = Tile((2, 4), (0, 3), FULL)
     causal = Tile((2, 6), (0, 4), CAUSAL)
     for other in (apart, narrow, causal):
-        assert _coalesce([wide, other]) == [wide, other]
+        assert coalesce([wide, other]) == [wide, other]
 
 
 runs = st.builds(Run, st.integers(0, 20), st.integers(1, 8))

@@ -1,0 +1,182 @@
+"""The public function: attention of a few new tokens to keys that are sharded over an axis."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.annotation import (
+    AxisConfig,
+    annotation_of,
+    axis_group,
+    config_of_call,
+)
+from dtensor_ring.dtensor.arguments import (
+    as_flag,
+    batch_of,
+    check_options,
+    check_tensors,
+    mask_of,
+    scores_of,
+)
+from dtensor_ring.ops.autograd import decode_op
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
+from dtensor_ring.planning.layout import Contiguous
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    query_starts: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[False] = ...,
+    merge: str | None = ...,
+    agree: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    query_starts: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[True],
+    merge: str | None = ...,
+    agree: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    cu_seqlens: Tensor | None = None,
+    slices: Slices | Tensor | None = None,
+    key_runs: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    mesh: DeviceMesh | None = None,
+    return_lse: bool = False,
+    merge: str | None = None,
+    agree: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of 1 to 64 new tokens to keys and values sharded over the ranks of a mesh axis.
+
+    Exact softmax attention as flash-decoding does it, over an axis: each rank attends to the
+    columns that it holds, and one round of messages merges the partial results, which are small
+    whatever the number of keys. All ranks get the same bits. For inference: it has no gradient.
+
+    Args:
+        query: `(B, N, M, H)`, the same on every rank.
+        key: this rank's columns `(B, Nkv, C, H)`, C of any length, also 0, and different by rank;
+            `Nkv` divides `N`, and nothing is repeated.
+        value: `(B, Nkv, C, Hv)`.
+        mask: which keys a query sees, by positions; causal by default, unless `slices` say it.
+        cu_seqlens: boundaries of documents in positions, as for `ring_attention`; they may reach
+            beyond the keys, as may slices.
+        slices: what queries see, in place of mask and boundaries: `Slices`, or the tensor that
+            `sequence_slices` makes of them.
+        key_runs: which positions the columns of each rank hold: start and length of runs, int32 or
+            int64, best on the CPU, `(W, R, 2)`, ascending in each row; runs of length 0 fill up. By
+            default the layout of the axis deals the positions from 0 on in shards of one length.
+        query_starts: position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch may
+            be of unequal lengths. By default the queries are the last M positions that keys have.
+        sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
+        scale: factor of the scores, `H ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+        kernel: name of the block kernel; by default the axis's, else the first that can.
+        mesh: the 1-D mesh of the axis; `None` if this rank holds all keys, so that nothing is sent.
+        return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, M)`, float32
+            (float64 for float64), -inf for a row that sees nothing.
+        merge: "one_shot" sends the partial results to all ranks; "two_shot" merges a part of the
+            rows on each rank, and sends the merged parts to all: one round more, and less to send.
+            By default the one that takes less time.
+        agree: integers that must be the same on all ranks, such as the token ids of this step:
+            ranks that have drifted apart are told, in the message that travels anyhow.
+
+    Returns:
+        `out` `(B, N, M, Hv)`, or `(out, lse)`: 0 and -inf for a row that sees nothing anywhere.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the shapes, runs, boundaries, numbers or kernel do not allow it.
+        NotImplementedError: if an input needs a gradient while gradients are enabled.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 99, 8), torch.randn(1, 2, 99, 8)
+        >>> decode_attention(q, k, v, mask=Mask.sliding(31), mesh=mesh).shape
+        torch.Size([1, 4, 1, 8])
+    """
+    return_lse = as_flag("return_lse", return_lse)
+    check_tensors(query, key, value)
+    given = batch_of(cu_seqlens, None, None, slices)
+    batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
+    place, of_axis = _placed(query, mesh, key_runs is not None, merge)
+    kernel = of_axis if kernel is None else kernel
+    scores = scores_of(query, mask_of(mask, slices), scale, softcap, sinks, kernel)
+    call = DecodeCall(batch, scores, place)
+    check_options(query, call)
+    if torch.compiler.is_compiling():
+        out, lse = decode_op(query, key, value, *flatten_decode(call))
+    else:
+        options = flatten_decode(call)
+        out, lse = called_from(sys._getframe(), decode_op, query, key, value, *options)
+    return (out, lse) if return_lse else out
+
+
+def _placed(
+    query: Tensor, mesh: DeviceMesh | None, with_runs: bool, merge: str | None
+) -> tuple[DecodePlace, str | None]:
+    """The place of plain tensors, and the axis's kernel; the op reads both off DTensors."""
+    if merge is not None and not isinstance(merge, str):
+        raise TypeError(f"merge must be a name, a str, got {merge!r}")
+    if isinstance(query, DTensor) and mesh is not None:
+        raise ValueError(
+            "mesh is for plain tensors, and query is a DTensor, which has its own; leave it out"
+        )
+    if mesh is None:
+        return DecodePlace(merge=merge), None
+    group = axis_group(mesh)
+    config = _config(group, with_runs)
+    return DecodePlace(config.spec, None, group.group_name, merge), config.kernel
+
+
+def _config(group: ProcessGroup, with_runs: bool) -> AxisConfig:
+    """How attention over the axis runs; runs may lie in any way, whatever its layout."""
+    if with_runs:
+        return annotation_of(group).config or AxisConfig(Contiguous())
+    return config_of_call(group, False)

@@ -1,0 +1,159 @@
+"""The options of the decode op: a call of few queries against the columns of each rank."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from dtensor_ring.compute.kernels import Kernel, Scores
+from dtensor_ring.ops.arguments import Arguments
+from dtensor_ring.ops.boundaries import documents_of, key_runs_of, slices_of_table, starts_of
+from dtensor_ring.ops.options import Length, kernel_of
+from dtensor_ring.planning.decode import decode_step
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.key_runs import KeyRuns
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.spelling import as_layout
+
+MAX_QUERIES = 64
+"""Query tokens of a call: more are as fast in a ring, which does not repeat their work."""
+
+
+class DecodeBatch(NamedTuple):
+    """Options that differ from call to call: tensors of integers, see `decode_attention`."""
+
+    cu_seqlens: Tensor | None = None
+    slices: Tensor | None = None
+    key_runs: Tensor | None = None
+    query_starts: Tensor | None = None
+    agree: Tensor | None = None
+
+
+class DecodePlace(NamedTuple):
+    """Where the keys are: over the ranks of a group, or all of them here.
+
+    On DTensors, placements and the axis say it: then only `merge` is given.
+    """
+
+    layout: str | None = Contiguous.name
+    seq_len: Length | None = None
+    group_name: str | None = None
+    merge: str | None = None
+
+
+class DecodeQuestion(NamedTuple):
+    """What the planner is asked, in the order of the arguments of `decode_step`."""
+
+    layout: Layout
+    mask: Mask
+    rank: int
+    world_size: int
+    seq_len: int
+    starts: tuple[int, ...]
+    num_queries: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def step(self, key: Tensor) -> Step:
+        """This rank's step.
+
+        Raises:
+            ValueError: if the rank does not hold as many columns as its runs, or options do not
+                fit.
+        """
+        step = decode_step(*self)
+        if len(step.cols) != key.shape[2]:
+            raise ValueError(
+                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
+                f"{self.rank} of {self.world_size}, got {key.shape[2]}"
+            )
+        return step
+
+    def _runs(self) -> str:
+        if isinstance(self.layout, KeyRuns):
+            return "key_runs"
+        return f"the layout {self.layout.spec} of {self.seq_len} positions"
+
+
+class DecodeCall(NamedTuple):
+    """A call of the decode op: everything but query, key and value."""
+
+    batch: DecodeBatch
+    scores: Scores
+    place: DecodePlace
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the axis, `None` if all keys are here."""
+        name = self.place.group_name
+        return None if name is None else _resolve_process_group(name)  # type: ignore[arg-type]
+
+    def question(self, query: Tensor, key: Tensor) -> DecodeQuestion:
+        """What the planner is asked.
+
+        Raises:
+            ValueError: if an option is of another shape, or queries begin before position 0.
+        """
+        (batch_size, _, num_queries, _), group = query.shape, self.group
+        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+        layout, end = self._keys(key, world_size)
+        starts = self._starts(batch_size, end - num_queries)
+        cu_seqlens, slices = self.batch.cu_seqlens, self.batch.slices
+        return DecodeQuestion(
+            *(layout, self.scores.mask, rank, world_size, end, starts, num_queries),
+            None if cu_seqlens is None else documents_of(cu_seqlens, "cu_seqlens", batch_size),
+            None if slices is None else slices_of_table(slices, batch_size),
+        )
+
+    def _keys(self, key: Tensor, world_size: int) -> tuple[Layout, int]:
+        """How the keys are dealt, and one more than their last position."""
+        key_runs, place = self.batch.key_runs, self.place
+        if key_runs is not None:
+            layout = key_runs_of(key_runs)
+            return layout, layout.end
+        spelling: Any = place.layout
+        # Shards of one length, unless a DTensor says it.
+        seq_len = key.shape[2] * world_size if place.seq_len is None else place.seq_len
+        return as_layout(spelling), seq_len
+
+    def _starts(self, batch_size: int, default: int) -> tuple[int, ...]:
+        given = self.batch.query_starts
+        if given is not None:
+            return starts_of(given, batch_size)
+        if default < 0:
+            raise ValueError(
+                f"query has {-default} tokens more than key has positions, the last of which are "
+                "its own by default; pass query_starts"
+            )
+        return (default,)
+
+    def select(self, query: Tensor, value: Tensor, question: DecodeQuestion) -> Kernel:
+        """The kernel to use: the named one, or the first that can."""
+        is_packed = (
+            question.documents is not None
+            or question.slices is not None
+            or question.mask.chunk is not None
+            or len(question.starts) > 1
+        )
+        return kernel_of(self.scores, query, value, is_packed, question.slices)
+
+
+_ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
+DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
+"""Of the decode op, after its tensors, in the order of `flatten_decode`."""
+
+
+def flatten_decode(call: DecodeCall) -> tuple[Any, ...]:
+    """The arguments of the decode op after its tensors."""
+    return _ARGUMENTS.flatten(call)
+
+
+def unflatten_decode(arguments: tuple[Any, ...]) -> DecodeCall:
+    """The call that `flatten_decode` made the arguments of."""
+    return _ARGUMENTS.unflatten(arguments)

@@ -1,0 +1,135 @@
+"""What a few queries, the same on every rank, see of the columns that one rank holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from dtensor_ring.planning.cache import cached_bytes
+from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.dealing import deal
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.key_runs import KeyRuns
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.pieces import Piece, pieces_of
+from dtensor_ring.planning.plan import Step, checked_slices
+from dtensor_ring.planning.rows import Rows, rows_of
+from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.span import length, moved
+from dtensor_ring.planning.tables import LARGEST
+from dtensor_ring.planning.tile import FULL, Tile, coalesce, shard_tiles
+
+
+@cached_bytes(2**24, lambda step: 2000 + 330 * len(step.tiles))
+def decode_step(
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    starts: tuple[int, ...],
+    num_queries: int,
+    documents: Documents | None = None,
+    slices: Slices | None = None,
+) -> Step:
+    """The one step of a rank: its tiles of all queries and its own columns; 16 MiB are kept.
+
+    It takes time in proportion to the runs of this rank, and to those near the edge of what a query
+    sees: what all queries see is one tile, however many runs it has.
+
+    Args:
+        layout: how the keys are dealt, or `KeyRuns`.
+        mask: what a query sees.
+        rank: this rank's index on the axis.
+        world_size: ranks on the axis.
+        seq_len: number of positions of keys; queries may come after them.
+        starts: position of the first query, for the whole batch or for each batch row.
+        num_queries: at consecutive positions.
+        documents: boundaries, see `plan`; they may reach beyond the positions.
+        slices: what a query sees, in place of mask and documents; likewise.
+
+    Raises:
+        ValueError: if runs, documents or slices do not fit.
+    """
+    # Positions that nobody holds show nothing, so one table serves while a sequence grows.
+    longest = max(seq_len, max(starts, default=0) + num_queries)
+    horizon = 1 << max(10, (longest - 1).bit_length())
+    if documents is not None or slices is not None:
+        horizon = LARGEST  # theirs may be those of the sequence as it will be
+    seen = checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
+    columns = _Columns(_runs(layout, rank, world_size, seq_len))
+    tiles: list[Tile] = []
+    for batch, start, table in _batch_rows(rows_of(seen), starts):
+        pieces = pieces_of(_queries(start, num_queries, columns.stride), table)
+        found = [tile for piece in pieces for tile in columns.tiles(piece, batch)]
+        tiles += coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
+    return Step(0, rank, Cols.union([(0, columns.num_tokens)]), tuple(tiles))
+
+
+def _runs(layout: Layout, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+    if isinstance(layout, KeyRuns):  # a cache makes no promise about its lengths
+        return layout.runs(rank, world_size, seq_len)
+    return deal(layout, world_size, seq_len).shards[rank]
+
+
+def _batch_rows(
+    rows: Rows, starts: tuple[int, ...]
+) -> Iterator[tuple[int | None, int, np.ndarray]]:
+    """Batch row, `None` for all of them, its first query, and its slices."""
+    if len(set(starts)) == 1:
+        yield from ((batch, starts[0], table) for batch, table in rows)
+        return
+    for batch, start in enumerate(starts):
+        yield batch, start, rows[batch if len(rows) > 1 else 0][1]
+
+
+def _queries(start: int, num_queries: int, stride: int) -> list[Run]:
+    """The queries as runs that have a common band with keys of a stride."""
+    if stride == 1:
+        return [Run(start, num_queries)]
+    return [Run(start + index, 1) for index in range(num_queries)]
+
+
+class _Columns:
+    """The columns of a rank, which runs of positions lie side by side in."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs, self._lasts = runs, [run.last for run in runs]
+        self._offsets = [*accumulate((run.length for run in runs), initial=0)]
+        self.num_tokens = self._offsets[-1]
+        self.stride = max((run.stride for run in runs), default=1)
+
+    def tiles(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
+        """What the queries of a piece see, in any order."""
+        first, last = piece.run.position(piece.span[0]), piece.run.position(piece.span[1] - 1)
+        begin, end = piece.keys
+        # Keys between these are seen by all queries, the others by some.
+        inner = begin if piece.left is None else max(begin, last - piece.left)
+        outer = end if piece.right is None else min(end, first + piece.right + 1)
+        if inner >= outer:
+            inner = outer = begin
+        cols = self._below(inner), self._below(outer)
+        if length(cols):
+            yield Tile(moved(piece.span, piece.row), cols, FULL, batch)
+        for span in ((begin, inner), (outer, end)):
+            if length(span):
+                yield from self._edge(piece._replace(keys=span), batch)
+
+    def _below(self, position: int) -> int:
+        """The number of columns before a position."""
+        run = bisect_left(self._lasts, position)
+        if run == len(self._runs):
+            return self.num_tokens
+        return self._offsets[run] + self._runs[run].indices(position, position)[0]
+
+    def _edge(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
+        """The tiles of the runs that have keys of a piece."""
+        first = bisect_left(self._lasts, piece.keys[0])
+        end = bisect_left(self._lasts, piece.keys[1]) + 1
+        for tile in shard_tiles([piece], tuple(self._runs[first:end]), batch):
+            yield Tile(tile.rows, moved(tile.cols, self._offsets[first]), tile.mask, batch)

@@ -1,0 +1,124 @@
+"""Partial results of the same queries on all ranks, merged into one that all ranks have.
+
+Note [Bitwise equal ranks]: a row is merged from the same W partials in the order of the ranks,
+either on every rank or on one, which sends the result. So ranks have the same bits, and sample the
+same token from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.merge import merge_parts
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.run import shard_length
+from dtensor_ring.transport.protocol import P2P, Transport
+
+MERGES = ("one_shot", "two_shot")
+"""Every rank gets all partials; or each merges a part of the rows, and all get the merged parts."""
+
+WORTH_A_ROUND = 1 << 18
+"""Bytes that a rank receives less for which a second round of messages pays: what a link of 2.5
+GB/s moves in the 100 us that a round takes over gloo on one machine."""
+
+
+def merge_by_size(num_bytes: int, world_size: int) -> str:
+    """The merge that takes less time, of a partial of that size; all ranks decide alike.
+
+    >>> merge_by_size(1 << 14, 8), merge_by_size(1 << 20, 8), merge_by_size(1 << 20, 2)
+    ('one_shot', 'two_shot', 'one_shot')
+    """
+    others = world_size - 1
+    # Rows go out and come back in parts, instead of all of them to everyone.
+    saved = others * num_bytes - 2 * others * num_bytes // world_size
+    return "two_shot" if saved > WORTH_A_ROUND else "one_shot"
+
+
+class Combine:
+    """The partials `(out, lse)` of W ranks, as one.
+
+    Args:
+        transport: what moves the messages.
+        rank: this rank's index on the axis.
+        world_size: ranks on the axis.
+        merge: one of `MERGES`.
+    """
+
+    def __init__(self, transport: Transport, rank: int, world_size: int, merge: str) -> None:
+        self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
+        self._label = Label("decode", 0, rank)
+        transport.at(self._label)
+
+    def __call__(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The merged out `(B, N, M, Hv)` and lse `(B, N, M)`, from those of this rank.
+
+        Both have one dtype. Results are fresh tensors.
+        """
+        shape, head_dim = out.shape, out.shape[-1]
+        num_rows = lse.numel()
+        self._transport.prepare(out.device)
+        buffer, parts = self._buffer(self._size, num_rows, head_dim, out)
+        # An output and its lse are one row of a message, so that both come together.
+        mine = parts[self._rank].view(*shape[:-1], head_dim + 1)
+        mine[..., :head_dim], mine[..., head_dim] = out, lse
+        if self._merge == "one_shot":
+            self._gather(parts)
+            merged = merge_parts(parts[..., :head_dim], parts[..., head_dim])
+        else:
+            merged = self._in_two(parts)
+        self._transport.free(buffer)
+        return merged[0].view(shape), merged[1].view(shape[:-1])
+
+    def _in_two(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge the rows of this rank, then gather the rows of all."""
+        num_rows, width = parts.shape[1:]
+        lengths = [shard_length(rank, self._size, num_rows) for rank in range(self._size)]
+        sent = parts[self._rank].split(lengths)
+        buffer, shares = self._buffer(self._size, lengths[self._rank], width - 1, parts)
+        shares[self._rank] = sent[self._rank]
+        self._exchange(list(shares), list(sent))
+        merged, lse = merge_parts(shares[..., : width - 1], shares[..., width - 1])
+        # The rows of this rank's own partial are sent: the merged ones may take their place.
+        sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
+        self._exchange(list(sent), [sent[self._rank]] * self._size)
+        self._transport.free(buffer)
+        rows = parts[self._rank]
+        return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
+
+    def _gather(self, parts: Tensor) -> None:
+        """Get the part of every rank."""
+        self._exchange(list(parts), [parts[self._rank]] * self._size)
+
+    def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Exchange one message with every other rank; nothing empty travels."""
+        receives, sends = (
+            [
+                P2P(x.view(-1), peer)
+                for peer, x in enumerate(side)
+                if peer != self._rank and x.numel()
+            ]
+            for side in (received, sent)
+        )
+        works = self._transport.start(receives, sends)
+        self._transport.at(self._label)
+        for work in works:
+            work.wait()
+
+    def _buffer(
+        self, num_parts: int, num_rows: int, head_dim: int, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Memory for messages, and its view `(parts, rows, H + 1)`."""
+        shape = num_parts, num_rows, head_dim + 1
+        numel = num_parts * num_rows * (head_dim + 1)
+        num_bytes = numel * like.dtype.itemsize
+        buffer = self._transport.allocate(num_bytes, like.device)
+        return buffer, buffer[:num_bytes].view(like.dtype).view(shape)
+
+
+def packed_bytes(query: Tensor, value: Tensor) -> int:
+    """Size of a rank's partial as it travels: float32, or float64 for float64."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.shape[:3].numel() * (value.shape[3] + 1) * wide.itemsize

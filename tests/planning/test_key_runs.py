@@ -1,0 +1,77 @@
+"""Runs of a cache, and the tiles that a few queries make with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtensor_ring import Contiguous, Mask, Striped
+from dtensor_ring.planning.decode import decode_step
+from dtensor_ring.planning.key_runs import KeyRuns
+from dtensor_ring.planning.tables import LARGEST
+
+MANY = KeyRuns([[(16 * i, 8) for i in range(500)], [(16 * i + 8, 8) for i in range(500)]])
+"""Blocks of 8 positions in turns."""
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ([[[-1, 2]]], "from 0 to 2147483647, got -1"),
+        ([[[0, -2]]], "from 0 to 2147483647, got -2"),
+        ([[[LARGEST + 1, 2]]], "from 0 to 2147483647, got 2147483648"),
+        ([[[LARGEST, 2]]], "end at or before 2147483647, got 2147483649"),
+        ([[[4, 2], [0, 2]]], r"must ascend, got \[\[4, 2\], \[0, 2\]\] of rank 0"),
+        ([[[0, 4]], [[3, 2]]], "a position once at most, not so 3"),
+        ([[[0, 4], [2, 1]]], "a position once at most, not so 2"),
+    ],
+)
+def test_refused(table: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        KeyRuns(table)
+
+
+def test_equal_by_content() -> None:
+    one, other = KeyRuns([[[0, 4]], [[4, 2]]]), KeyRuns([[[0, 4]], [[4, 2]]])
+    assert (one, hash(one)) == (other, hash(other))
+    assert one != KeyRuns([[[0, 4]], [[4, 3]]])
+    with pytest.raises(ValueError, match="a row for each of the 3 ranks, got 2"):
+        one.runs(0, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_queries", "num_tiles"),
+    [
+        (Mask.causal(), 1, 1),
+        (Mask.full(), 1, 1),
+        (Mask.full(), 64, 1),
+        (Mask.sliding(3000), 1, 1),
+        (Mask.chunked(4096), 1, 1),
+        (Mask.causal(), 8, 2),  # the square of the queries themselves, on the rank that holds them
+        (Mask.prefix_causal(5), 1, 1),
+    ],
+)
+def test_what_all_queries_see_is_one_tile(mask: Mask, num_queries: int, num_tiles: int) -> None:
+    start = 8000 - num_queries
+    steps = [decode_step(MANY, mask, rank, 2, 8000, (start,), num_queries) for rank in range(2)]
+    assert [len(step.tiles) for step in steps] == [1, num_tiles]
+    assert [len(step.cols) for step in steps] == [4000, 4000]
+
+
+def test_planned_once() -> None:
+    again = KeyRuns(MANY.table.copy())
+    arguments = Mask.causal(), 0, 2, 8000, (7999,), 1
+    assert decode_step(MANY, *arguments) is decode_step(again, *arguments)
+
+
+def test_rows_of_one_length_share_their_tiles() -> None:
+    for starts, batches in (((7,), {None}), ((7, 7), {None}), ((7, 5), {0, 1})):
+        step = decode_step(Contiguous(), Mask.causal(), 0, 1, 8, starts, 1)
+        assert {tile.batch for tile in step.tiles} == batches
+
+
+def test_keys_with_gaps() -> None:
+    step = decode_step(Striped(), Mask.causal(), 1, 4, 64, (60,), 4)
+    assert {tile.mask for tile in step.tiles} == {Mask.full()}
+    assert [tile.cols for tile in step.tiles] == [(0, 15), (0, 16)]

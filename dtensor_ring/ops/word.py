@@ -20,7 +20,7 @@ from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.transport.combine import MERGES, Combine, merge_by_size, packed_bytes
+from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.session import session_of
@@ -87,7 +87,8 @@ def decode_turn(
         *(query.dtype, query.device.type, shapes, None if sinks is None else sinks.dtype),
         *(scale, softcap, kernel, merge, agree, *question),
     )
-    turn = turn_of(group, word, "decode", query.device, place=CALLER.place)
+    size = first_bytes(query, value, merge, question.world_size)
+    turn = turn_of(group, word, "decode", query.device, place=CALLER.place, first_bytes=size)
     return _combining(turn, question, merge)
 
 

@@ -120,5 +120,17 @@ class Combine:
 
 def packed_bytes(query: Tensor, value: Tensor) -> int:
     """Size of a rank's partial as it travels: float32, or float64 for float64."""
+    return query.shape[:3].numel() * _row_bytes(query, value)
+
+
+def first_bytes(query: Tensor, value: Tensor, merge: str, world_size: int) -> int:
+    """Size of the largest message of a merge's first round."""
+    if merge == "one_shot":
+        return packed_bytes(query, value)
+    return shard_length(0, world_size, query.shape[:3].numel()) * _row_bytes(query, value)
+
+
+def _row_bytes(query: Tensor, value: Tensor) -> int:
+    """Size of an output and its lse."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    return query.shape[:3].numel() * (value.shape[3] + 1) * wide.itemsize
+    return (value.shape[3] + 1) * wide.itemsize

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LONGEST = 300
+"""Characters of another error that a message quotes."""
+
 
 class RingError(RuntimeError):
     """A call over a ring failed, on this rank or another: a rank ended, raised, or differs.
@@ -11,7 +14,7 @@ class RingError(RuntimeError):
 
     Attributes:
         ring: global ranks of the ring.
-        direction: `"forward"` or `"backward"`; empty before a call has begun.
+        direction: `"forward"`, `"backward"` or `"decode"`; empty before a call has begun.
         step: of the loop, `None` before its first.
         source: rank on the axis whose keys and values, or their gradients, were on the way;
             `None` if there was no such message.
@@ -36,3 +39,17 @@ class RingError(RuntimeError):
         super().__init__(message)
         self.ring, self.direction, self.step = ring, direction, step
         self.source, self.peer, self.seconds = source, peer, seconds
+
+
+def reason_of(error: RuntimeError) -> str:
+    """What an error of the backend means."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    quoted = f"({text[:LONGEST]})"
+    if "timed out" in text.lower():
+        return (
+            "the time limit of the group is over, so that rank is stopped, cut off, elsewhere, or "
+            f"slow; init_process_group(timeout=...) sets the limit {quoted}"
+        )
+    if any(word in text.lower() for word in ("closed", "closure", "reset", "broken pipe")):
+        return f"its connection is closed, so it ended, or raised {quoted}"
+    return quoted

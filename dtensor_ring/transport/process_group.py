@@ -53,14 +53,12 @@ class ProcessGroupTransport(Transport):
     def keeps_tags(self, device: torch.device) -> bool:
         return device.type == "cpu"  # gloo does, NCCL does not look at them
 
-    def pass_on(self, receive: P2P, send: P2P) -> Sequence[Work]:
-        """Start a message of each kind, on the CPU, with the tag of words."""
+    def pass_on(self, receives: Sequence[P2P], sends: Sequence[P2P]) -> Sequence[Work]:
+        """Start messages on the CPU, with the tag of words."""
         group = self._group
         # Without the checks of `dist`, which take longer than this.
-        return (
-            group.recv([receive.flat], receive.peer, WORD_TAG),
-            group.send([send.flat], send.peer, WORD_TAG),
-        )
+        works = [group.recv([x.flat], x.peer, WORD_TAG) for x in receives]
+        return works + [group.send([x.flat], x.peer, WORD_TAG) for x in sends]
 
     def abort(self) -> None:
         """Close the connections of this rank, so that those who wait for it get an error."""

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring.transport.board import generation_of
 from dtensor_ring.transport.error import RingError
+from dtensor_ring.transport.inbox import Inbox
 from dtensor_ring.transport.watch import WATCH
 
 RENEW = (
@@ -40,6 +41,7 @@ class Session:
         self._lock = Lock()
         self._origins: dict[int, tuple[StorageWeakRef, int]] = {}
         self._max_origins = 16
+        self._inboxes: list[Inbox] = []
 
     def begin(self) -> int:
         """Begin a call; returns its number, counted from 1.
@@ -70,6 +72,12 @@ class Session:
     def end(self) -> None:
         """End the call that was begun last."""
         self._lock.release()
+
+    def inbox(self, index: int) -> Inbox:
+        """Memory for a word and what it carries: one for each peer, in one call after another."""
+        while index >= len(self._inboxes):
+            self._inboxes.append(Inbox())
+        return self._inboxes[index]
 
     def remember(self, lse: Tensor) -> None:
         """Keep the number of the last call by the memory of its log-sum-exp."""

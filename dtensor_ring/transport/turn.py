@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Self
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.board import Board
-from dtensor_ring.transport.error import RingError
+from dtensor_ring.transport.error import LONGEST, RingError, reason_of
+from dtensor_ring.transport.inbox import MOST_CARRIED
 from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
 from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
-from dtensor_ring.transport.watch import WATCH
 from dtensor_ring.transport.word import Word, differences, flat
-
-LONGEST = 300
-"""Characters of another error that a message quotes."""
 
 Turns = AbstractContextManager[Transport]
 
@@ -33,6 +30,7 @@ def turn_of(
     device: torch.device,
     origin: int = 0,
     place: str = "",
+    first_bytes: int | None = None,
 ) -> Turns:
     """A context that gives the transport for one call over a group.
 
@@ -43,12 +41,17 @@ def turn_of(
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
         place: in the code of the caller; empty if not known.
+        first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
+            words may carry them then.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
-    return Turn(group, session, transport, keeps_tags, word, direction, origin, place)
+    is_small = first_bytes is not None and first_bytes <= MOST_CARRIED
+    # Another transport than that of words moves messages in its own way.
+    carries = is_small and keeps_tags and type(transport) is ProcessGroupTransport
+    return Turn(group, session, transport, keeps_tags, word, direction, origin, place, carries)
 
 
 class Turn(Transport):
@@ -64,10 +67,11 @@ class Turn(Transport):
         direction: str,
         origin: int,
         place: str,
+        carries: bool = False,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
         self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
-        self._direction = direction
+        self._direction, self._carries = direction, carries
         self._step: int | None = None
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
@@ -82,7 +86,10 @@ class Turn(Transport):
                 self._shut_down(str(error))
             raise
         try:
-            self._send_word()
+            self._mine = self._word.message(self._number, self._origin, self._place)
+            self._tag = self._word.tag(self._number, self._origin)
+            if not self._carries:
+                self._send_word()
         except BaseException:
             session.end()
             raise
@@ -116,6 +123,8 @@ class Turn(Transport):
         self._phase += 1
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        if self._carries and (receives or sends):
+            return self._send_with_word(receives, sends)
         tag = self._tag
         receives, sends = (
             [P2P(x.flat, x.peer, tag, x.source) for x in side] for side in (receives, sends)
@@ -132,18 +141,35 @@ class Turn(Transport):
 
     def _send_word(self) -> None:
         """Start the exchange of words with both neighbours."""
-        number, origin, rank = self._number, self._origin, self._group.rank()
-        self._tag = self._word.tag(number, origin)
-        self._mine = self._word.message(number, origin, self._place)
-        self._theirs = bytearray(len(self._mine))
-        theirs, mine = flat(self._theirs), flat(self._mine)
-        peers = (rank - 1) % self._group.size(), (rank + 1) % self._group.size()
-        messages = P2P(theirs, peers[0]), P2P(mine, peers[1])
+        rank, size = self._group.rank(), self._group.size()
+        mine, before, after = flat(self._mine), (rank - 1) % size, (rank + 1) % size
+        self._carries = False
+        self._words = self._pass_on([P2P(mine[:0], before)], [P2P(mine, after)])
+
+    def _send_with_word(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
+        """Start a hop whose messages come after the word, in one message with it."""
+        self._carries = False
+        joined: dict[int, Tensor] = {}
+        for x in sends:  # what goes to several peers is joined once
+            if id(x.flat) not in joined:
+                content = x.flat.view(torch.uint8).numpy()
+                joined[id(x.flat)] = flat(self._mine + content.data)
+        return self._pass_on(receives, [P2P(joined[id(x.flat)], x.peer) for x in sends])
+
+    def _pass_on(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
+        """Start messages that begin with a word; of those that come, what follows the word."""
+        inboxes = [self._session.inbox(index) for index in range(len(receives))]
+        arriving = [P2P(x.flat, y.peer) for x, y in zip(inboxes, receives, strict=True)]
+        messages = [*arriving, *sends]
         with self._naming(messages[0]):
-            works = ProcessGroupTransport(self._group).pass_on(*messages)
-        answer, sent = zip(works, messages, strict=True)
-        self._words = [Answer(self, *answer), Sent(self, *sent)]
-        self._in_flight = [*self._words]
+            works = ProcessGroupTransport(self._group).pass_on(arriving, sends)
+        answers = (
+            Answer(self, work, x, inbox)
+            for work, x, inbox in zip(works, receives, inboxes, strict=False)
+        )
+        sent = zip(works[len(receives) :], sends, strict=True)
+        self._in_flight = [*answers, *(Sent(self, *x) for x in sent)]
+        return self._in_flight
 
     @contextmanager
     def _naming(self, message: P2P | None) -> Iterator[None]:
@@ -157,23 +183,25 @@ class Turn(Transport):
 
     def _agree(self) -> None:
         """Wait for the words, if nobody has."""
+        if self._carries:
+            self._send_word()  # nothing came that it could carry
         words, self._words = self._words, []
         for word in words:
             word.wait()
 
-    def check_word(self) -> None:
-        """Compare this rank's word with that of the rank before it.
+    def check_word(self, theirs: bytearray, peer: int) -> None:
+        """Compare this rank's word with that of another.
 
         Raises:
             RingError: naming what differs.
         """
-        if self._mine == self._theirs:
+        if self._mine == theirs:
             return
-        differing = differences(self._mine, self._theirs)
+        differing = differences(self._mine, theirs)
         if not differing:
             return
         ranks, rank = self._session.ranks, self._group.rank()
-        here, there = ranks[rank], ranks[rank - 1]
+        here, there = ranks[rank], ranks[peer]
         listed = "; ".join(
             f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
             for name, mine, theirs in differing
@@ -187,7 +215,7 @@ class Turn(Transport):
         peer = None if message is None else self._session.ranks[message.peer]
         text = (
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
-            f"{_reason(error)}"
+            f"{reason_of(error)}"
         )
         cause = self._shut_down(text)
         text = text if cause == text else f"{text}; the first cause: {cause}"
@@ -244,54 +272,3 @@ class Turn(Transport):
             peer=peer,
             seconds=seconds,
         )
-
-
-class Sent:
-    """A message in flight, whose failure is an error of the ring."""
-
-    __slots__ = ("_message", "_turn", "_work", "has_arrived")  # one for each message
-
-    def __init__(self, turn: Turn, work: Work, message: P2P) -> None:
-        self._turn, self._work, self._message = turn, work, message
-        self.has_arrived = False
-
-    def __str__(self) -> str:
-        return self._turn.waiting_for(self._message)
-
-    def wait(self) -> None:
-        if self.has_arrived:
-            return
-        since = time.monotonic()
-        WATCH.begin(self, since)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            seconds = time.monotonic() - since
-            raise self._turn.failed(error, self._message, seconds) from error
-        finally:
-            WATCH.end()
-        self.has_arrived = True
-
-
-class Answer(Sent):
-    """The word of the rank before this one, which has to be that of this rank."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        super().wait()
-        self._turn.check_word()
-
-
-def _reason(error: RuntimeError) -> str:
-    """What an error of the backend means."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    quoted = f"({text[:LONGEST]})"
-    if "timed out" in text.lower():
-        return (
-            "the time limit of the group is over, so that rank is stopped, cut off, elsewhere, or "
-            f"slow; init_process_group(timeout=...) sets the limit {quoted}"
-        )
-    if any(word in text.lower() for word in ("closed", "closure", "reset", "broken pipe")):
-        return f"its connection is closed, so it ended, or raised {quoted}"
-    return quoted

@@ -4,7 +4,8 @@ Note [Agreement]: each rank sends the word of its call to the next rank of the r
 that of the rank before it, together with its first message of keys and values. So a difference is
 seen where it is, by both sides of it, before anything of a peer is used; closed connections tell
 the other ranks. All other messages carry a tag that is made of the word: messages of calls that
-differ never meet, whatever their sizes.
+differ never meet, whatever their sizes. A call whose first hop is a small message between all ranks
+sends each of them the word and the message as one, see `Inbox`.
 """
 
 from __future__ import annotations

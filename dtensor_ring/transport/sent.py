@@ -1,0 +1,75 @@
+"""Messages of a call in flight."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from dtensor_ring.transport.error import RingError
+from dtensor_ring.transport.inbox import Inbox
+from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.transport.watch import WATCH
+
+
+class Call(Protocol):
+    """The call that messages belong to."""
+
+    def waiting_for(self, message: P2P) -> str:
+        """What this rank does while it waits for a message."""
+
+    def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
+        """The error of a message for which this rank had waited so long."""
+
+    def check_word(self, theirs: bytearray, peer: int) -> None:
+        """Compare this rank's word with that of another."""
+
+
+class Sent:
+    """A message in flight, whose failure is an error of the ring."""
+
+    __slots__ = ("_call", "_message", "_work", "has_arrived")  # one for each message
+
+    def __init__(self, call: Call, work: Work, message: P2P) -> None:
+        self._call, self._work, self._message = call, work, message
+        self.has_arrived = False
+
+    def __str__(self) -> str:
+        return self._call.waiting_for(self._message)
+
+    def wait(self) -> None:
+        if self.has_arrived:
+            return
+        since = time.monotonic()
+        WATCH.begin(self, since)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            seconds = time.monotonic() - since
+            raise self._call.failed(error, self._message, seconds) from error
+        finally:
+            WATCH.end()
+        self.has_arrived = True
+
+
+class Answer(Sent):
+    """A message that begins with the word of another rank, which has to be that of this rank.
+
+    What follows the word comes to the message's tensor.
+    """
+
+    __slots__ = ("_inbox",)
+
+    def __init__(self, call: Call, work: Work, message: P2P, inbox: Inbox) -> None:
+        super().__init__(call, work, message)
+        self._inbox = inbox
+
+    def wait(self) -> None:
+        if self.has_arrived:
+            return
+        super().wait()
+        self._call.check_word(self._inbox.word, self._message.peer)
+        content = self._message.flat.view(torch.uint8)
+        if content.numel():
+            content.copy_(self._inbox.carried(content.numel()))

@@ -1,0 +1,259 @@
+"""Decode calls of ranks that agree take one message; of those that differ or fail, all are told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask, RingError, SequenceAxis, decode_attention, ring_attention
+from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.transport.inbox import MOST_CARRIED
+from dtensor_ring.transport.process_group import ProcessGroupTransport
+from tests.decoding import Decode, Outputs, check
+from tests.inference.test_decode_op import options_of
+from tests.pool import Pool
+
+RUNS = (((0, 3), (9, 2)), ((3, 6), (11, 5)), ())
+SMALL = Decode(RUNS, 16, (15,), 3)
+LARGE = Decode(RUNS, 16, (15,), 3, batch=300, heads=(16, 4), dtype=torch.float32)
+Found = tuple[str, dict[str, Any]]
+
+
+class Counted:
+    """How many messages a rank sends: with a word, and without."""
+
+    def __init__(self) -> None:
+        self.words = self.others = 0
+        self._patches: list[Any] = []
+
+    def __enter__(self) -> Counted:
+        pass_on, start = ProcessGroupTransport.pass_on, ProcessGroupTransport.start
+
+        def with_word(this: Any, receives: Any, sends: Any) -> Any:
+            assert all(x.flat.numel() >= 2048 for x in sends)
+            self.words += len(sends)
+            return pass_on(this, receives, sends)
+
+        def without(this: Any, receives: Any, sends: Any) -> Any:
+            self.others += len(sends)
+            return start(this, receives, sends)
+
+        self._patches = [
+            patch.object(ProcessGroupTransport, "pass_on", with_word),
+            patch.object(ProcessGroupTransport, "start", without),
+        ]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "others"),
+    [
+        (SMALL, 2, 0),  # one message to each of the two other ranks
+        (LARGE, 1, 2),
+        (Decode(RUNS, 16, (15,), 3, merge="two_shot"), 2, 2),
+        (Decode(RUNS, 16, (15,), 3, batch=0), 1, 0),
+    ],
+    ids=["small", "large", "two shots", "empty batch"],
+)
+def test_messages(pool: Pool, case: Decode, words: int, others: int) -> None:
+    for outputs, sent in pool.run(3, _count, case):
+        check(case, [outputs])
+        assert sent == [(words, others)] * 3
+
+
+def _count(case: Decode) -> tuple[Outputs, list[tuple[int, int]]]:
+    mesh, sent = init_device_mesh("cpu", (3,)), []
+    for _ in range(3):
+        with Counted() as counted:
+            outputs = attend(mesh, case)
+        sent.append((counted.words, counted.others))
+    return outputs, sent
+
+
+def test_no_message_without_a_mesh(pool: Pool) -> None:
+    assert pool.run(2, _count_alone) == [(0, 0)] * 2
+
+
+def _count_alone() -> tuple[int, int]:
+    init_device_mesh("cpu", (2,))
+    with Counted() as counted:
+        decode_attention(*torch.randn(3, 1, 2, 1, 8))
+    return counted.words, counted.others
+
+
+def attend(mesh: DeviceMesh, case: Decode, **odd: Any) -> Outputs:
+    query, key, value = case.inputs()
+    here = case.positions(dist.get_rank())
+    options = options_of(case) | odd
+    return decode_attention(
+        query, key[:, :, here], value[:, :, here], mesh=mesh, return_lse=True, **options
+    )
+
+
+def _ring(mesh: DeviceMesh) -> Any:
+    return ring_attention(*torch.randn(3, 1, 2, 4, 8), mesh=mesh)
+
+
+def _moved(mesh: DeviceMesh) -> Any:
+    """Runs of the same lengths, at other positions."""
+    return attend(
+        mesh, SMALL, key_runs=torch.tensor([[[0, 5], [0, 0]], [[5, 11], [0, 0]], [[0, 0]] * 2])
+    )
+
+
+DIFFERENT: dict[str, tuple[str, Callable[[DeviceMesh], Any]]] = {
+    "mask": ("mask: ", lambda mesh: attend(mesh, SMALL, mask=Mask.sliding(3))),
+    "softcap": ("softcap: ", lambda mesh: attend(mesh, SMALL, softcap=2.0)),
+    "merge": ("merge: ", lambda mesh: attend(mesh, SMALL, merge="two_shot")),
+    "starts": ("query_starts: ", lambda mesh: attend(mesh, SMALL, query_starts=torch.tensor([9]))),
+    "runs": ("key_runs: ", _moved),
+    "agree": (
+        r"agree: \[4, 5\] on rank ., none on rank|agree: none on rank ., \[4, 5\] on rank",
+        lambda mesh: attend(mesh, SMALL, agree=torch.tensor([4, 5])),
+    ),
+    "a larger batch": ("batch: ", lambda mesh: attend(mesh, LARGE)),
+    "a ring": ("direction: ", _ring),
+    "twice": (
+        "place of the call: ",
+        lambda mesh: decode_attention(*_inputs_of(SMALL), mesh=mesh, **options_of(SMALL)),
+    ),
+}
+
+
+def _inputs_of(case: Decode) -> list[Tensor]:
+    query, key, value = case.inputs()
+    here = case.positions(dist.get_rank())
+    return [query, key[:, :, here], value[:, :, here]]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_every_rank_is_told_a_difference(pool: Pool, name: str, odd: int) -> None:
+    told, _ = DIFFERENT[name]
+    for text, attributes in pool.run(3, _differ, name, odd):
+        assert re.search(f"they differ in .*({told})", text), text
+        assert attributes["direction"] in ("decode", "forward")
+
+
+def _differ(name: str, odd: int) -> Found:
+    mesh = init_device_mesh("cpu", (3,))
+    call = DIFFERENT[name][1] if dist.get_rank() == odd else lambda mesh: attend(mesh, SMALL)
+    return error_of(lambda: call(mesh))
+
+
+def error_of(call: Callable[[], Any]) -> Found:
+    with pytest.raises(RingError) as caught:
+        call()
+    return str(caught.value), vars(caught.value)
+
+
+class Failing(Exception):
+    """What a kernel raises."""
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_a_kernel_raises(pool: Pool, who: str) -> None:
+    """If all ranks do, the group stays in order; if one does, the others are told."""
+    for rank, text in enumerate(pool.run(3, _raise, who)):
+        if who == "all":
+            assert text == "right"
+        elif rank == 1:
+            assert "takes no more calls since rank 1 raised, in decode" in text
+        else:
+            assert "rank 1 raised, in decode, step 0: Failing: no memory" in text
+
+
+def _raise(who: str) -> str:
+    mesh, is_odd = init_device_mesh("cpu", (3,)), dist.get_rank() == 1
+    attend(mesh, SMALL, kernel="reference")
+
+    def fail(*_: Any) -> Any:
+        raise Failing("no memory")
+
+    if who == "all" or is_odd:
+        # The last rank has no keys, so that it launches no kernel.
+        kernel = patch.object(KERNELS["reference"], "forward", fail)
+        place = patch("dtensor_ring.ops.decode.decode", fail)
+        with kernel, place, pytest.raises(Failing):
+            attend(mesh, SMALL, kernel="reference")
+    if who == "all":
+        check(SMALL, [attend(mesh, SMALL, kernel="reference")])
+        return "right"
+    return error_of(lambda: attend(mesh, SMALL, kernel="reference"))[0]
+
+
+def test_columns_of_one_rank_do_not_fit(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(3, _misfit)):
+        told = "rank 1 raised, in decode, step 0: ValueError: key must hold the 11 tokens"
+        assert (told if rank != 1 else "key must hold the 11 tokens") in text
+
+
+def _misfit() -> str:
+    mesh = init_device_mesh("cpu", (3,))
+    if dist.get_rank() != 1:
+        return error_of(lambda: attend(mesh, SMALL))[0]
+    query, key, value = SMALL.inputs()
+    with pytest.raises(ValueError, match="key must hold") as caught:
+        decode_attention(query, key, value, mesh=mesh, **options_of(SMALL))
+    return str(caught.value)
+
+
+class Own(ProcessGroupTransport):
+    """A transport of a user's."""
+
+    num_started = 0
+
+    def start(self, receives: Any, sends: Any) -> Any:
+        self.num_started += 1
+        return super().start(receives, sends)
+
+
+def test_transports_of_users_move_the_partials(pool: Pool) -> None:
+    for outputs, num_started in pool.run(3, _with_transport):
+        check(SMALL, [outputs])
+        assert num_started == 1
+
+
+def _with_transport() -> tuple[Outputs, int]:
+    mesh = init_device_mesh("cpu", (3,))
+    transport = Own(mesh.get_group())
+    SequenceAxis(mesh, transport=transport)
+    return attend(mesh, SMALL), transport.num_started
+
+
+def test_rings_and_decoding_in_turns(pool: Pool) -> None:
+    """A message of one kind may be shorter than the room for the other."""
+    for results in pool.run(3, _in_turns):
+        for outputs in results:
+            check(SMALL, [outputs])
+
+
+def _in_turns() -> list[Outputs]:
+    mesh, results = init_device_mesh("cpu", (3,)), []
+    for _ in range(3):
+        _ring(mesh)
+        results.append(attend(mesh, SMALL))
+    return results
+
+
+def test_the_largest_message_that_a_word_carries(pool: Pool) -> None:
+    rows = MOST_CARRIED // (9 * 8)
+    for num_rows, words in ((rows, 2), (rows + 1, 1)):
+        case = Decode(RUNS, 16, (15,), 3, batch=num_rows, heads=(1, 1), merge="one_shot")
+        for outputs, sent in pool.run(3, _count, case):
+            check(case, [outputs])
+            assert [words for words, _ in sent] == [words] * 3

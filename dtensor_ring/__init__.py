@@ -19,8 +19,10 @@ from dtensor_ring.inference.cache import ShardedCache
 from dtensor_ring.inference.decode import decode_attention
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.block_pool import BlockPool
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.pool_usage import OutOfBlocks
 from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.error import RingError
@@ -30,9 +32,11 @@ from dtensor_ring.transport.protocol import Transport
 __all__ = [
     "Balanced",
     "BlockCyclic",
+    "BlockPool",
     "ContextParallel",
     "Contiguous",
     "Mask",
+    "OutOfBlocks",
     "RingError",
     "SequenceAxis",
     "ShardedCache",

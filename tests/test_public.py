@@ -71,6 +71,17 @@ BlockCyclic(block: 'int') -> None
     .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
     .spec
+BlockPool(num_blocks: 'int', block: 'int' = 256, world_size: 'int' = 1) -> 'None'
+    .add(self, tokens: 'Any') -> 'PooledSequence'
+    .append(self, sequence: 'PooledSequence', tokens: 'Any') -> 'tuple[BlockCopy, ...]'
+    .block_table(self, sequence: 'PooledSequence', rank: 'int') -> 'np.ndarray'
+    .commit(self, sequence: 'PooledSequence', length: 'int | None' = None) -> 'None'
+    .crop(self, sequence: 'PooledSequence', length: 'int') -> 'None'
+    .dealing
+    .fork(self, sequence: 'PooledSequence') -> 'PooledSequence'
+    .free(self, sequence: 'PooledSequence') -> 'None'
+    .num_blocks
+    .usage(self) -> 'PoolUsage'
 ContextParallel(layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' = None, kernel:
         'str | None' = None, policy: 'TransferPolicy | None' = None, inputs: 'tuple[str, ...]' =
         ('query', 'key', 'value')) -> 'None'
@@ -96,6 +107,8 @@ Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix
     .right
     .sees(self, query: 'int', key: 'int') -> 'bool'
     .sliding(window: 'int') -> 'Mask'
+OutOfBlocks(message: 'str', *, need: 'tuple[int, ...]' = (), free: 'tuple[int, ...]' = (),
+        cached: 'tuple[int, ...]' = ()) -> 'None'
 RingError(message: 'str', *, ring: 'tuple[int, ...]' = (), direction: 'str' = '', step: 'int |
         None' = None, source: 'int | None' = None, peer: 'int | None' = None, seconds: 'float' =
         0.0) -> 'None'

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dtensor_ring.planning.run import Run, joined, shard_length
+from dtensor_ring.planning.serpentine import nth_block
 
 MAX_ROUNDS = 2**20
 """Blocks that a block-cyclic rank has at most."""
@@ -171,11 +172,7 @@ class BlockCyclic(Layout):
                 f"{self.spec} deals {seq_len} tokens to {world_size} ranks in {num_rounds:,} "
                 f"blocks for each, at most {MAX_ROUNDS:,} can be planned; take a larger block"
             )
-        blocks = [
-            # Odd rounds go back, so that the last rank of one is the first of the next.
-            n * world_size + (world_size - 1 - rank if n % 2 else rank)
-            for n in range(num_rounds)
-        ]
+        blocks = [nth_block(rank, n, world_size) for n in range(num_rounds)]
         per_rank = -(-seq_len // world_size) - num_rounds * self.block
         rest = _halves(rank, per_rank, num_rounds * world_size * self.block, seq_len)
         return joined([*(Run(n * self.block, self.block) for n in blocks), *rest])

@@ -101,6 +101,18 @@ def _on_axis(method: str) -> Callable[..., Any]:
     return lambda mesh, **given: getattr(ring.SequenceAxis(mesh), method)(**given)
 
 
+def _on_pool(method: str) -> Callable[..., Any]:
+    """Of a pool with a sequence, which the methods but `add` take first."""
+
+    def call(_: DeviceMesh, **given: Any) -> Any:
+        pool = ring.BlockPool(num_blocks=8, block=2, world_size=2)
+        sequence = pool.add(range(5))
+        first = () if method == "add" else (sequence,)
+        return getattr(pool, method)(*first, **given)
+
+    return call
+
+
 def _registered(mesh: DeviceMesh, **given: Any) -> None:
     try:
         ring.register_kernel(**given)
@@ -205,6 +217,7 @@ BUILDERS: dict[str, Right] = {
     "shared_prefix": {"prefix_lengths": _just(2, [2]), "answer_lengths": _just([2, 3])},
     "batched": {"parts": _just([SLICES, SLICES], [])},
 }
+POOLED: Right = {"tokens": _made(lambda: [1, 2, 3], lambda: torch.arange(3), tuple)}
 MESH: Right = {"mesh": [lambda mesh: mesh]}
 INPUTS: Right = {"inputs": _just(("query", "key", "value"), ["q", "kv"])}
 IDS: Right = {
@@ -279,6 +292,11 @@ FUNCTIONS |= {
         ("Balanced", PLANNED | {"block": _just(None, 2)}, _nothing),
         ("BlockCyclic", {"block": _just(2)}, _nothing),
         (
+            "BlockPool",
+            {"num_blocks": _just(4), "block": _just(2, 64), "world_size": _just(1, 2)},
+            _nothing,
+        ),
+        (
             "Mask",
             dict.fromkeys(("left", "right"), _just(None, 0, 5))
             | {"chunk": _just(None), "prefix": _just(None, 3)},
@@ -299,6 +317,16 @@ FUNCTIONS |= {
             AXIS | INPUTS,
             _nothing,
         ),
+    )
+}
+FUNCTIONS |= {
+    f"BlockPool.{name}": Function(_on_pool(name), right)
+    for name, right in (
+        ("add", POOLED),
+        ("append", POOLED),
+        ("crop", {"length": _just(0, 5)}),
+        ("commit", {"length": _just(None, 5)}),
+        ("block_table", {"rank": _just(0, 1)}),
     )
 }
 FUNCTIONS |= {

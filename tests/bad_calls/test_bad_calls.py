@@ -29,7 +29,7 @@ SECONDS = 5
 ARGUMENTS = [(name, argument) for name, found in FUNCTIONS.items() for argument in found.right]
 IN_WORDS = {"seq_len": "(seq_len|sequence length)"}
 WITHOUT_ARGUMENTS = {"Contiguous", "Striped", "ZigZag", "Transport", "available_kernels"}
-WITHOUT_ARGUMENTS |= {"RingError"}  # the package raises it, users do not
+WITHOUT_ARGUMENTS |= {"OutOfBlocks", "RingError"}  # the package raises them, users do not
 
 
 class Call(NamedTuple):

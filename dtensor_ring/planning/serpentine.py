@@ -1,0 +1,70 @@
+"""Blocks dealt there and back: block j belongs to ranks 0 to W-1, then W-1 to 0, and so on.
+
+The owner of a position depends on the position alone, whatever the length of the sequence. So
+prompts that begin alike have their common blocks on the same ranks. Each rank gets one block of
+every round of W.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dtensor_ring.planning.run import Run, joined
+
+
+def nth_block(rank: int, n: int, world_size: int) -> int:
+    """Number of the n-th block of a rank.
+
+    >>> [nth_block(0, n, 2) for n in range(4)], [nth_block(1, n, 2) for n in range(4)]
+    ([0, 3, 4, 7], [1, 2, 5, 6])
+    """
+    # Odd rounds go back, so that the last rank of one is the first of the next.
+    return n * world_size + (world_size - 1 - rank if n % 2 else rank)
+
+
+class Serpentine(NamedTuple):
+    """How blocks of `block` tokens are dealt to `world_size` ranks.
+
+    A rank's *columns* are its tokens in the order of their positions: the n-th block of a rank has
+    the columns from `n * block` on.
+    """
+
+    block: int
+    world_size: int
+
+    def owner(self, number: int) -> int:
+        """The rank that holds a block.
+
+        >>> [Serpentine(64, 3).owner(number) for number in range(7)]
+        [0, 1, 2, 2, 1, 0, 0]
+        """
+        n, place = divmod(number, self.world_size)
+        return self.world_size - 1 - place if n % 2 else place
+
+    def num_before(self, position: int, rank: int) -> int:
+        """Columns of a rank whose positions are less than this one.
+
+        >>> Serpentine(4, 2).num_before(10, rank=0), Serpentine(4, 2).num_before(10, rank=1)
+        (4, 6)
+        """
+        n = position // (self.block * self.world_size)
+        # All blocks of earlier rounds, and what of this round's block comes before.
+        start = nth_block(rank, n, self.world_size) * self.block
+        return n * self.block + min(self.block, max(0, position - start))
+
+    def runs(self, begin: int, end: int, rank: int) -> tuple[Run, ...]:
+        """Runs of a rank among the positions from `begin` to `end`, neighbours as one run.
+
+        >>> Serpentine(4, 2).runs(2, 18, rank=0)
+        (Run(start=2, length=2, stride=1), Run(start=12, length=6, stride=1))
+        """
+        if begin >= end:
+            return ()
+        round_length = self.block * self.world_size
+        found = []
+        for n in range(begin // round_length, -(-end // round_length)):
+            start = nth_block(rank, n, self.world_size) * self.block
+            first, last = max(begin, start), min(end, start + self.block)
+            if first < last:
+                found.append(Run(first, last - first))
+        return joined(found)

@@ -97,6 +97,9 @@ class Decode:
         rows = self.documents
         return None if rows is None else torch.tensor(rows if len(rows) > 1 else rows[0]).int()
 
+    def scores(self) -> Scores:
+        return Scores(self.mask, self.scale, self.softcap, self.sink_tensor(), self.kernel)
+
     def of_rank(self, rank: int, transport: PlayedTransport | None) -> Outputs:
         """What a rank computes."""
         query, key, value = self.inputs()
@@ -106,7 +109,7 @@ class Decode:
             *(self.layout, self.mask, rank, self.world_size, self.num_positions),
             *(self.starts, self.num_queries, as_documents(self.documents), self.slices),
         )
-        scores = Scores(self.mask, self.scale, self.softcap, self.sink_tensor(), self.kernel)
+        scores = self.scores()
         kernel = kernel_of(scores, query, value, True, self.slices)
         combine = None
         if transport is not None and self.merge is not None:

@@ -1,4 +1,4 @@
-"""Ring attention on DTensors: what the ops do with them."""
+"""Attention on DTensors: what the ops do with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.placement import (
     BATCH,
     HEADS,
@@ -17,9 +18,19 @@ from dtensor_ring.dtensor.placement import (
     describe,
     local_of,
     ring_of,
+    ring_of_keys,
+    without,
     wrap,
 )
 from dtensor_ring.ops.boundaries import on_host
+from dtensor_ring.ops.decode import decode_op
+from dtensor_ring.ops.decode_options import (
+    DECODE_LEAVES,
+    DecodeCall,
+    DecodePlace,
+    flatten_decode,
+    unflatten_decode,
+)
 from dtensor_ring.ops.options import LEAVES, Batch, Call, flatten, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.run import shard_length
@@ -67,21 +78,56 @@ def ring_backward_dtensor(
     return grad_query, grad_key, grad_value, grad_sinks
 
 
+def decode_dtensor(
+    query: DTensor, key: DTensor, value: DTensor, call: DecodeCall
+) -> tuple[DTensor, DTensor]:
+    """The decode op on DTensors, whose placements and axis say the call's place."""
+    batch = call.batch
+    ring = ring_of_keys(query, key, value, batch.key_runs is not None)
+    starts = batch.query_starts
+    if starts is not None and len(starts) != 1:
+        starts = _local_rows("query_starts", starts, query, ring, 1)
+    local = DecodeCall(
+        batch._replace(
+            cu_seqlens=_local_rows("cu_seqlens", batch.cu_seqlens, query, ring),
+            slices=_local_rows("slices", batch.slices, query, ring, 3),
+            query_starts=starts,
+        ),
+        _local_scores(call.scores, ring),
+        DecodePlace(
+            *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge)
+        ),
+    )
+    # The query is not sharded over the axis, but its own local tensor is whole there.
+    tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)
+    out, lse = decode_op(*tensors, *flatten_decode(local))
+    shape, placements = tuple(query.shape[:3]), without(ring.placements)
+    return (
+        wrap(out, (*shape, value.shape[3]), ring, placements),
+        wrap(lse, shape, ring, placements),
+    )
+
+
 def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     """The call on this rank's tensors: its rows of the boundaries, and the sinks of its heads."""
-    batch, scores, config = call.batch, call.scores, ring.config
+    batch, config = call.batch, ring.config
     bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
     key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
     slices = _local_rows("slices", batch.slices, query, ring, 3)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
-    if scores.sinks is not None or (scores.kernel is None and config.kernel is not None):
-        sinks, kernel = _local_sinks(scores.sinks, ring), scores.kernel or config.kernel
-        scores = scores._replace(sinks=sinks, kernel=kernel)
     return Call(
         Batch(bounds, key_bounds, batch.runs, slices),
-        scores,
+        _local_scores(call.scores, ring),
         config.place(ring.group.group_name, *lengths),
     )
+
+
+def _local_scores(scores: Scores, ring: Ring) -> Scores:
+    """The sinks of this rank's heads, and the axis's kernel."""
+    of_axis = ring.config.kernel
+    if scores.sinks is None and (scores.kernel is not None or of_axis is None):
+        return scores
+    return scores._replace(sinks=_local_sinks(scores.sinks, ring), kernel=scores.kernel or of_axis)
 
 
 def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
@@ -89,10 +135,10 @@ def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2
     if given is None or given.ndim != ndim:
         return given
     if len(given) != query.shape[BATCH]:
-        one, rows = ("(D+1,)", "D+1") if ndim == 2 else ("(N, 6)", "N, 6")
+        one, rows = {1: ("(1,)", ""), 2: ("(D+1,)", " D+1"), 3: ("(N, 6)", " N, 6")}[ndim]
         raise ValueError(
             f"{name} must be that of the whole batch, shape {one} or "
-            f"({query.shape[BATCH]}, {rows}), got {tuple(given.shape)}"
+            f"({query.shape[BATCH]},{rows}), got {tuple(given.shape)}"
         )
     start, length = _batch_rows(query, ring)
     # The same object where it can be: what was made of it is found by its address.
@@ -141,16 +187,24 @@ def _signature(op: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(x.name for x in arguments), {x.name: x.default_value for x in arguments}
 
 
-def _handle(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler for an op of ours."""
+def _handle(
+    run: Callable[..., Any],
+    num_leaves: int = len(LEAVES),
+    build: Callable[[tuple[Any, ...]], Any] = unflatten,
+) -> Callable[..., Any]:
+    """A handler for an op of ours, whose options are its last arguments."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run(*args[: -len(LEAVES)], unflatten(args[-len(LEAVES) :]))
+        return run(*args[:-num_leaves], build(args[-num_leaves:]))
 
     return handle
 
 
 handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 handlers.update(
-    {ring_op: _handle(ring_forward_dtensor), ring_backward_op: _handle(ring_backward_dtensor)}
+    {
+        ring_op: _handle(ring_forward_dtensor),
+        ring_backward_op: _handle(ring_backward_dtensor),
+        decode_op: _handle(decode_dtensor, len(DECODE_LEAVES), unflatten_decode),
+    }
 )

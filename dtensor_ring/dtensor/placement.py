@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
-from dtensor_ring.dtensor.annotation import AxisConfig, config_of_call, group_of
+from dtensor_ring.dtensor.annotation import (
+    AxisConfig,
+    annotation_of,
+    config_of_call,
+    group_of,
+)
+from dtensor_ring.planning.layout import Contiguous
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -49,28 +55,81 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         TypeError: if some are DTensors and others are not.
         ValueError: if they are not sharded alike, as a ring needs it.
     """
-    tensors = query, key, value
-    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
-        kinds = _by_name(lambda x: type(x).__name__, tensors)
-        raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
-    spec = query._spec
-    mesh, placements = spec.mesh, spec.placements
+    _check_kinds(query, key, value)
+    tensors, spec = (query, key, value), query._spec
     for x in (key._spec, value._spec):
         # Most often they are the same objects: comparing meshes costs more than all the rest.
-        is_same = x.mesh is mesh and x.placements is placements
-        if not is_same and (x.mesh != mesh or x.placements != placements):
+        is_same = x.mesh is spec.mesh and x.placements is spec.placements
+        if not is_same and (x.mesh != spec.mesh or x.placements != spec.placements):
             raise ValueError(
                 "query, key and value must be sharded alike on one mesh, got "
                 f"{_by_name(describe, tensors)}; "
                 "redistribute them to the same placements"
             )
-    axis, by_head = _axes(placements)
+    axis = _checked_axis(tensors, spec)
+    group = group_of(spec.mesh, axis)
+    return Ring(spec.mesh, spec.placements, group, config_of_call(group, with_runs))
+
+
+def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
+    """Read the ring off the placements of keys and values; the query is `Replicate` over it.
+
+    Args:
+        query: a DTensor `(B, N, M, H)`, on other axes placed as key and value.
+        key: `(B, Nkv, S, H)`.
+        value: `(B, Nkv, S, Hv)`.
+        with_runs: whether the call says which positions each rank holds.
+
+    Raises:
+        TypeError: if some are DTensors and others are not.
+        ValueError: if they are not placed so.
+    """
+    _check_kinds(query, key, value)
+    tensors, spec = (query, key, value), key._spec
+    axis = _checked_axis(tensors, spec)
+    if any(
+        x.device_mesh != spec.mesh or tuple(x.placements) != expected
+        for x, expected in ((value, tuple(spec.placements)), (query, without(spec.placements)))
+    ):
+        raise ValueError(
+            "key and value must be sharded alike on one mesh, and query as they are, but Replicate "
+            f"over the axis of the sequence, got {_by_name(describe, tensors)}"
+        )
+    group = group_of(spec.mesh, axis)
+    return Ring(spec.mesh, spec.placements, group, _config_of_keys(group, with_runs))
+
+
+def without(placements: Placements) -> Placements:
+    """Placements of a tensor that is not sharded along the sequence, and else as that is."""
+    return tuple(Replicate() if where == Shard(SEQUENCE) else where for where in placements)
+
+
+def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
+    """The configuration for a call over the axis; runs of keys may lie in any way.
+
+    Raises:
+        ValueError: if there are no runs, and the layout belongs to a batch.
+    """
+    if with_runs:
+        return annotation_of(group).config or AxisConfig(Contiguous())
+    return config_of_call(group, False)
+
+
+def _check_kinds(query: Any, key: Any, value: Any) -> None:
+    """Refuse tensors of which some are DTensors, and others are not."""
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
+        kinds = _by_name(lambda x: type(x).__name__, (query, key, value))
+        raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
+
+
+def _checked_axis(tensors: tuple[DTensor, DTensor, DTensor], spec: DTensorSpec) -> int:
+    """The axis that the sequence is on, if attention over it is possible and this rank is there."""
+    axis, by_head = _axes(spec.placements)
     if by_head:
-        _check_heads(tensors, prod(map(mesh.size, by_head)))
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"this rank is not part of {mesh}: it has no ring there")
-    group = group_of(mesh, axis)
-    return Ring(mesh, placements, group, config_of_call(group, with_runs))
+        _check_heads(tensors, prod(map(spec.mesh.size, by_head)))
+    if spec.mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {spec.mesh}: it has no ring there")
+    return axis
 
 
 @lru_cache(maxsize=256)

@@ -13,9 +13,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.annotation import layout_of
-from dtensor_ring.dtensor.dispatch import arguments_of, ring_backward_dtensor, ring_forward_dtensor
-from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.dtensor.dispatch import (
+    arguments_of,
+    decode_dtensor,
+    ring_backward_dtensor,
+    ring_forward_dtensor,
+)
+from dtensor_ring.dtensor.placement import SEQUENCE, without
+from dtensor_ring.ops.autograd import NO_GRADIENT
 from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.decode_options import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
@@ -72,8 +79,12 @@ def _forward_handler(previous: Handler | None) -> Handler:
         _refuse(bound)
         if query.ndim != 4:  # only the composite op takes these: its parts come back here
             return op.decompose(*args, **kwargs)
-        attention = query, key, value, _call(bound)
-        out, lse = called_from(sys._getframe(1), ring_forward_dtensor, *attention)
+        attend, call = (
+            (decode_dtensor, _decode_call(bound))
+            if _is_decoding(query, key)
+            else (ring_forward_dtensor, _call(bound))
+        )
+        out, lse = called_from(sys._getframe(1), attend, query, key, value, call)
         return _like_returns(op, out, lse)
 
     return handle
@@ -102,6 +113,17 @@ def _unfused_handler(previous: Handler | None) -> Handler:
         return _as_before(previous, op, args, kwargs)
 
     return handle
+
+
+def _is_decoding(query: Any, key: Any) -> bool:
+    """Whether few queries, whole on each rank of an axis, attend to keys sharded over it."""
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor)):
+        return False
+    return (
+        query.shape[SEQUENCE] <= MAX_QUERIES
+        and tuple(query.placements) == without(tuple(key.placements))
+        and Shard(SEQUENCE) in key.placements
+    )
 
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:
@@ -160,11 +182,25 @@ def _refuse(bound: dict[str, Any]) -> None:
 
 def _call(bound: dict[str, Any]) -> Call:
     """The ring's call for the arguments of an aten attention."""
+    return Call(Batch(), _scores(bound), ON_DTENSORS)
+
+
+def _decode_call(bound: dict[str, Any]) -> DecodeCall:
+    """The decode call for the arguments of an aten attention, which has no gradient."""
+    tensors = bound["query"], bound["key"], bound["value"]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(NO_GRADIENT)
+    # A causal mask of PyTorch begins at the first query and the first key.
+    starts = torch.zeros(1, dtype=torch.int32)
+    return DecodeCall(DecodeBatch(query_starts=starts), _scores(bound), DecodePlace())
+
+
+def _scores(bound: dict[str, Any]) -> Scores:
     mask = CAUSAL if bound["is_causal"] else FULL
     scale = bound["scale"]
     if scale is None:
         scale = default_scale(bound["query"].shape[3])
-    return Call(Batch(), Scores(mask, scale), ON_DTENSORS)
+    return Scores(mask, scale)
 
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:

@@ -7,16 +7,10 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.dtensor.annotation import (
-    AxisConfig,
-    annotation_of,
-    axis_group,
-    config_of_call,
-)
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
 from dtensor_ring.dtensor.arguments import (
     as_flag,
     batch_of,
@@ -28,7 +22,6 @@ from dtensor_ring.dtensor.arguments import (
 from dtensor_ring.ops.autograd import decode_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
-from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 
@@ -99,7 +92,8 @@ def decode_attention(
     whatever the number of keys. All ranks get the same bits. For inference: it has no gradient.
 
     Args:
-        query: `(B, N, M, H)`, the same on every rank.
+        query: `(B, N, M, H)`, the same on every rank. As a DTensor it is `Replicate` over the axis
+            that key and value are `Shard(2)` over, and on other axes placed as they are.
         key: this rank's columns `(B, Nkv, C, H)`, C of any length, also 0, and different by rank;
             `Nkv` divides `N`, and nothing is repeated.
         value: `(B, Nkv, C, Hv)`.
@@ -127,7 +121,8 @@ def decode_attention(
             ranks that have drifted apart are told, in the message that travels anyhow.
 
     Returns:
-        `out` `(B, N, M, Hv)`, or `(out, lse)`: 0 and -inf for a row that sees nothing anywhere.
+        `out` `(B, N, M, Hv)`, placed as the query, or `(out, lse)`: 0 and -inf for a row that sees
+        nothing anywhere.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -171,12 +166,9 @@ def _placed(
     if mesh is None:
         return DecodePlace(merge=merge), None
     group = axis_group(mesh)
-    config = _config(group, with_runs)
+    if with_runs:  # whatever the layout
+        config = annotation_of(group).config
+        of_axis = None if config is None else config.kernel
+        return DecodePlace(group_name=group.group_name, merge=merge), of_axis
+    config = config_of_call(group, False)
     return DecodePlace(config.spec, None, group.group_name, merge), config.kernel
-
-
-def _config(group: ProcessGroup, with_runs: bool) -> AxisConfig:
-    """How attention over the axis runs; runs may lie in any way, whatever its layout."""
-    if with_runs:
-        return annotation_of(group).config or AxisConfig(Contiguous())
-    return config_of_call(group, False)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dtensor_ring.ops.decode import decode_op
+from dtensor_ring.ops.decode_options import unflatten_decode
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.areas import visible_pairs
@@ -30,6 +32,25 @@ def _backward_flops(
     pairs = _visible_pairs(query, key, unflatten(rest[2:]))
     head_dim, value_head_dim = _number(query.shape[3]), _number(value.shape[3])
     return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
+
+
+@register_flop_formula(decode_op.overloadpacket, get_raw=True)
+def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    """As of a ring, of the keys of this rank; of DTensors, of those of all ranks.
+
+    A compiler knows lengths only: then every query sees every key.
+    """
+    call = unflatten_decode(rest)
+    batch, heads, num_queries, head_dim = map(_number, query.shape)
+    pairs = batch * num_queries * _number(key.shape[2])
+    runs = call.batch.key_runs
+    # Runs of several ranks beside no group are those of DTensors, which the op's handler places.
+    is_whole = runs is None or len(runs) == 1
+    is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
+    if is_known and (is_whole or call.place.group_name is not None):
+        tiles = call.question(query, key).step(key).tiles
+        pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
+    return 2 * heads * pairs * (head_dim + _number(value.shape[3]))
 
 
 def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:

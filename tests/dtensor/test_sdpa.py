@@ -154,9 +154,10 @@ REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
         {},
         "must be sharded alike",
     ),
-    "query replicated": (
+    # In inference it is decoding, see tests/inference/test_decode_dtensors.py.
+    "query replicated, and of more tokens than are decoded": (
         [(REPLICATE, BATCH), (SEQUENCE, BATCH), (SEQUENCE, BATCH)],
-        {"is_causal": True},
+        {"is_causal": True, "seq_len": 66},
         "must be sharded alike",
     ),
 }  # fmt: skip
@@ -172,7 +173,9 @@ def _check_refusal(
     placements: list[tuple[Placement, ...]], options: dict[str, Any], message: str, mode: Any
 ) -> None:
     mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
-    inputs = [place(torch.randn(2, 4, 16, 8), mesh, where).requires_grad_() for where in placements]
+    options = dict(options)
+    shape = (2, 4, options.pop("seq_len", 16), 8)
+    inputs = [place(torch.randn(shape), mesh, where).requires_grad_() for where in placements]
     if "attn_mask" in options:
         placed = place(torch.zeros(16, 16), mesh, (REPLICATE, REPLICATE))
         for attn_mask in (placed, torch.zeros(16, 16)):

@@ -43,7 +43,7 @@ def test_messages(pool: Pool, ring: Ring) -> None:
     "ring",
     [
         *(Ring(ZigZag(), world_size, 16, CAUSAL) for world_size in (1, 2, 4)),
-        *(Ring(Striped(), world_size, 12, CAUSAL) for world_size in (1, 2, 3, 4)),
+        *(Ring(Striped(), world_size, 48, CAUSAL) for world_size in (1, 2, 3, 4)),
         *(Ring(layout, 3, 12, FULL) for layout in (Contiguous(), Striped(), ZigZag())),
     ],
     ids=lambda ring: f"{ring.layout.name} {ring.mask.right} {ring.world_size}",

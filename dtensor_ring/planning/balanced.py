@@ -61,7 +61,7 @@ class Balanced(Layout):
 
     >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
     >>> [layout.positions(rank, 2, 16) for rank in range(2)]
-    [[0, 1, 2, 9, 10, 11, 12, 13], [3, 4, 5, 6, 7, 8, 14, 15]]
+    [[3, 4, 5, 6, 7, 8, 12, 13], [0, 1, 2, 9, 10, 11, 14, 15]]
     """
 
     name: ClassVar[str] = "balanced"

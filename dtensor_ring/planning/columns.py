@@ -6,8 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
+
+import numpy as np
 
 from dtensor_ring.planning.span import Span, length, moved
 
@@ -50,6 +52,21 @@ class Cols:
         number = bisect_right(self.spans, span[0], key=itemgetter(0)) - 1
         return moved(span, self.offsets[number] - self.spans[number][0])
 
+    def within(self, whole: Cols) -> Cols:
+        """These columns, as they are counted among the packed columns of `whole`, which has them.
+
+        >>> Cols(((10, 12),)).within(Cols(((0, 4), (10, 14))))
+        Cols(spans=((4, 6),))
+        """
+        if whole not in self._within:
+            # Kept, as what is made of columns is kept for as long as they live.
+            self._within[whole] = Cols.union(map(whole.packed, self.spans))
+        return self._within[whole]
+
+    @cached_property
+    def _within(self) -> dict[Cols, Cols]:
+        return {}
+
     @cached_property
     def _hash(self) -> int:
         return hash(self.spans)
@@ -59,3 +76,14 @@ class Cols:
 
     def __len__(self) -> int:
         return self.offsets[-1]
+
+
+def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
+    """The columns of each id, whose entries follow one another, united."""
+    spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+    begins = np.flatnonzero(np.diff(ids, prepend=-1))
+    bounds = pairwise([*begins.tolist(), len(spans)])
+    return {
+        number: Cols(tuple(spans[begin:end]))
+        for number, (begin, end) in zip(ids[begins].tolist(), bounds, strict=True)
+    }

@@ -43,9 +43,9 @@ class Hands:
         if not len(num_parts):
             return
         edges = self._work.cuts(units, num_parts)
-        longest = max(1, int(self._room.max()))
         for index in np.lexsort((units.begins, -units.areas)).tolist():
             begin, end = int(units.begins[index]), int(units.ends[index])
+            longest = max(1, int(self._room.max()))
             parts = np.stack([edges[index][:-1], edges[index][1:]], axis=1)[:, None]
             if FULLEST * (parts[..., 1] - parts[..., 0]).max() > (FULLEST - 1) * longest:
                 num_folded = max(int(num_parts[index]), -((begin - end) // longest))
@@ -116,4 +116,6 @@ def _folded(begin: int, end: int, num_parts: int) -> np.ndarray:
     """Parts of equal lengths with an early and a late piece each, `(M, 2, 2)`."""
     edges = begin + (end - begin) * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1)
-    return np.stack([pieces[:num_parts], pieces[: num_parts - 1 : -1]], axis=1)
+    # The latest piece goes to the last rank: early ones are seen all around the ring, late ones by
+    # the next ranks only, so that packets get smaller on their way.
+    return np.stack([pieces[num_parts - 1 :: -1], pieces[num_parts:]], axis=1)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.columns import Cols, cols_by
+from dtensor_ring.planning.ranges import united
+from dtensor_ring.planning.reach import Leg, Reach, legs_of
 
 ONE_IN = 3
 """The direct route has to save one in so many of the load: see `ring_unless_sparse`."""
@@ -40,24 +42,6 @@ class Sights(NamedTuple):
         """The same columns in as few entries as there can be, by source, then viewer, ascending."""
         ids, *spans = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
         return Sights(ids // world_size, ids % world_size, *spans)
-
-
-def united(
-    ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The union of the spans of each id: ascending, without any that overlap or touch."""
-    # The spans of all ids lie on one long line, so that one sort serves them all; it is stable, so
-    # that it is quick on sorted input.
-    line = 1 + int(ends.max(initial=0))
-    firsts = firsts + ids * line
-    order = np.argsort(firsts, kind="stable")
-    firsts, ends = firsts[order], np.maximum.accumulate((ends + ids * line)[order])
-    # A span begins where all before it have ended: the one before it ends there as well.
-    is_new = np.ones(len(firsts), dtype=bool)
-    is_new[1:] = firsts[1:] > ends[:-1]
-    firsts, ends = firsts[is_new], ends[np.roll(is_new, -1)]
-    ids = firsts // line
-    return ids, firsts - ids * line, ends - ids * line
 
 
 class _DirectTraffic(NamedTuple):
@@ -90,13 +74,17 @@ class Needs(ABC):
 
     @property
     @abstractmethod
-    def seen(self) -> list[Cols]:
-        """By source: the columns that any other rank sees."""
+    def reach(self) -> Reach:
+        """All columns that any other rank sees, with how far around the ring they are seen."""
 
-    @property
-    @abstractmethod
-    def reaches(self) -> list[int]:
-        """By source: distance on the ring to the last rank that sees any of its columns."""
+    @cached_property
+    def legs(self) -> list[tuple[Leg, ...]]:
+        """By source: the way of its packet around the ring, see `legs_of`."""
+        return legs_of(self.reach, self.world_size)
+
+    def leg(self, source: int, distance: int) -> Leg:
+        """The leg of a packet at that distance from its source; an empty one if it ends before."""
+        return next((leg for leg in self.legs[source] if leg.last >= distance), Leg())
 
     def seen_by(self, rank: int) -> dict[int, Cols]:
         """The columns that `rank` sees, by source; nothing empty."""
@@ -115,14 +103,17 @@ class Needs(ABC):
 
     @cached_property
     def ring_load(self) -> Fraction:
-        """Columns of the busiest rank plus the mean if all that is seen goes around the ring."""
-        reaches, num_cols = np.array(self.reaches), np.array([len(cols) for cols in self.seen])
-        sources = np.arange(self.world_size)
-        # A packet comes to the `reach` ranks after its source: an interval, counted by its ends,
-        # on two laps as it may pass rank 0. What a rank sends is what the next one receives.
+        """Columns of the busiest rank plus the mean if all goes around the ring."""
+        # A packet comes to the ranks after the last of the one before it, up to its own last: an
+        # interval, counted by its ends, on two laps as it may pass rank 0. What a rank sends is
+        # what the next one receives.
         change = np.zeros(2 * self.world_size + 1, dtype=np.int64)
-        np.add.at(change, sources + 1, num_cols)
-        np.add.at(change, sources + reaches + 1, -num_cols)
+        for source, legs in enumerate(self.legs):
+            first = source + 1
+            for leg in legs:
+                change[first] += len(leg.cols)
+                first = source + leg.last + 1
+                change[first] -= len(leg.cols)
         received = np.cumsum(change[:-1]).reshape(2, self.world_size).sum(0)
         return _load(received, received)
 
@@ -184,22 +175,3 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
     cuts = last[np.flatnonzero(np.diff(block, append=-1))] + 1
     for begin, end in pairwise([0, *cuts.tolist()]):
         yield order[begin:end]
-
-
-def cols_by(ranks: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
-    """The columns of each of these ranks, whose entries follow one another, united."""
-    spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
-    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
-    bounds = pairwise([*begins.tolist(), len(spans)])
-    return {
-        rank: Cols(tuple(spans[begin:end]))
-        for rank, (begin, end) in zip(ranks[begins].tolist(), bounds, strict=True)
-    }
-
-
-def cols_of_all(
-    world_size: int, sources: np.ndarray, firsts: np.ndarray, ends: np.ndarray
-) -> list[Cols]:
-    """By source: the union of all its entries."""
-    found = cols_by(*united(sources, firsts, ends))
-    return [found.get(source, Cols()) for source in range(world_size)]

@@ -7,9 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks, united
+from dtensor_ring.planning.needs import Needs, Sights, source_blocks
+from dtensor_ring.planning.ranges import topmost
+from dtensor_ring.planning.reach import Reach
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tables import stacked
 
@@ -59,24 +60,13 @@ class PairedNeeds(Needs):
         queries = np.flatnonzero(self._queries.owners != source)
         return self._compared(np.flatnonzero(self._keys.owners == source), queries)
 
-    @property
-    def seen(self) -> list[Cols]:
-        return self._summary[0]
-
-    @property
-    def reaches(self) -> list[int]:
-        return self._summary[1]
-
     @cached_property
-    def _summary(self) -> tuple[list[Cols], list[int]]:
-        """What is seen, and how far, in one pass, as the pairs are what costs."""
-        nothing, reaches = (np.zeros(size, dtype=np.int64) for size in (0, self.world_size))
-        seen: list[tuple[np.ndarray, ...]] = [(nothing, nothing, nothing)]
-        for sources, viewers, *spans in self.sights():
-            np.maximum.at(reaches, sources, (viewers - sources) % self.world_size)
-            seen.append(united(sources, *spans))
-        entries = map(np.concatenate, zip(*seen, strict=True))
-        return cols_of_all(self.world_size, *entries), reaches.tolist()
+    def reach(self) -> Reach:
+        blocks = [np.zeros((4, 0), dtype=np.int64)]
+        for sources, viewers, firsts, ends in self.sights():  # all of a source is in one block
+            distances = (viewers - sources) % self.world_size
+            blocks.append(np.stack(topmost(sources, firsts, ends, distances)))
+        return Reach(*np.concatenate(blocks, axis=1))
 
     def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Sights:
         """Columns of these runs of keys that the runs of queries of other ranks see."""

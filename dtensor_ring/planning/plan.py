@@ -51,9 +51,10 @@ class Plan:
 
     `sums[i]` moves sums of gradients: it is posted when step i has added its own, and waited for
     before the next one is posted, the last one at the end. The first one is empty. A sent sum is
-    what came in for the source before, plus what the step on it gave. A received sum whose source
-    is this rank is final: gradients of its own tokens, at `cols`. Any other stays until this rank
-    has added to it and sent it.
+    what came in for the source before, plus what the step on it gave; the sends of a hop are
+    together all of it, and each has its part of the columns. A received sum whose source is this
+    rank is final: gradients of its own tokens, at `cols`. Any other has the columns of the packet
+    that this rank works on, and stays until it has added to it and sent it.
 
     At most one packet of each source comes to a rank. On the routes of this project all ranks have
     the same number of steps, see `Route`; nothing that runs a plan may rely on it.
@@ -78,8 +79,10 @@ class Plan:
     def num_bytes(self) -> int:
         """Memory of the plan and of the launches made of its tiles, in bytes, an estimate."""
         num_tiles = sum(len(step.tiles) for step in self.steps)
-        # Columns of a packet that comes, and of one that goes; many have an index on two devices.
-        moved = [x.cols for hop in self.shards for side in hop[:2] for x in side]
+        # A packet and the sum of its gradients share their columns; many have an index on two
+        # devices.
+        hops = self.shards + self.sums
+        moved = {id(x.cols): x.cols for hop in hops for side in hop[:2] for x in side}.values()
         num_spans = sum(len(cols.spans) for cols in moved)
         num_indices = sum(len(cols) for cols in moved if len(cols.spans) > 1)
         return 1024 + 1200 * len(self.steps) + 330 * num_tiles + 150 * num_spans + 16 * num_indices

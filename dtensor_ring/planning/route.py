@@ -71,7 +71,8 @@ class Route(ABC):
     def sums(self, step: int) -> Hop:
         """The transfers of sums after this step; none after the first.
 
-        A sent sum is what came in for that source before, plus what the step on it has added.
+        A sent sum is what came in for that source before, plus what the step on it has added. The
+        sends of a step are together all of that, in parts that share no column.
         Receiving one of this rank is receiving gradients of its own tokens.
         """
 
@@ -82,15 +83,16 @@ class Route(ABC):
 
 
 class RingRoute(Route):
-    """From neighbour to neighbour: what any other rank sees of a shard travels together.
+    """From neighbour to neighbour: what any rank further on sees of a shard travels together.
 
-    Every rank makes one step for each hop of the furthest packet, so some steps have no work.
+    A packet leaves columns behind that nobody further on sees, see `legs_of`. Every rank makes one
+    step for each hop of the furthest packet, so some steps have no work.
     """
 
     @property
     def sources(self) -> Sequence[int]:
         # Those of the furthest packet of any rank, so that step numbers agree everywhere.
-        num_hops = max(self.needs.reaches)
+        num_hops = max((legs[-1].last for legs in self.needs.legs if legs), default=0)
         return [(self.rank - distance) % self.world_size for distance in range(num_hops + 1)]
 
     def shards(self, step: int) -> Hop:
@@ -99,23 +101,22 @@ class RingRoute(Route):
     def sums(self, step: int) -> Hop:
         if not step:
             return Hop()
-        # One hop after their shard. So a sum starts on the first rank after its source, and the
-        # last rank sends it to the source at once: it makes no more hops than the shard.
+        # One hop after their shard. So a sum starts on the first rank after its source. Each rank
+        # sends what goes no further to the source at once: it makes no more hops than the shard.
         sends, receives, _ = self.shards(step)
-        source, reaches = (self.rank - step) % self.world_size, self.needs.reaches
-        if reaches[source] == step:
-            sends += self._transfers(source, self.needs.seen[source], source)
-        if reaches[self.rank] == step:
-            receives += self._transfers(self.rank, self.needs.seen[self.rank], self.rank + step)
-        return Hop(sends, receives)
+        sends += self._ended((self.rank - step) % self.world_size, step, -step)
+        return Hop(sends, receives + self._ended(self.rank, step, step))
 
     def _passed(self, sender: int, step: int, by: int) -> tuple[Transfer, ...]:
         """The transfer to the next rank of the packet that `sender` computes on in this step."""
         source = (sender - step) % self.world_size
-        # Nobody further on sees it: the packet ends here.
-        if self.needs.reaches[source] <= step:
-            return ()
-        return self._transfers(source, self.needs.seen[source], self.rank + by)
+        # The next rank is one further from the source; nothing if the packet ends here.
+        return self._transfers(source, self.needs.leg(source, step + 1).cols, self.rank + by)
+
+    def _ended(self, source: int, step: int, by: int) -> tuple[Transfer, ...]:
+        """The transfer of sums that end at this distance from their source."""
+        leg = self.needs.leg(source, step)
+        return self._transfers(source, leg.ending if leg.last == step else Cols(), self.rank + by)
 
 
 class DirectRoute(Route):
@@ -174,10 +175,11 @@ def ring_unless_sparse(rank: int, needs: Needs) -> Route:
     all messages together. A route may have little of the one and much of the other, so both count.
 
     A third must be saved: around the ring, every link between neighbours carries one message at a
-    time, whatever the network looks like, and two buffers do. The direct route takes three, to
-    send, to receive and to work on: more memory only where the largest message is over two thirds
-    of a shard. Backward takes as many on both routes. But what few ranks see need not pass all the
-    others: the ends of a zigzag layout's chunks that a sliding window reaches, say, or a document.
+    time, whatever the network looks like, and two buffers do, where packets stay whole. The direct
+    route takes three, to send, to receive and to work on: more memory only where the largest
+    message is over two thirds of a shard. Backward takes as many on both routes. But what
+    few ranks see need not pass all the others: the ends of a zigzag layout's chunks that a sliding
+    window reaches, say, or a document.
     """
     return (DirectRoute if needs.direct_is_lighter else RingRoute)(rank, needs)
 

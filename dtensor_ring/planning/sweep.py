@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing
-from dtensor_ring.planning.needs import Needs, Sights, cols_of_all, source_blocks
-from dtensor_ring.planning.ranges import expanded
+from dtensor_ring.planning.needs import Needs, Sights, source_blocks
+from dtensor_ring.planning.ranges import expanded, topmost
+from dtensor_ring.planning.reach import Reach
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tables import stacked
 from dtensor_ring.planning.wavelet import WaveletMatrix
@@ -80,25 +80,34 @@ class SweptNeeds(Needs):
         self._widths = (left + right)[self._queries.numbers]
         # By segment of keys.
         self._left, self._right = left[self._keys.numbers], right[self._keys.numbers]
-        self._begin, self._end = self._viewers()
+        every = np.arange(len(self._keys.begins))
+        self._begin, self._end = self._viewers(every, self._keys.begins, self._keys.ends)
 
-    def _viewers(self) -> tuple[np.ndarray, np.ndarray]:
-        """By segment of keys: the range of the segments of queries that see any of it."""
-        queries, keys = self._queries, self._keys
+    def _viewers(
+        self, keys: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The range of the segments of queries that see any of each part of a segment of keys.
+
+        Args:
+            keys: the segment.
+            begins: first position of the part.
+            ends: one after its last.
+        """
+        queries, numbers = self._queries, self._keys.numbers[keys]
         # The band: from the first segment that ends late enough to the last that begins in time.
-        begin = np.searchsorted(queries.ends, keys.begins - self._right, "right")
-        end = np.searchsorted(queries.begins, keys.ends - 1 + self._left, "right")
+        begin = np.searchsorted(queries.ends, begins - self._right[keys], "right")
+        end = np.searchsorted(queries.begins, ends - 1 + self._left[keys], "right")
         # The slice: none before its first segment, none after its last.
-        begin = np.maximum(begin, np.searchsorted(queries.numbers, keys.numbers))
-        end = np.minimum(end, np.searchsorted(queries.numbers, keys.numbers, "right"))
+        begin = np.maximum(begin, np.searchsorted(queries.numbers, numbers))
+        end = np.minimum(end, np.searchsorted(queries.numbers, numbers, "right"))
         # An empty range must stay empty, with begin = end, for the searches that use it.
         return begin, np.maximum(begin, end)
 
     @property
     def num_bytes(self) -> int:
         sides = (x.nbytes for side in (self._queries, self._keys) for x in vars(side).values())
-        # A segment of keys that is seen makes a span, a tuple of two numbers, at most.
-        spans = 200 * self.world_size + 150 * len(self._shown[0])
+        # A segment of keys makes a span on each leg of its packet, a tuple of two numbers; few do.
+        spans = 200 * self.world_size + 300 * len(self._keys.begins)
         return 2 * sum(sides) + self._by_owner.nbytes + spans
 
     def sights(self) -> Iterator[Sights]:
@@ -119,45 +128,37 @@ class SweptNeeds(Needs):
         return self._sights_of(np.flatnonzero(self._keys.owners == source))
 
     @cached_property
-    def seen(self) -> list[Cols]:
-        keys, begin, end = self._shown
-        # The segments of others lie as far apart as the source's own one between them is long.
-        queries, num_queries = self._queries, len(self._queries.owners)
-        long = np.flatnonzero(queries.ends - queries.begins > self._widths)
-        cuts = np.sort(queries.owners[long] * num_queries + long)
-        line = self._keys.owners[keys] * num_queries
-        which, begin, end = _cut(line + begin, line + end, cuts, 1)
-        sights = self._sights(keys[which], begin - line[which], end - line[which] - 1)
-        return cols_of_all(self.world_size, sights.sources, sights.firsts, sights.ends)
-
-    @cached_property
-    def _shown(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segments of keys that others see, and the range from the first of those to the last."""
-        # Neighbours differ in owner, so the first that is not the source's own is one of two.
-        begin = self._begin + self._is_owned(self._begin)
-        end = self._end - self._is_owned(self._end - 1)
-        keys = np.flatnonzero((self._begin < self._end) & (begin < end))
-        return keys, begin[keys], end[keys]
-
-    @cached_property
-    def reaches(self) -> list[int]:
-        reaches = np.zeros(self.world_size, dtype=np.int64)
-        seen = np.flatnonzero(self._begin < self._end)
-        begin, end, owners = self._begin[seen], self._end[seen], self._keys.owners[seen]
-        ranks = WaveletMatrix(self._queries.owners, self.world_size)
+    def reach(self) -> Reach:
+        keys, begins, ends = self._alike()
+        begin, end = self._viewers(keys, begins, ends)
+        seen = np.flatnonzero(begin < end)
+        keys, begins, ends, begin, end = (x[seen] for x in (keys, begins, ends, begin, end))
+        owners, ranks = (
+            self._keys.owners[keys],
+            WaveletMatrix(self._queries.owners, self.world_size),
+        )
         # Furthest on the ring is the highest rank below the source, a lap on, or else the highest.
         below = ranks.count_below(begin, end, owners)
         furthest = ranks.kth(begin, end, np.where(below > 0, below, end - begin) - 1)
-        np.maximum.at(reaches, owners, (furthest - owners) % self.world_size)
-        return reaches.tolist()
+        distances = (furthest - owners) % self.world_size
+        to_col = self._keys.cols[keys] - self._keys.begins[keys]
+        others = np.flatnonzero(distances)  # what only its owner sees goes nowhere
+        columns = owners, begins + to_col, ends + to_col, distances
+        return Reach(*topmost(*(x[others] for x in columns)))
 
-    def _is_owned(self, queries: np.ndarray) -> np.ndarray:
-        """By segment of keys: whether this segment of queries is of the same rank."""
-        if not self._queries.owners.size:
-            return np.zeros_like(queries)
-        # Empty ranges may point before the first or after the last segment.
-        at = np.clip(queries, 0, len(self._queries.owners) - 1)
-        return (self._queries.owners[at] == self._keys.owners).astype(np.int64)
+    def _alike(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Parts of segments of keys, whose positions are seen by the same segments of queries."""
+        queries, keys = self._queries, self._keys
+        starts = [keys.begins]
+        # A segment of queries no longer sees what is `right` after its end, and sees what is `left`
+        # before its begin.
+        for edges, lags in ((queries.ends, self._right), (queries.begins, -self._left)):
+            first = np.searchsorted(edges, keys.begins - lags, "right")
+            which, edge = expanded(first, np.searchsorted(edges, keys.ends - lags, "left"))
+            starts.append(edges[edge] + lags[which])
+        begins = np.unique(np.concatenate(starts))
+        which = np.searchsorted(keys.begins, begins, "right") - 1
+        return which, begins, np.minimum(np.append(begins[1:], keys.ends[-1:]), keys.ends[which])
 
     def _sights_of(self, keys: np.ndarray) -> Sights:
         """Columns of these segments of keys that other ranks see."""
@@ -202,7 +203,7 @@ class SweptNeeds(Needs):
         is_wide = queries.begins[after] - queries.ends[before] > self._widths[after]
         # Segments of two slices are never in one range, however far apart they are.
         cuts = np.flatnonzero(is_wide & (queries.numbers[before] == queries.numbers[after])) + 1
-        which, begin, end = _cut(begin, end, cuts, 0)
+        which, begin, end = _cut(begin, end, cuts)
         return keys[which], order[begin], order[end - 1]
 
     @cached_property
@@ -224,20 +225,19 @@ class SweptNeeds(Needs):
 
 
 def _cut(
-    begin: np.ndarray, end: np.ndarray, cuts: np.ndarray, width: int
+    begin: np.ndarray, end: np.ndarray, cuts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut ranges at the cuts that lie within them; returns whose part each is, and its range.
 
     Args:
-        begin: of each range; no cut begins there.
+        begin: of each range.
         end: of each range.
-        cuts: where cuts begin, ascending.
-        width: what each of them takes away.
+        cuts: ascending.
     """
     if not len(cuts):
         return np.arange(len(begin)), begin, end
-    # A range goes from after one cut to the next, and is one part more than there are cuts in it.
+    # A range goes from one cut to the next, and is one part more than there are cuts in it.
     low, high = np.searchsorted(cuts, begin, "right"), np.searchsorted(cuts, end, "left")
     which, number = expanded(low, high + 1)
-    begins, ends = np.append(0, cuts + width), np.append(cuts, np.iinfo(np.int64).max)
+    begins, ends = np.append(0, cuts), np.append(cuts, np.iinfo(np.int64).max)
     return which, np.maximum(begin[which], begins[number]), np.minimum(end[which], ends[number])

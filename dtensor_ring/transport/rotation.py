@@ -3,7 +3,8 @@
 Note [Life of a packet]: a packet is in flight during one hop, then it is resident under its source
 until no step computes on it and no hop forwards it, as `Hop.releases` says. Its buffer serves the
 next packet then. So a route may bring packets long before they are used, or all at once; the usual
-ring needs two buffers, direct messages three.
+ring needs two buffers, direct messages three, and so do packets that leave columns behind. Their
+sums leave in two parts, which takes two more.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Rotation:
 
     Args:
         transport: what moves the messages.
-        rank: this rank's index on the axis.
-        hops: by step, what this rank sends and receives.
+        plan: of this rank.
+        hops: by step, what it sends and receives.
         like: the whole pair that packets hold columns of.
         dtype: in which packets travel.
         order: in which packets lie in memory.
@@ -40,14 +41,14 @@ class Rotation:
     def __init__(
         self,
         transport: Transport,
-        rank: int,
+        plan: Plan,
         hops: Sequence[Hop],
         like: Pair,
         dtype: torch.dtype,
         order: Order,
     ) -> None:
         transport.prepare(like[0].device)
-        self._transport, self._rank, self._hops = transport, rank, hops
+        self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
         self._like, self._dtype, self._order = like, dtype, order
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
@@ -79,11 +80,23 @@ class Rotation:
         return Packet(self._idle.pop(), self._like, cols, self._dtype, self._order)
 
     def _allocate(self) -> Tensor:
-        # As large as the largest packet of all hops, so that any buffer serves any packet.
-        num_cols = max(len(x.cols) for hop in self._hops for x in hop.sends + hop.receives)
+        # As large as the largest packet, so that any buffer serves any; a sum is as large as the
+        # packet of keys that it belongs to, though it may leave in parts.
+        hops = self._plan.shards + self._plan.sums
+        num_cols = max(len(x.cols) for hop in hops for x in hop.sends + hop.receives)
         per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
         num_bytes = num_cols * per_col * self._dtype.itemsize
         return self._transport.allocate(num_bytes, self._like[0].device)
+
+    def _part(self, source: int, cols: Cols, label: Label) -> Packet:
+        """These columns of a packet that is here: as it came, or a copy of them."""
+        resident = self._resident[source]
+        if resident.cols == cols:
+            return resident
+        packet = self._packet(cols)
+        with label("pack"):
+            packet.fill(resident.pair, cols.within(resident.cols))
+        return packet
 
     def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
         """Start a hop, with a packet for each of its sends; nothing empty travels."""
@@ -123,7 +136,7 @@ class ShardRotation(Rotation):
     ) -> None:
         order = self.order_on(shard[0].device)
         dtype = kv_dtype or shard[0].dtype
-        super().__init__(transport, plan.rank, plan.shards, shard, dtype, order)
+        super().__init__(transport, plan, plan.shards, shard, dtype, order)
         self._own = self._shard = shard
 
     @staticmethod
@@ -167,17 +180,12 @@ class ShardRotation(Rotation):
         return [packets[source, cols] for source, cols, _ in sends]
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
-        resident = self._resident.get(source)
-        if resident is not None and resident.cols == cols:
-            return resident  # it goes on as it came
+        if source != self._rank:
+            return self._part(source, cols, label)
         packet = self._packet(cols)
         with label("pack"):
-            if resident is None:
-                packet.fill(self._shard, cols)
-            else:
-                packet.fill(resident.pair, Cols.union(map(resident.cols.packed, cols.spans)))
-        is_whole = resident is None and len(cols) == self._shard[0].shape[2]
-        if is_whole and self._dtype == self._shard[0].dtype:
+            packet.fill(self._shard, cols)
+        if len(cols) == self._shard[0].shape[2] and self._dtype == self._shard[0].dtype:
             self._own = packet.pair  # in the order that kernels read fastest
         return packet
 
@@ -187,7 +195,7 @@ class SumRotation(Rotation):
 
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
         # Kernels write gradients in this memory order.
-        super().__init__(transport, plan.rank, plan.sums, shard, dtype, TOKEN_MAJOR)
+        super().__init__(transport, plan, plan.sums, shard, dtype, TOKEN_MAJOR)
         self._hop = Hop()
         sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
         # Known before, so that the last sum is added in the narrow dtype at once.
@@ -196,8 +204,13 @@ class SumRotation(Rotation):
     def post(self, step: Step, label: Label) -> None:
         """Start the hop after a step, whose sums are complete."""
         self._hop = self._hops[step.number]
+        outgoing = [self._part(x.source, x.cols, label) for x in self._hop.sends]
+        for source in {x.source for x in self._hop.sends}:
+            whole = self._resident.pop(source)
+            if whole not in outgoing:  # it was copied, in parts
+                self._idle.append(whole.buffer)
         with label("send sums"):
-            self._start(self._hop, [self._resident.pop(x.source) for x in self._hop.sends])
+            self._start(self._hop, outgoing)
         self._transport.at(label)
 
     def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:

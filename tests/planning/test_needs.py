@@ -19,11 +19,12 @@ from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.needs import Needs, Sights
 from dtensor_ring.planning.pairs import PairedNeeds
 from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.reach import Leg, Reach
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.sweep import SweptNeeds
 from dtensor_ring.planning.wavelet import WaveletMatrix
-from tests.columns import cols_of, union
+from tests.columns import cols_of, indices_of, union
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
 from tests.slices import shown, slices
@@ -56,12 +57,12 @@ class TableNeeds(Needs):
         return sights_of({(source, rank): cols for rank, cols in self.seen_of(source).items()})
 
     @property
-    def seen(self) -> list[Cols]:
-        return [union(row) for row in self.table]
-
-    @property
-    def reaches(self) -> list[int]:
-        return [max((i for i, x in enumerate(row) if x), default=0) for row in self.table]
+    def reach(self) -> Reach:
+        rows = []
+        for source, row in enumerate(self.table):
+            furthest = {i: distance for distance, cols in enumerate(row) for i in indices_of(cols)}
+            rows += [(source, i, i + 1, furthest[i]) for i in sorted(furthest)]
+        return Reach(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
     def sights(self) -> Iterator[Sights]:
         return map(self.sights_of, range(self.world_size))
@@ -112,9 +113,18 @@ def everything(needs: Needs) -> tuple:
     return (
         [needs.seen_by(rank) for rank in ranks],
         [needs.seen_of(rank) for rank in ranks],
-        (needs.seen, needs.reaches, sorted(sights)),
+        (one_by_one(needs.reach), sorted(sights)),
         (needs.ring_load, needs.direct_is_lighter),
     )
+
+
+def one_by_one(reach: Reach) -> list[tuple[int, int, int]]:
+    """Source, column and distance of each column; no column comes twice."""
+    rows = zip(*(x.tolist() for x in reach), strict=True)
+    found = [(source, i, distance) for source, *span, distance in rows for i in range(*span)]
+    assert len({x[:2] for x in found}) == len(found)
+    assert found == sorted(found)
+    return found
 
 
 @settings(deadline=None, max_examples=500)
@@ -220,7 +230,7 @@ def test_needs_of_a_batch_without_rows() -> None:
     dealt = deal(Striped(), 2, 8)
     for kind in (SweptNeeds, PairedNeeds):
         needs = kind(dealt, dealt, Slices.of_tables(()))
-        assert needs.seen == [Cols()] * 2
+        assert needs.legs == [(), ()]
         assert needs.seen_by(0) == needs.seen_of(0) == {}
 
 
@@ -233,17 +243,38 @@ def tables(draw: st.DrawFn) -> Table:
     return tuple((Cols(), *row) for row in rows)
 
 
+def legs_written_out(row: tuple[Cols, ...]) -> list[Cols]:
+    """What the packet of a source holds, by distance: an eighth that nobody needs is left."""
+    held = [Cols()]
+    for distance in range(1, len(row)):
+        needed = union(row[distance:])
+        before = held[-1] if distance > 1 else needed
+        held.append(needed if 8 * (len(before) - len(needed)) >= len(before) else before)
+    return held
+
+
+@given(tables())
+def test_packets_leave_behind_what_nobody_further_on_sees(table: Table) -> None:
+    needs = TableNeeds(table)
+    for source, row in enumerate(table):
+        held = legs_written_out(row)
+        for distance, cols in enumerate(held[1:], 1):
+            leg = needs.leg(source, distance)
+            assert leg.cols == cols
+            if not cols:
+                assert leg == Leg()
+                continue
+            later = held[leg.last + 1] if leg.last + 1 < len(row) else Cols()
+            assert later != cols
+            assert not {*indices_of(leg.ending)} & {*indices_of(later)}
+            assert union([leg.ending, later]) == cols
+        assert needs.leg(source, len(row)) == Leg()
+
+
 @given(tables())
 def test_loads_are_those_of_all_hops_summed(table: Table) -> None:
     needs, ranks = TableNeeds(table), range(len(table))
-    around = [
-        sum(
-            len(needs.seen[source])
-            for source in ranks
-            if source != rank and needs.reaches[source] >= (rank - source) % len(table)
-        )
-        for rank in ranks
-    ]
+    around = [sum(len(legs_written_out(table[rank - i])[i]) for i in ranks if i) for rank in ranks]
     received, sent = (
         [sum(map(len, seen(rank).values())) for rank in ranks]
         for seen in (needs.seen_by, needs.seen_of)

@@ -53,7 +53,7 @@ rank 1                     7.35     7.35     4.41     4.41    23.53
 rank 2                     7.35     7.35     7.35     4.41    26.47
 rank 3                     7.35     7.35     7.35     7.35    29.41
 busiest rank over mean: 1.176, makespan: 1.176
-keys and values: 45 tokens, at most 12 to a rank""",
+keys and values: 42 tokens, at most 12 to a rank""",
     )
 
 

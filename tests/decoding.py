@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +14,8 @@ from dtensor_ring.ops.decode import decode
 from dtensor_ring.ops.decode_options import DecodeQuestion
 from dtensor_ring.ops.options import kernel_of
 from dtensor_ring.planning.documents import as_documents
-from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.combine import Combine
 from tests.dense import Result, dense_attention, visible
@@ -62,9 +61,7 @@ class Decode:
     def layout(self) -> Layout:
         if isinstance(self.runs, Layout):
             return self.runs
-        longest = max([1, *map(len, self.runs)])
-        filled = [[*row, *[(0, 0)] * (longest - len(row))] for row in self.runs]
-        return KeyRuns(np.array(filled).reshape(len(filled), longest, 2))
+        return RunTable(self.runs, "key_runs")
 
     @property
     def wide(self) -> torch.dtype:
@@ -76,7 +73,11 @@ class Decode:
         return max(self.num_positions, max(self.starts) + self.num_queries)
 
     def positions(self, rank: int) -> Tensor:
-        runs = self.layout.runs(rank, self.world_size, self.num_positions)
+        layout = self.layout
+        if isinstance(layout, RunTable):
+            runs = layout.held(rank, self.world_size)
+        else:
+            runs = layout.runs(rank, self.world_size, self.num_positions)
         return torch.tensor([run.position(i) for run in runs for i in range(run.length)]).long()
 
     def inputs(self) -> list[Tensor]:

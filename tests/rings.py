@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_ring import Contiguous, Mask, sequence_runs
+from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
 from dtensor_ring.compute.kernels import Problem, Scores
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible
@@ -44,6 +45,10 @@ class Ring:
     route: str = "ring"
     slices: Slices | None = None
     """In place of mask, which is full then, and documents."""
+    key_layout: Layout | None = None
+    """If keys are dealt in another way than queries."""
+    begin: int = 0
+    """Position of the first query; there are whole tensors of them all."""
 
     @property
     def batch(self) -> int:
@@ -62,7 +67,7 @@ class Ring:
         return [
             plan(
                 *(self.layout, self.mask, rank, self.world_size, self.seq_len, documents),
-                *(self.key_seq_len, key_documents, self.route, self.slices),
+                *(self.key_seq_len, key_documents, self.route, self.slices, self.key_layout),
             )
             for rank in range(self.world_size)
         ]
@@ -87,8 +92,9 @@ class Ring:
         )
 
     def positions(self, rank: int, of_keys: bool = False) -> Tensor:
-        seq_len = self.seq_lens[of_keys]
-        return torch.tensor(self.layout.positions(rank, self.world_size, seq_len)).long()
+        seq_len, layout = self.seq_lens[of_keys], self.key_layout if of_keys else None
+        layout = layout or self.layout
+        return torch.tensor(layout.positions(rank, self.world_size, seq_len)).long()
 
     def cu_seqlens(self, of_keys: bool = False) -> Tensor | None:
         """One row is for the whole batch."""
@@ -149,6 +155,8 @@ class Case:
         generator = torch.Generator().manual_seed(2)
         grad_out = torch.randn(*shape, self.head_dims[1], generator=generator).to(self.dtype)
         grad_lse = torch.randn(shape, generator=generator).to(self.wide)
+        for grad in (grad_out, grad_lse):  # of no queries but those that there are
+            grad[:, :, : self.ring.begin] = 0
         return [grad_out, grad_lse] if self.grad_lse else [grad_out]
 
     def shards(self, rank: int) -> list[Tensor]:
@@ -165,14 +173,17 @@ class Case:
     def call(self, sinks: Tensor | None = None) -> Call:
         """What the op takes after query, key and value."""
         ring = self.ring
-        runs = sequence_runs(ring.layout) if ring.layout.per_batch else None
+        seq_lens = (None, None) if ring.key_layout else ring.seq_lens
         return Call(
-            Batch(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs, ring.slice_table()),
+            Batch(
+                *(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs_of(ring.layout)),
+                *(ring.slice_table(), runs_of(ring.key_layout)),
+            ),
             Scores(ring.mask, self.scale, self.softcap, sinks, self.kernel),
             Place(
                 ring.layout.spec,
                 ring.route,
-                *ring.seq_lens,
+                *seq_lens,
                 dist.group.WORLD.group_name,
                 self.policy,
             ),
@@ -180,7 +191,7 @@ class Case:
 
     def expected(self) -> tuple[Tensor, ...]:
         """Out, lse and the gradient of each input, whole and in float64, from dense attention."""
-        ring = replace(self.ring, layout=Contiguous(), world_size=1)
+        ring = replace(self.ring, layout=Contiguous(), world_size=1, key_layout=None)
         return _expected(replace(self, ring=ring, kernel=None))
 
     def dense(self) -> Result:
@@ -207,6 +218,13 @@ class Case:
 def _expected(case: Case) -> tuple[Tensor, ...]:
     dense = case.dense()
     return dense.out.detach(), dense.lse.detach(), *dense.backward(*case.grads())
+
+
+def runs_of(layout: Layout | None) -> Tensor | None:
+    """As the op takes those of a layout that belongs to a batch."""
+    if isinstance(layout, RunTable):
+        return torch.tensor(layout.numbers, dtype=torch.int32)
+    return sequence_runs(layout) if isinstance(layout, Balanced) else None
 
 
 def local(x: Tensor, positions: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs, set_sequence_layout
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.layouts import LAYOUTS
@@ -75,6 +77,27 @@ def masks(draw: st.DrawFn) -> Mask:
 
 
 @st.composite
+def turns(draw: st.DrawFn, ring: Ring) -> Ring:
+    """The queries from some position on, against all keys; both are on any ranks."""
+    begin = draw(st.integers(0, ring.seq_len - 1))
+    keys = draw(run_tables(ring.world_size, 0, ring.seq_len))
+    queries = draw(run_tables(ring.world_size, begin, ring.seq_len))
+    return replace(ring, layout=queries, key_layout=keys, begin=begin)
+
+
+@st.composite
+def run_tables(draw: st.DrawFn, world_size: int, begin: int, end: int) -> RunTable:
+    """Positions in a few runs, on any ranks."""
+    cuts = draw(st.lists(st.integers(begin, end), max_size=8))
+    edges = sorted({begin, *cuts, end})
+    owners = [draw(st.integers(0, world_size - 1)) for _ in edges[1:]]
+    owned = list(zip(owners, pairwise(edges), strict=True))
+    return RunTable(
+        [[(a, b - a) for owner, (a, b) in owned if owner == rank] for rank in range(world_size)]
+    )
+
+
+@st.composite
 def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
     """A ring of that layout; four of five have slices, one in twenty is cross attention."""
     found = draw(seen_by_rings(layout, world_size, batch))
@@ -105,7 +128,7 @@ def seen_by_rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> 
 
 
 @st.composite
-def cases(draw: st.DrawFn, layout: str, world_size: int) -> Case:
+def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Case:
     batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
     options = {
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
@@ -113,10 +136,13 @@ def cases(draw: st.DrawFn, layout: str, world_size: int) -> Case:
         "head_dims": draw(st.sampled_from([(8, 8), (8, 8), (8, 4), (4, 12)])),
     }
     special = options["softcap"] or len(set(options["head_dims"])) > 1
+    ring = draw(rings(layout, world_size, batch))
+    if with_turns and ring.key_seq_len is None and draw(st.integers(0, 3)) == 0:
+        ring = draw(turns(ring))
     sinks = st.lists(st.floats(-3, 3, width=32), min_size=heads[0], max_size=heads[0])
     dtype = draw(st.sampled_from(list(TOLERANCES)))
     return Case(
-        draw(rings(layout, world_size, batch)),
+        ring,
         dtype,
         heads,
         batch=batch,
@@ -131,7 +157,9 @@ def cases(draw: st.DrawFn, layout: str, world_size: int) -> Case:
 @pytest.mark.parametrize("layout", [*(layout.spec for layout in LAYOUTS[:4]), Balanced.name])
 def test_fuzz(pool: Pool, request: pytest.FixtureRequest, layout: str, setting: Setting) -> None:
     wanted = request.config.getoption("--fuzz-cases")
-    tried = different(cases(layout, setting.world_size), wanted)
+    # Shards of unequal lengths are no DTensors.
+    with_turns = setting.num_ranks == setting.world_size
+    tried = different(cases(layout, setting.world_size, with_turns), wanted)
     for start in range(0, wanted, BATCH_OF_CASES):
         batch = tried[start : start + BATCH_OF_CASES]
         answers = pool.run(setting.num_ranks, results_of, batch, setting, timeout=300)

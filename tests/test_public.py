@@ -55,6 +55,7 @@ Balanced(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Bo
     .documents
     .max_runs
     .name
+    .num_tokens(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'int'
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
     .per_batch
@@ -65,6 +66,7 @@ Balanced(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Bo
 BlockCyclic(block: 'int') -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .num_tokens(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'int'
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
     .per_batch
@@ -88,6 +90,7 @@ ContextParallel(layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' = N
 Contiguous() -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .num_tokens(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'int'
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
     .per_batch
@@ -119,7 +122,7 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
         None, cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float |
         None' = None, softcap: 'float' = 0.0, key_cu_seqlens: 'Tensor | None' = None, runs:
         'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, seq_len: 'int | None' =
-        None) -> 'Tensor'
+        None, key_runs: 'Tensor | None' = None) -> 'Tensor'
     .kernel
     .layout
     .policy
@@ -173,6 +176,7 @@ Slices(query_ranges: 'Ranges', key_ranges: 'Ranges', bands: 'Bands') -> 'None'
 Striped() -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .num_tokens(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'int'
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
     .per_batch
@@ -195,6 +199,7 @@ Transport()
 ZigZag() -> None
     .dealt_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .name
+    .num_tokens(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'int'
     .padded_length(self, seq_len: 'int', world_size: 'int') -> 'int'
     .parameters
     .per_batch
@@ -221,8 +226,8 @@ ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask |
         cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float | None'
         = None, softcap: 'float' = 0.0, kernel: 'str | None' = None, mesh: 'DeviceMesh | None' =
         None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor
-        | None' = None, slices: 'Slices | Tensor | None' = None, validate: 'bool' = False) ->
-        'Tensor | tuple[Tensor, Tensor]'
+        | None' = None, slices: 'Slices | Tensor | None' = None, key_runs: 'Tensor | None' =
+        None, validate: 'bool' = False) -> 'Tensor | tuple[Tensor, Tensor]'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
 sequence_slices(slices: 'Slices', num_slices: 'int | None' = None) -> 'Tensor'

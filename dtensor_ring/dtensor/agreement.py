@@ -69,7 +69,9 @@ def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
     Raises:
         ValueError: on every rank, if some ranks pass something else; says who passes what.
     """
-    here = {name: _describe(name, x) for name, x in call.items()}
+    # Where runs say the lengths of the shards, they differ by rank.
+    has_lengths = call.get("key_runs") is None
+    here = {name: _describe(name, x, has_lengths) for name, x in call.items()}
     here |= {"gradients": _wants_gradients(call), "autocast": _autocast(call["query"])}
     check_agreement(group, here, "make the same call")
 
@@ -98,12 +100,15 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
         raise ValueError(f"the ranks of a ring must {what}, they differ in {listed}")
 
 
-def _describe(name: str, x: Any) -> str:
+def _describe(name: str, x: Any, has_length: bool) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
     if x.layout is not torch.strided or x.is_nested:  # refused later; there may be no shape to read
         return f"{x.layout} {x.dtype}"
-    kind = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {x.device.type}"
+    shape = tuple(x.shape)
+    if x.ndim == 4 and not has_length:
+        shape = *shape[:SEQUENCE], "L", *shape[SEQUENCE + 1 :]
+    kind = f"{str(x.dtype).removeprefix('torch.')} {shape} {x.device.type}"
     if isinstance(x, DTensor):
         return f"{kind} {tuple(x.placements)}"
     # Boundaries decide the plan, so their content must agree; comparing all tensors would cost.

@@ -45,8 +45,8 @@ class AxisConfig:
             )
         object.__setattr__(self, "spec", self.layout.spec)
 
-    def place(self, group_name: str, seq_len: int, key_seq_len: int) -> Place:
-        """Where the tokens of a call over this axis are; lengths are global, in tokens."""
+    def place(self, group_name: str, seq_len: int | None, key_seq_len: int | None) -> Place:
+        """Where the tokens of a call are; lengths are global, `None` if runs say them."""
         return Place(self.spec, self.strategy, seq_len, key_seq_len, group_name, self.policy)
 
     def check_runs(self, are_given: bool, how: str = "is annotated") -> None:

@@ -33,6 +33,7 @@ def batch_of(
     key_cu_seqlens: Tensor | None,
     runs: Tensor | None,
     slices: Slices | Tensor | None,
+    key_runs: Tensor | None = None,
 ) -> Batch:
     """The options that differ from batch to batch.
 
@@ -46,7 +47,7 @@ def batch_of(
                 "outside, by sequence_slices(slices, num_slices)"
             )
         slices = torch.from_numpy(slices.numbers)  # its memory: what was made of it is found by it
-    return Batch(cu_seqlens, key_cu_seqlens, runs, slices)
+    return Batch(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
 
 
 def as_flag(name: str, given: Any) -> bool:
@@ -125,6 +126,7 @@ def check_options(query: Tensor, call: Call | DecodeCall) -> None:
             continue
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             makers = {"runs": "sequence_runs(layout)", "slices": "sequence_slices(slices)"}
+            makers |= {"key_runs": "ShardedCache.key_runs"}
             make = makers.get(name, "torch.tensor(x, dtype=torch.int32)")
             raise TypeError(f"{name} must be a plain tensor, as {make}, got {type(x).__name__}")
         check_strided(name, x)

@@ -11,7 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import validate_call
-from dtensor_ring.dtensor.annotation import axis_group, config_of_call
+from dtensor_ring.dtensor.annotation import (
+    AxisConfig,
+    annotation_of,
+    axis_group,
+    config_of_call,
+)
 from dtensor_ring.dtensor.arguments import (
     as_flag,
     batch_of,
@@ -22,7 +27,8 @@ from dtensor_ring.dtensor.arguments import (
 )
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
-from dtensor_ring.ops.options import ON_DTENSORS, Call, Place, flatten
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
+from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 
@@ -44,6 +50,7 @@ def ring_attention(
     key_cu_seqlens: Tensor | None = ...,
     runs: Tensor | None = ...,
     slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
     validate: bool = ...,
 ) -> Tensor: ...
 @overload
@@ -63,6 +70,7 @@ def ring_attention(
     key_cu_seqlens: Tensor | None = ...,
     runs: Tensor | None = ...,
     slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
     validate: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
@@ -81,6 +89,7 @@ def ring_attention(
     key_cu_seqlens: Tensor | None = None,
     runs: Tensor | None = None,
     slices: Slices | Tensor | None = None,
+    key_runs: Tensor | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded over the ranks of a mesh axis.
@@ -109,8 +118,8 @@ def ring_attention(
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of
             `available_kernels()` that can.
-        mesh: the 1-D mesh of the ring, for local shards of equal length. Its layout is that of
-            `set_sequence_layout`, contiguous without.
+        mesh: the 1-D mesh of the ring, for local shards, of equal length without `key_runs`. Its
+            layout is that of `set_sequence_layout`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
             (float64 for float64), -inf for a row that sees nothing. Differentiable; with head dims
             that are the largest of a kernel by `reference`, see `docs/numerics.md`. If lse leaves a
@@ -124,6 +133,10 @@ def ring_attention(
             the mesh says.
         slices: what queries see, in place of mask and boundaries: `Slices`, or under a compiler the
             tensor that `sequence_slices` makes of them, `(N, 6)` or `(B, N, 6)`.
+        key_runs: which positions the local keys of each rank have, as `ShardedCache.key_runs`, in
+            the form of `runs`, which then says it of the queries: the last tokens of one sequence,
+            such as a turn at its end. Ranks may hold any number of either, and none. Mask,
+            boundaries and slices are in positions of the sequence.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
             eager calls. A call that is not a ring (no sharded sequence, a mesh of several axes)
@@ -145,15 +158,15 @@ def ring_attention(
     """
     if type(return_lse) is not bool or type(validate) is not bool:
         return_lse, validate = as_flag("return_lse", return_lse), as_flag("validate", validate)
-    mask, batch = mask_of(mask, slices), batch_of(cu_seqlens, key_cu_seqlens, runs, slices)
+    mask = mask_of(mask, slices)
+    batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
     if validate:
         arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
-        arguments |= {"cu_seqlens": cu_seqlens, "key_cu_seqlens": key_cu_seqlens, "runs": runs}
-        arguments |= {"slices": batch.slices}
+        arguments |= batch._asdict()
         arguments |= {"scale": scale, "softcap": softcap, "kernel": kernel}
         validate_call(arguments | {"return_lse": return_lse}, mesh)
     check_tensors(query, key, value)
-    place, of_axis = _placed(query, key, mesh, runs is not None)
+    place, of_axis = _placed(query, key, mesh, batch)
     kernel = of_axis if kernel is None else kernel
     scores = scores_of(query, mask, scale, softcap, sinks, kernel)
     call = Call(batch, scores, place)
@@ -170,7 +183,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tenso
 
 
 def _placed(
-    query: Tensor, key: Tensor, mesh: DeviceMesh | None, with_runs: bool
+    query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch
 ) -> tuple[Place, str | None]:
     """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
     if isinstance(query, DTensor):
@@ -185,6 +198,9 @@ def _placed(
             "shard over; or pass DTensors, see shard_sequence"
         )
     group = axis_group(mesh)
-    config, size = config_of_call(group, with_runs), group.size()
+    if batch.key_runs is not None:  # the layout of the axis has no say
+        config = annotation_of(group).config or AxisConfig(Contiguous())
+        return config.place(group.group_name, None, None), config.kernel
+    config, size = config_of_call(group, batch.runs is not None), group.size()
     place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)
     return place, config.kernel

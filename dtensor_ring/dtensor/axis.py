@@ -129,6 +129,7 @@ class SequenceAxis:
         runs: Tensor | None = None,
         slices: Slices | Tensor | None = None,
         seq_len: int | None = None,
+        key_runs: Tensor | None = None,
     ) -> Tensor:
         """`ring_attention` over this axis; see there for arguments and errors.
 
@@ -146,25 +147,29 @@ class SequenceAxis:
             runs: the runs of this batch, for a layout that belongs to it.
             slices: what queries see, in place of mask and boundaries.
             seq_len: S of local shards, if not all ranks have as many tokens, as it does not divide.
+            key_runs: which positions the keys of each rank have, where `runs` says it of queries.
 
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, as the query is.
         """
         check_tensors(query, key, value)
         mask = mask_of(mask, slices)
-        batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices)
+        batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
+        if seq_len is not None and (isinstance(query, DTensor) or key_runs is not None):
+            has_own = "query is a DTensor" if key_runs is None else "key_runs are given"
+            raise ValueError(
+                f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
+                "leave it out"
+            )
         if isinstance(query, DTensor):
-            if seq_len is not None:
-                raise ValueError(
-                    "seq_len is for local shards, and query is a DTensor, which has its own; leave "
-                    "it out"
-                )
             # The kernel is that of the axis that the tensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, ON_DTENSORS))[0]
         scores = scores_of(query, mask, scale, softcap, sinks, self.kernel)
-        self._config.check_runs(runs is not None)
-        lengths = query.shape[2] * self._size, key.shape[2] * self._size
+        lengths: tuple[int | None, int | None] = (None, None)
+        if key_runs is None:  # else the layout has no say
+            self._config.check_runs(runs is not None)
+            lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths)

@@ -31,7 +31,7 @@ from dtensor_ring.ops.decode_options import (
     flatten_decode,
     unflatten_decode,
 )
-from dtensor_ring.ops.options import LEAVES, Batch, Call, flatten, unflatten
+from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.run import shard_length
 
@@ -40,7 +40,7 @@ def ring_forward_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: Call
 ) -> tuple[DTensor, DTensor]:
     """The ring op on DTensors, whose placements and axis say the call's place."""
-    ring = ring_of(query, key, value, call.batch.runs is not None)
+    ring = _ring(query, key, value, call)
     out, lse = ring_op(
         *(local_of(x, ring) for x in (query, key, value)),
         *flatten(_local_call(call, query, key, ring)),
@@ -60,7 +60,7 @@ def ring_backward_dtensor(
     call: Call,
 ) -> tuple[DTensor, DTensor, DTensor, Any]:
     """The ring's backward op on DTensors."""
-    ring, sinks = ring_of(query, key, value, call.batch.runs is not None), call.scores.sinks
+    ring, sinks = _ring(query, key, value, call), call.scores.sinks
     *grads, grad_sinks = ring_backward_op(
         *(local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)),
         *flatten(_local_call(call, query, key, ring)),
@@ -108,6 +108,16 @@ def decode_dtensor(
     )
 
 
+def _ring(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
+    """The ring of a call."""
+    if call.batch.key_runs is not None:
+        raise ValueError(
+            "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
+            "the tensors of this rank and mesh="
+        )
+    return ring_of(query, key, value, call.batch.runs is not None)
+
+
 def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     """The call on this rank's tensors: its rows of the boundaries, and the sinks of its heads."""
     batch, config = call.batch, ring.config
@@ -116,7 +126,7 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     slices = _local_rows("slices", batch.slices, query, ring, 3)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
     return Call(
-        Batch(bounds, key_bounds, batch.runs, slices),
+        batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         _local_scores(call.scores, ring),
         config.place(ring.group.group_name, *lengths),
     )

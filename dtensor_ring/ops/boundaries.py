@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dtensor_ring.planning.cache import ByteStore
 from dtensor_ring.planning.documents import Documents, as_documents
-from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 from dtensor_ring.planning.tables import LARGEST
@@ -106,34 +105,21 @@ def _width(content: np.ndarray) -> int:
     return max(ends) + 1
 
 
-def run_table(runs: Tensor) -> RunTable:
-    """The layout that was made for this batch.
+def run_table(runs: Tensor, name: str = "runs") -> RunTable:
+    """The positions that each rank holds, of the argument of that name.
 
     Raises:
-        ValueError: if the runs are not int32 or int64, of shape (W, R, 2), or deal no sequence.
+        ValueError: if they are not int32 or int64, of shape (W, R, 2), do not ascend or overlap.
     """
-    check_integers(runs, "runs")
+    check_integers(runs, name)
     if runs.ndim != 3 or runs.shape[2] != 2:
         raise ValueError(
-            "runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
+            f"{name} must hold start and length of the runs of each rank, shape (W, R, 2), got "
             f"{tuple(runs.shape)}; see sequence_runs"
         )
-    return _converted(runs, "runs", lambda content: content.shape[-1], _table)
-
-
-def key_runs_of(key_runs: Tensor) -> KeyRuns:
-    """The positions that the columns of each rank hold.
-
-    Raises:
-        ValueError: if they are not int32 or int64, of shape (W, R, 2), or hold a position twice.
-    """
-    check_integers(key_runs, "key_runs")
-    if key_runs.ndim != 3 or key_runs.shape[2] != 2:
-        raise ValueError(
-            "key_runs must hold start and length of the runs of each rank, shape (W, R, 2), got "
-            f"{tuple(key_runs.shape)}"
-        )
-    return _converted(key_runs, "key_runs", lambda content: content.shape[-1], KeyRuns)
+    return _converted(
+        runs, name, lambda content: content.shape[-1], lambda content: RunTable(content, name)
+    )
 
 
 def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
@@ -151,12 +137,6 @@ def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
     if min(starts, default=0) < 0 or max(starts, default=0) > LARGEST // 2:
         raise ValueError(f"query_starts must be from 0 to {LARGEST // 2}, got {list(starts)}")
     return starts
-
-
-def _table(content: np.ndarray) -> RunTable:
-    # Padding of the table says nothing, and differs with its length.
-    rows = ((run for run in row if run[1]) for row in content.tolist())
-    return RunTable(tuple(tuple((start, length) for start, length in row) for row in rows))
 
 
 def slices_of_table(slices: Tensor, batch: int) -> Slices:
@@ -191,7 +171,7 @@ def on_host(x: Tensor) -> Tensor:
         return x
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            "cu_seqlens, key_cu_seqlens, runs and slices must be on the CPU while a CUDA graph is "
+            "cu_seqlens, runs, slices and their like must be on the CPU while a CUDA graph is "
             "captured: it is for these numbers only, whatever the tensors hold later; use .cpu()"
         )
     return x.cpu()

@@ -10,14 +10,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.ops.arguments import Arguments
-from dtensor_ring.ops.boundaries import documents_of, key_runs_of, slices_of_table, starts_of
+from dtensor_ring.ops.boundaries import documents_of, run_table, slices_of_table, starts_of
 from dtensor_ring.ops.options import Length, kernel_of
 from dtensor_ring.planning.decode import decode_step
 from dtensor_ring.planning.documents import Documents
-from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 
@@ -76,8 +76,8 @@ class DecodeQuestion(NamedTuple):
         return step
 
     def _runs(self) -> str:
-        if isinstance(self.layout, KeyRuns):
-            return "key_runs"
+        if isinstance(self.layout, RunTable):
+            return self.layout.argument
         return f"the layout {self.layout.spec} of {self.seq_len} positions"
 
 
@@ -115,7 +115,7 @@ class DecodeCall(NamedTuple):
         """How the keys are dealt, and one more than their last position."""
         key_runs, place = self.batch.key_runs, self.place
         if key_runs is not None:
-            layout = key_runs_of(key_runs)
+            layout = run_table(key_runs, "key_runs")
             return layout, layout.end
         spelling: Any = place.layout
         # Shards of one length, unless a DTensor says it.

@@ -61,7 +61,7 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
     of what is seen without boundaries.
     """
     batch, heads = map(_number, query.shape[:2])
-    place, is_placed = call.place, call.place.group_name is not None
+    is_placed = call.place.group_name is not None
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *_tensors(call)))
     if is_placed and is_known:
         # Exact on plain tensors: the plan of this rank is at hand.
@@ -71,15 +71,16 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
             for tile in step.tiles
         )
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
-    lengths: Any = (place.seq_len, place.key_seq_len) if is_placed else _lengths(query, key)
-    num_queries, num_keys = map(_number, lengths)
+    world_size = call.group.size() if is_placed else 1
+    num_queries, num_keys = _lengths(query, key, call, world_size)
+    # The queries of a turn are the last tokens of a longer sequence.
+    begin = 0 if call.batch.key_runs is None else num_keys - num_queries
     slices = call.slices(batch) if is_known else None
     if slices is None:
         documents = call.documents(batch) if is_known else (None, None)
-        slices = slices_of(call.scores.mask, (num_queries, num_keys), *documents)
-    pairs = visible_pairs(slices, (0, num_queries))
+        slices = slices_of(call.scores.mask, (begin + num_queries, num_keys), *documents)
+    pairs = visible_pairs(slices, (begin, begin + num_queries))
     # Slices by row are summed over the rows already.
-    world_size = call.group.size() if is_placed else 1
     return heads * pairs * (1 if len(slices) > 1 else batch) // world_size
 
 
@@ -87,8 +88,12 @@ def _tensors(call: Call) -> tuple[Any, ...]:
     return tuple(call.batch)
 
 
-def _lengths(query: Tensor, key: Tensor) -> tuple[Any, Any]:
-    return query.shape[2], key.shape[2]
+def _lengths(query: Tensor, key: Tensor, call: Call, world_size: int) -> tuple[int, int]:
+    """Global lengths; where only runs would say them, as if all ranks had as many tokens."""
+    place = call.place
+    if place.seq_len is not None and place.key_seq_len is not None:
+        return _number(place.seq_len), _number(place.key_seq_len)
+    return _number(query.shape[2]) * world_size, _number(key.shape[2]) * world_size
 
 
 def _number(length: Any) -> int:

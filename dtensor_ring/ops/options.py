@@ -19,7 +19,7 @@ from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.planning.run import shard_length
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
@@ -39,12 +39,14 @@ class Batch(NamedTuple):
     key_cu_seqlens: Tensor | None = None
     runs: Tensor | None = None
     slices: Tensor | None = None
+    key_runs: Tensor | None = None
 
 
 class Place(NamedTuple):
     """Where the tokens are, and how they get to where they are needed.
 
-    On DTensors, placements and the axis say it: then only a default `Place` is given.
+    On DTensors, placements and the axis say it: then only a default `Place` is given. Where the
+    batch has runs of queries and of keys, they say the lengths.
     """
 
     layout: str | None = None
@@ -72,6 +74,7 @@ class Question(NamedTuple):
     key_documents: Documents | None
     strategy: str | None
     slices: Slices | None = None
+    key_layout: Layout | None = None
 
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """This rank's plan.
@@ -86,14 +89,13 @@ class Question(NamedTuple):
             if self._seem_token_major(query, key):
                 raise ValueError(f"{error}{TOKEN_MAJOR_HINT}") from error
             raise
-        rank, world_size = self.rank, self.world_size
         # The plan relies on it: a shard of another length would be read out of bounds.
-        for x, whole in ((query, self.seq_len), (key, self.key_seq_len)):
-            num_tokens, expected = x.shape[2], shard_length(rank, world_size, whole)
-            if num_tokens != expected:
+        sides = (query, self.seq_len, self.layout), (key, self.key_seq_len, self.key_layout)
+        for (x, whole, layout), expected in zip(sides, result.num_local, strict=True):
+            if x.shape[2] != expected:
                 raise ValueError(
-                    f"rank {rank} of {world_size} holds {num_tokens} tokens, but its shard of "
-                    f"seq_len {whole} has {expected}"
+                    f"rank {self.rank} of {self.world_size} holds {x.shape[2]} tokens, but its "
+                    f"shard of {_deal_of(layout or self.layout, whole)} has {expected}"
                 )
         return result
 
@@ -105,6 +107,11 @@ class Question(NamedTuple):
         ends = [row[-1] for row in self.documents.arrays if row.size] if self.documents else []
         fit_heads = any(self.seq_len < end <= num_heads * self.world_size for end in ends)
         return fit_heads or (num_heads == num_key_heads and num_tokens != num_keys)
+
+
+def _deal_of(layout: Layout, seq_len: int) -> str:
+    """What says how many tokens a rank has, for an error."""
+    return layout.argument if isinstance(layout, RunTable) else f"seq_len {seq_len}"
 
 
 class Call(NamedTuple):
@@ -138,16 +145,44 @@ class Call(NamedTuple):
         """What the planner is asked."""
         place, group = self.place, self.group
         documents, key_documents = self.documents(batch)
-        # Runs of a batch take the place of the layout, whose name says that it belongs to one.
-        runs = self.batch.runs
-        spelling: Any = place.layout
-        layout = as_layout(spelling) if runs is None else run_table(runs)
-        seq_len, key_seq_len = place.seq_len, place.key_seq_len
-        assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
+        layout, key_layout, seq_len, key_seq_len = self._dealt()
         return Question(
             *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
-            *(key_seq_len, key_documents, place.strategy, self.slices(batch)),
+            *(key_seq_len, key_documents, place.strategy, self.slices(batch), key_layout),
         )
+
+    def _dealt(self) -> tuple[Layout, Layout | None, int, int]:
+        """How queries and keys are dealt, and their global lengths."""
+        batch, place = self.batch, self.place
+        if batch.key_runs is not None:
+            queries, keys = self._turn(batch.key_runs)
+            return queries, keys, keys.end, keys.end
+        seq_len, key_seq_len = place.seq_len, place.key_seq_len
+        assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
+        # Runs of a batch take the place of the layout, whose name says that it belongs to one.
+        if batch.runs is not None:
+            table = run_table(batch.runs)
+            table.check_from(0)
+            return table, None, seq_len, key_seq_len
+        spelling: Any = place.layout
+        return as_layout(spelling), None, seq_len, key_seq_len
+
+    def _turn(self, key_runs: Tensor) -> tuple[RunTable, RunTable]:
+        """Which positions queries and keys have, of one sequence that ends with the queries."""
+        batch = self.batch
+        if batch.runs is None or batch.key_cu_seqlens is not None:
+            found = "no runs" if batch.runs is None else "key_cu_seqlens, which are another's"
+            raise ValueError(
+                "key_runs say which positions of a sequence the keys have, and runs those of the "
+                f"queries, whose boundaries are cu_seqlens; got {found}"
+            )
+        queries, keys = run_table(batch.runs), run_table(key_runs, "key_runs")
+        if queries.end != keys.end:
+            raise ValueError(
+                f"queries are the last tokens of the keys' sequence, but runs end at {queries.end} "
+                f"and key_runs at {keys.end}"
+            )
+        return queries, keys
 
     def select(
         self,

@@ -17,7 +17,7 @@ from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
-from dtensor_ring.planning.key_runs import KeyRuns
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
@@ -144,7 +144,7 @@ def _decode_word(
         "merge": merge,
         "cu_seqlens": _boundaries(question.documents),
         "slices": _tables(question.slices),
-        "key_runs": _numbers(layout.table.reshape(-1)) if isinstance(layout, KeyRuns) else None,
+        "key_runs": _runs(layout),
     }
     return Word({name: str(value) for name, value in fields.items()})
 
@@ -187,7 +187,8 @@ def _word(
         "cu_seqlens": _boundaries(question.documents),
         "key_cu_seqlens": _boundaries(question.key_documents),
         "slices": _tables(question.slices),
-        "runs": _runs(layout) if isinstance(layout, RunTable) else None,
+        "runs": _runs(layout),
+        "key_runs": _runs(question.key_layout),
     }
     return Word({name: str(value) for name, value in fields.items()})
 
@@ -208,10 +209,9 @@ def _tables(slices: Slices | None) -> str:
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)
-def _runs(layout: RunTable) -> str:
-    """Start and length of each run, and -1 after those of a rank."""
-    rows = ((*(number for run in row for number in run), -1) for row in layout.table)
-    return _numbers(np.array([number for row in rows for number in row], dtype=np.int64))
+def _runs(layout: Layout | None) -> str:
+    """Start and length of each run, rank by rank, if they are written out."""
+    return _numbers(layout.numbers.reshape(-1)) if isinstance(layout, RunTable) else "none"
 
 
 def _numbers(listed: np.ndarray) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.run import Run, joined, shard_length
+from dtensor_ring.planning.run import Run, joined
 
 BYTES_PER_RUN = 200
 """Memory of a `Run`, its integers, and its row in the arrays."""
@@ -51,7 +51,8 @@ def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
         ValueError: if the layout cannot deal the length, or breaks the promise of `Layout.runs`.
     """
     shards = tuple(tuple(layout.runs(rank, world_size, seq_len)) for rank in range(world_size))
-    wrong = _own_fault(shards, seq_len) or _common_fault(shards, seq_len)
+    expected = [layout.num_tokens(rank, world_size, seq_len) for rank in range(world_size)]
+    wrong = _own_fault(shards, expected) or _common_fault(shards, seq_len)
     if wrong:
         raise ValueError(
             f"{layout!r} breaks the promise of Layout.runs for {seq_len} tokens on {world_size} "
@@ -79,8 +80,8 @@ def _offsets(shard: tuple[Run, ...]) -> list[int]:
     return offsets
 
 
-def _own_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
-    """What is wrong with the runs of one rank, whatever the others have."""
+def _own_fault(shards: tuple[tuple[Run, ...], ...], expected: list[int]) -> str | None:
+    """What is wrong with the runs of one rank, of so many tokens, whatever the others have."""
     for rank, shard in enumerate(shards):
         for run in shard:
             if run.length < 1 or run.stride < 1:
@@ -90,9 +91,8 @@ def _own_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
             if following.start <= run.last:
                 return f"the runs of rank {rank} do not ascend, {following} follows {run}"
         num_tokens = sum(run.length for run in shard)
-        expected = shard_length(rank, len(shards), seq_len)
-        if num_tokens != expected:
-            return f"rank {rank} has {num_tokens} tokens, but its shard has {expected}"
+        if num_tokens != expected[rank]:
+            return f"rank {rank} has {num_tokens} tokens, but its shard has {expected[rank]}"
     return None
 
 
@@ -107,9 +107,10 @@ def _common_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | No
     runs.sort(key=lambda owned: (owned[0].start % stride, owned[0].start))
     expected, remainder = 0, -1
     for run, rank in runs:
-        # A new chain begins at its remainder, which is its first position.
+        # A chain may begin anywhere: there are as many tokens as there should be, all within the
+        # sequence, so that none can be missing before it.
         if run.start % stride != remainder:
-            expected = remainder = run.start % stride
+            expected, remainder = run.start, run.start % stride
         if run.start < 0 or run.last >= seq_len:
             return f"rank {rank} has {run}, outside of the sequence"
         if run.start != expected:

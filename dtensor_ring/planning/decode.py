@@ -12,13 +12,13 @@ from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import deal
 from dtensor_ring.planning.documents import Documents
-from dtensor_ring.planning.key_runs import KeyRuns
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.pieces import Piece, pieces_of
 from dtensor_ring.planning.plan import Step, checked_slices
 from dtensor_ring.planning.rows import Rows, rows_of
 from dtensor_ring.planning.run import Run
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.span import length, moved
 from dtensor_ring.planning.tables import LARGEST
@@ -43,7 +43,7 @@ def decode_step(
     sees: what all queries see is one tile, however many runs it has.
 
     Args:
-        layout: how the keys are dealt, or `KeyRuns`.
+        layout: how the keys are dealt, or a `RunTable`.
         mask: what a query sees.
         rank: this rank's index on the axis.
         world_size: ranks on the axis.
@@ -72,8 +72,8 @@ def decode_step(
 
 
 def _runs(layout: Layout, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-    if isinstance(layout, KeyRuns):  # a cache makes no promise about its lengths
-        return layout.runs(rank, world_size, seq_len)
+    if isinstance(layout, RunTable):  # a cache may have dropped positions
+        return layout.held(rank, world_size)
     return deal(layout, world_size, seq_len).shards[rank]
 
 

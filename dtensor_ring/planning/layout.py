@@ -33,7 +33,7 @@ class Layout(ABC):
 
         - the runs of a rank ascend: each starts after the last position of the one before;
         - none is empty, and all runs of all ranks have one stride;
-        - rank r holds `shard_length(r, world_size, seq_len)` tokens, as DTensor's `Shard` does;
+        - rank r holds `num_tokens(r, world_size, seq_len)` tokens;
         - all ranks together hold every position exactly once.
 
         Args:
@@ -44,6 +44,10 @@ class Layout(ABC):
         Raises:
             ValueError: if this layout cannot deal `seq_len` tokens to `world_size` ranks.
         """
+
+    def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
+        """Tokens that `rank` holds: as DTensor's `Shard` says, unless runs are written out."""
+        return shard_length(rank, world_size, seq_len)
 
     @property
     def spec(self) -> str:

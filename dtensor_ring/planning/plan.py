@@ -64,6 +64,8 @@ class Plan:
     steps: tuple[Step, ...]
     shards: tuple[Hop, ...]
     sums: tuple[Hop, ...]
+    num_local: tuple[int, int]
+    """Tokens of this rank: queries, and keys."""
 
     @property
     def num_steps(self) -> int:
@@ -100,6 +102,7 @@ def plan(
     key_documents: Documents | None = None,
     route: str = "ring",
     slices: Slices | None = None,
+    key_layout: Layout | None = None,
 ) -> Plan:
     """Plan of one rank.
 
@@ -119,16 +122,21 @@ def plan(
         key_documents: their boundaries: document number d of the queries sees number d of these.
         route: how keys and values travel, a name in `ROUTES`.
         slices: what a query sees, in place of mask and documents.
+        key_layout: how the keys are dealt, if not as the queries: of one sequence, of which the
+            queries may be the end only.
 
     Raises:
-        ValueError: if the layout cannot deal the length or breaks its promise, the documents are
-            not boundaries, cross attention has a mask that is not full, slices do not fit the
+        ValueError: if a layout cannot deal the length or breaks its promise, the documents are not
+            boundaries, cross attention has a mask that is not full, slices do not fit the
             sequences or come beside a mask or documents, or the route is unknown.
     """
     make_route = route_named(route)
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
-    queries, keys = (deal(layout, world_size, num_tokens) for num_tokens in seq_lens)
+    queries, keys = (
+        deal(side, world_size, num_tokens)
+        for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
+    )
     # Shared by the plans of all ranks, as a printed schedule asks for every one.
     needs = _needs(queries, keys, slices)
     return _planned(make_route(rank, needs), queries, keys, slices)
@@ -194,7 +202,8 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> P
             )
         steps.append(Step(number, source, resident, tiles))
     sums = tuple(route.sums(number) for number in range(len(sources)))
-    return Plan(rank, tuple(steps), _released(rank, steps, shards), sums)
+    num_local = queries.num_local(rank), keys.num_local(rank)
+    return Plan(rank, tuple(steps), _released(rank, steps, shards), sums, num_local)
 
 
 def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[Hop, ...]:

@@ -1,67 +1,158 @@
-"""Layouts that belong to one batch, as they travel and as an axis knows them."""
+"""Runs as data: layouts that belong to one batch, as they travel and as an axis knows them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
-from dtensor_ring.planning.layout import Layout, non_empty
-from dtensor_ring.planning.run import Run, shard_length
+import numpy as np
+
+from dtensor_ring.planning.frozen import FrozenArrays
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import numbered
+from dtensor_ring.planning.run import Run, joined
+from dtensor_ring.planning.tables import LARGEST
+
+Rows = np.ndarray | Sequence[Sequence[tuple[int, int]]]
+"""Start and length of the runs of each rank, `(W, R, 2)`, or rows of any length."""
 
 
-@dataclass(frozen=True)
-class RunTable(Layout):
-    """Runs written out as data, as a layout that belongs to one batch travels.
+class RunTable(FrozenArrays, Layout):
+    """Positions written out as runs: of one batch, of a turn, or of what a cache holds.
 
-    `table` holds, for each rank, `(start, length)` of its runs of neighbouring positions; runs
-    without a token fill its rows up.
+    Each position is on one rank at most, and ranks hold any number of them. As a layout, the table
+    has to hold all positions from its first one to the end of the sequence.
+
+    Args:
+        rows: start and length of the runs of each rank; runs without a token fill rows up.
+        argument: name of the argument that they were, for errors.
 
     Raises:
-        ValueError: if the runs do not hold each position once, those of a rank do not ascend, or a
-            rank does not get the number of tokens that `shard_length` says.
+        ValueError: if a number is negative or no int32, the runs of a rank do not ascend, or two
+            runs hold one position.
+
+    >>> table = RunTable([[(4, 2), (9, 3)], [(6, 1)]])
+    >>> table.begin, table.end, table.missing
+    (4, 12, 7)
     """
 
     name: ClassVar[str] = "balanced"
     per_batch: ClassVar[bool] = True
 
-    table: tuple[tuple[tuple[int, int], ...], ...]
-    _seq_len: int = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
+    def __init__(self, rows: Rows, argument: str = "runs") -> None:
+        self.argument = argument
+        given = _filled(rows)
+        wrong = (given < 0) | (given > LARGEST) | (given.sum(-1, keepdims=True) > LARGEST)
+        if wrong.any():
+            raise ValueError(
+                f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
+            )
+        (self.numbers,) = self._freeze([_compact(given)])
+        lengths = self.numbers[..., 1]
+        if ((np.diff(self.numbers[..., 0], axis=1) < 0) & (lengths[:, 1:] > 0)).any():
+            raise ValueError(
+                f"the {argument} of a rank must be in ascending order, see sequence_runs"
+            )
+        starts, ends = self._ordered
+        overlaps = starts[1:] < ends[:-1]
+        if overlaps.any():
+            raise self._not_once(int(starts[1:][overlaps.argmax()]))
 
-    def __post_init__(self) -> None:
-        end = 0
-        # Sorted by position, each run must begin where the one before ends.
-        for start, length in sorted(run for row in self.table for run in row if run[1]):
-            if start != end or length < 0:
-                raise ValueError(f"runs must hold each position once, not so position {end}")
-            end += length
-        filled = ([run for run in row if run[1]] for row in self.table)
-        if any(row != sorted(row) for row in filled):
-            raise ValueError("the runs of a rank must be in ascending order, see sequence_runs")
-        lengths = [sum(length for _, length in row) for row in self.table]
-        expected = [shard_length(rank, len(lengths), end) for rank in range(len(lengths))]
-        if lengths != expected:
-            raise ValueError(f"runs must give the ranks {expected} tokens, got {lengths}")
-        # Known for good: the planner hashes a layout in every call, and asks every rank's runs.
-        object.__setattr__(self, "_seq_len", end)
-        object.__setattr__(self, "_hash", hash(self.table))
+    @cached_property
+    def _ordered(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and last positions, plus one, of all runs in the order of positions."""
+        starts, lengths = self.numbers[self.numbers[..., 1] > 0].T
+        order = np.argsort(starts)
+        return starts[order], (starts + lengths)[order]
 
-    def __hash__(self) -> int:
-        return self._hash
+    @cached_property
+    def begin(self) -> int:
+        """The first position; 0 if there is none."""
+        starts, _ = self._ordered
+        return int(starts[0]) if starts.size else 0
+
+    @cached_property
+    def end(self) -> int:
+        """The position after the last one; 0 if there is none."""
+        _, ends = self._ordered
+        return int(ends[-1]) if ends.size else 0
+
+    @cached_property
+    def missing(self) -> int | None:
+        """The first position between begin and end that no rank holds."""
+        starts, ends = self._ordered
+        gaps = ends[:-1] < starts[1:]
+        return int(ends[:-1][gaps.argmax()]) if gaps.any() else None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table, in bytes: a tuple of two integers for each run."""
-        return 128 * sum(map(len, self.table))
+        """Memory of the table and of the object, in bytes."""
+        return 1000 + 2 * self.numbers.nbytes
+
+    def __repr__(self) -> str:
+        rows = [[tuple(run) for run in row if run[1]] for row in self.numbers.tolist()]
+        return f"RunTable({rows})"
+
+    def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
+        return int(self.numbers[rank, :, 1].sum())
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        if (len(self.table), self._seq_len) != (world_size, seq_len):
+        if self.missing is not None:
+            raise self._not_once(self.missing)
+        if (len(self.numbers), self.end) != (world_size, seq_len):
             raise ValueError(
-                f"these runs deal {self._seq_len} tokens to {len(self.table)} ranks, not {seq_len} "
-                f"tokens to {world_size}; make a layout for each batch, see sequence_runs"
+                f"these {self.argument} deal {self.end} tokens to {len(self.numbers)} ranks, not "
+                f"{seq_len} tokens to {world_size}; make a layout for each batch, see sequence_runs"
             )
-        # Runs without a token only fill the table up.
-        return non_empty(*(Run(start, length) for start, length in self.table[rank]))
+        return self.held(rank, world_size)
+
+    def held(self, rank: int, world_size: int) -> tuple[Run, ...]:
+        """The runs of a rank, neighbours as one, whatever positions nobody holds.
+
+        Raises:
+            ValueError: if there is not one row for each rank.
+        """
+        if len(self.numbers) != world_size:
+            raise ValueError(
+                f"{self.argument} must have a row for each of the {world_size} ranks, got "
+                f"{len(self.numbers)}"
+            )
+        return joined([Run(*run) for run in self.numbers[rank].tolist() if run[1]])
+
+    def check_from(self, begin: int) -> None:
+        """Refuse a table that begins after a position.
+
+        Raises:
+            ValueError: naming the position.
+        """
+        if self.begin > begin:
+            raise self._not_once(begin)
+
+    def _not_once(self, position: int) -> ValueError:
+        return ValueError(
+            f"{self.argument} must hold each position once, not so position {position}"
+        )
+
+
+def _filled(rows: Rows) -> np.ndarray:
+    """The rows as one array `(W, R, 2)`."""
+    if isinstance(rows, np.ndarray):
+        return rows.astype(np.int64)
+    filled = np.zeros((len(rows), max(map(len, rows), default=0), 2), dtype=np.int64)
+    for row, runs in zip(filled, rows, strict=True):
+        row[: len(runs)] = np.array(runs, dtype=np.int64).reshape(-1, 2)
+    return filled
+
+
+def _compact(given: np.ndarray) -> np.ndarray:
+    """The rows without runs that hold nothing, as narrow as can be: alike if they say the same."""
+    ranks, places = np.nonzero(given[..., 1])
+    counts = np.bincount(ranks, minlength=len(given))
+    numbers = np.zeros((len(given), counts.max(initial=0), 2), dtype=np.int64)
+    numbers[numbered(counts)] = given[ranks, places]
+    return numbers
 
 
 @dataclass(frozen=True)

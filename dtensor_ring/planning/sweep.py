@@ -37,8 +37,8 @@ class Segments:
 def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
     """Cut the runs by ranges of positions, one for each slice; each takes `line` positions."""
     begins, ends = ranges.T
-    # Runs are dense: those of a range follow one another.
-    first = np.searchsorted(dealing.starts, begins, "right") - 1
+    # From the first run that ends late enough to the last that begins in time.
+    first = np.searchsorted(dealing.starts + dealing.lengths, begins, "right")
     after = np.searchsorted(dealing.starts, ends, "left")
     numbers, runs = expanded(first, after)
     starts = dealing.starts[runs]

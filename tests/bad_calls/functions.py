@@ -113,6 +113,21 @@ def _on_pool(method: str) -> Callable[..., Any]:
     return call
 
 
+def _on_cache(method: str, **turn: Any) -> Callable[..., Any]:
+    """A method of a cache of two sequences of 8 tokens."""
+
+    def call(mesh: DeviceMesh, **given: Any) -> Any:
+        cache = ring.ShardedCache(mesh, 1)
+        for begun in ({"num_tokens": 8, "dealt": True}, turn):
+            if begun:
+                cache.begin(**begun)
+            if begun is not turn:
+                cache[0].append(*(torch.zeros(2, 2, 8, 4) for _ in range(2)))
+        return getattr(cache[0] if method == "append" else cache, method)(**given)
+
+    return call
+
+
 def _registered(mesh: DeviceMesh, **given: Any) -> None:
     try:
         ring.register_kernel(**given)
@@ -151,6 +166,7 @@ OPTIONS: Right = {
     "cu_seqlens": _made(lambda: ints(0, 3, 8), lambda: ints([0, 3, 3, 6]), lambda: None),
     "key_cu_seqlens": _just(None),
     "runs": _just(None),
+    "key_runs": _just(None),
     "slices": _just(None),
     "sinks": _made(lambda: None, lambda: tensor(2), lambda: tensor(2, dtype=torch.bfloat16)),
     "scale": _just(None, 0.3, -1, 0),
@@ -243,6 +259,14 @@ FUNCTIONS: dict[str, Function] = {
     "ring_attention": Function(
         lambda _, **given: ring.ring_attention(**given), QKV | CALLED | MESH, check_attention
     ),
+    "ring_attention of a turn": Function(
+        lambda _, **given: ring.ring_attention(**given),
+        QKV
+        | MESH
+        | {name: _made(lambda: ints([[0, 8]])) for name in ("runs", "key_runs")}
+        | {"mask": OPTIONS["mask"]},
+        check_attention,
+    ),
     "ring_attention on DTensors": Function(
         lambda _, **given: ring.ring_attention(**given), SHARDED | CALLED, check_attention
     ),
@@ -274,6 +298,12 @@ FUNCTIONS |= {
         ("SequenceAxis", MESH | AXIS | {"transport": _just(None)}, _nothing),
         ("set_sequence_layout", MESH | AXIS, _nothing),
         ("sequence_layout", MESH, _nothing),
+        (
+            "ShardedCache",
+            MESH
+            | {"num_layers": _just(1, 3), "layout": _just(None, "zigzag"), "block": _just(1, 256)},
+            _nothing,
+        ),
         (
             "shard_sequence",
             {"tensor": QKV["query"], **MESH, **DIMS, "layout": _just(None, "zigzag")},
@@ -327,6 +357,21 @@ FUNCTIONS |= {
         ("crop", {"length": _just(0, 5)}),
         ("commit", {"length": _just(None, 5)}),
         ("block_table", {"rank": _just(0, 1)}),
+    )
+}
+FUNCTIONS |= {
+    f"ShardedCache.{name}": Function(_on_cache(name, **turn), right)
+    for name, turn, right in (
+        ("begin", {}, {"num_tokens": _just(1, 8), "dealt": _just(False, True)}),
+        (
+            "append",
+            {"num_tokens": 3, "dealt": False},
+            {name: _made(lambda: tensor(2, 2, 3, 4)) for name in ("key", "value")},
+        ),
+        ("crop", {}, {"seq_len": _just(0, 5, 8)}),
+        ("select", {}, {"rows": _made(lambda: ints(1), lambda: ints(0, 1, 0))}),
+        ("reorder", {}, {"rows": _made(lambda: ints(1, 1))}),
+        ("repeat", {}, {"times": _just(1, 2)}),
     )
 }
 FUNCTIONS |= {

@@ -22,10 +22,12 @@ from dtensor_ring import (
     set_sequence_layout,
 )
 from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
 from tests.dense import dense_attention, largest
 from tests.faults.worlds import Failure, Log, failure_of
+from tests.rings import runs_of
 from tests.slices import shown
 
 CAUSAL = Mask.causal()
@@ -41,6 +43,8 @@ class Call:
         layout: of the axis.
         seq_len: S, of the whole sequence.
         runs_of: boundaries of the documents that a balanced layout is made for.
+        num_keys_of_rank_0: the first keys are on rank 0, all others on rank 1, by runs of queries
+            and of keys; by default keys are where queries are.
         block: begin and end of tokens that see one another both ways, by slices.
         autocast: to bfloat16.
         lines: of the code that makes a call, in the order in which they are made.
@@ -60,6 +64,7 @@ class Call:
     mask: Mask = CAUSAL
     cu_seqlens: tuple[int, ...] | None = None
     runs_of: tuple[int, ...] | None = None
+    num_keys_of_rank_0: int | None = None
     block: tuple[int, int] | None = None
     scale: float | None = None
     softcap: float = 0.0
@@ -84,6 +89,13 @@ class Call:
             return as_layout(self.layout)
         return Balanced(self.mask, self.seq_len, world_size, self.runs_of)
 
+    def keys_on(self, world_size: int) -> Layout:
+        if self.num_keys_of_rank_0 is None:
+            return self.layout_on(world_size)
+        end = self.num_keys_of_rank_0
+        others = [[] for _ in range(2, world_size)]
+        return RunTable([[(0, end)], [(end, self.seq_len - end)], *others])
+
     def inputs(self, seed: int) -> list[Tensor]:
         """Query, key, value, and the gradient of the output, of the whole sequence."""
         generator = torch.Generator().manual_seed(seed)
@@ -101,6 +113,10 @@ class Call:
             layout = self.layout_on(world_size)
             assert isinstance(layout, Balanced)
             options["runs"] = sequence_runs(layout)
+        if self.num_keys_of_rank_0 is not None and world_size > 1:
+            dealt = self.layout_on(world_size), self.keys_on(world_size)
+            tables = [table_of(layout, world_size, self.seq_len) for layout in dealt]
+            options |= {"runs": runs_of(tables[0]), "key_runs": runs_of(tables[1])}
         if self.block is not None:
             options |= {"mask": None, "slices": self._slices()}
         return options
@@ -131,6 +147,12 @@ class Call:
     def tolerance(self) -> float:
         """The error that rounding may cause."""
         return TOLERANCES[torch.bfloat16 if self.autocast else self.dtype]
+
+
+def table_of(layout: Layout, world_size: int, seq_len: int) -> RunTable:
+    """The layout, written out."""
+    dealt = [layout.runs(rank, world_size, seq_len) for rank in range(world_size)]
+    return RunTable([[(run.start, run.length) for run in runs] for runs in dealt])
 
 
 @dataclass
@@ -217,19 +239,24 @@ def configure(call: Call, mesh: DeviceMesh) -> None:
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:
     """Run one step on this rank; returns the largest error, 0 without results."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    positions = torch.tensor(call.layout_on(size).positions(rank, size, call.seq_len))
+    dealt = call.layout_on(size), call.keys_on(size)
+    positions, of_keys = (
+        torch.tensor(layout.positions(rank, size, call.seq_len)).long() for layout in dealt
+    )
     results, losses = [], []
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=call.autocast)
     with torch.set_grad_enabled(training and call.records), autocast:
         for line in call.lines:
             here, seed = call.at(line), len(line)
-            *inputs, grad = (x[:, :, positions] for x in here.inputs(seed))
+            query, *keys, grad = here.inputs(seed)
+            query, grad = (x[:, :, positions] for x in (query, grad))
+            inputs = [query, *(x[:, :, of_keys] for x in keys)]
             inputs = [x.requires_grad_(training and not call.frozen) for x in inputs]
             out = attend(line, inputs, mesh, here.options(size))
             losses.append((out * grad).sum())
             results.append((here, seed, out, inputs))
     go_back(losses, call.backward)
-    return largest([0.0] + [error_of(*result, positions) for result in results])
+    return largest([0.0] + [error_of(*result, positions, of_keys) for result in results])
 
 
 def go_back(losses: list[Tensor], order: tuple[int, ...] | None) -> None:
@@ -243,11 +270,19 @@ def go_back(losses: list[Tensor], order: tuple[int, ...] | None) -> None:
             loss.backward()
 
 
-def error_of(call: Call, seed: int, out: Tensor, inputs: list[Tensor], positions: Tensor) -> float:
+def error_of(
+    call: Call,
+    seed: int,
+    out: Tensor,
+    inputs: list[Tensor],
+    positions: Tensor,
+    of_keys: Tensor,
+) -> float:
     """The largest error of a call's output and, where there are any, gradients."""
     grads = [x.grad for x in inputs if x.grad is not None]
-    actual = zip([out, *grads], call.expected(seed), strict=False)
+    actual = zip([out, *grads], call.expected(seed), [positions] * 2 + [of_keys] * 2, strict=False)
     return largest(
-        (x.detach().double() - y[:, :, positions]).abs().max().item() / y.abs().max().item()
-        for x, y in actual
+        (x.detach().double() - y[:, :, where]).abs().max().item() / y.abs().max().item()
+        for x, y, where in actual
+        if x.numel()
     )

@@ -32,7 +32,8 @@ class Difference:
     @property
     def suits_sdpa(self) -> bool:
         """Whether `F.scaled_dot_product_attention` takes all of it."""
-        beyond = {"cu_seqlens", "block", "runs_of", "softcap", "kernel", "sinks"} & {
+        beyond = {"cu_seqlens", "block", "runs_of", "num_keys_of_rank_0"}
+        beyond = (beyond | {"softcap", "kernel", "sinks"}) & {
             *self.odd,
             *self.usual,
         }
@@ -100,6 +101,9 @@ DIFFERENCES = {
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "runs of other documents": Difference(
         "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}
+    ),
+    "runs of other keys": Difference(
+        "key_runs", {"num_keys_of_rank_0": 8}, {"num_keys_of_rank_0": 12}
     ),
     "one ring more": Difference(LINE, {"lines": ("second", "first")}),
     "backward skipped": Difference("direction", {"backward": ()}, told_in_inference=None),

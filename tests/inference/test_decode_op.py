@@ -37,7 +37,7 @@ def options_of(case: Decode) -> dict[str, Any]:
     """As a user passes them."""
     options: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens()}
     if not isinstance(case.runs, Layout):
-        options["key_runs"] = torch.tensor(case.layout.table)  # type: ignore[attr-defined]
+        options["key_runs"] = torch.tensor(case.layout.numbers)  # type: ignore[attr-defined]
     names = ("scale", "softcap", "kernel", "merge")
     options |= {name: getattr(case, name) for name in names}
     return options | {"sinks": case.sink_tensor(), "query_starts": torch.tensor(case.starts)}

@@ -191,8 +191,9 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "runs of one rank": (runs([0, 4], [4, 4]), "of each rank, shape (W, R, 2), got (2, 2); see"),
     "runs with strides": (runs([[0, 4, 2]], [[1, 4, 2]]), "shape (W, R, 2), got (2, 1, 3); see"),
     "runs with a gap": (runs([[0, 4]], [[5, 4]]), "hold each position once, not so position 4"),
-    "runs that overlap": (runs([[0, 4]], [[3, 4]]), "each position once, not so position 4"),
-    "uneven runs": (runs([[0, 3]], [[3, 5]]), "runs must give the ranks [4, 4] tokens, got [3, 5]"),
+    "runs that overlap": (runs([[0, 4]], [[3, 4]]), "each position once, not so position 3"),
+    "late runs": (runs([[1, 4]], [[5, 3]]), "runs must hold each position once, not so position 0"),
+    "uneven runs": (runs([[0, 3]], [[3, 5]]), "holds 4 tokens, but its shard of runs has "),
     "runs that do not cover": (
         runs([[0, 3]], [[3, 3]]),
         "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",

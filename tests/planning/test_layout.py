@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +54,8 @@ def positions(layout: Layout, world_size: int, seq_len: int) -> list[list[int]]:
         (RunTable((((0, 2), (6, 2)), ((2, 4), (0, 0)))), 2, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
         (RunTable((((3, 2),), ((0, 1), (2, 1)), ((1, 1),))), 3, 5, [[3, 4], [0, 2], [1]]),
         (RunTable(((), ())), 2, 0, [[], []]),
+        (RunTable((((0, 1),), (), ((1, 4),))), 3, 5, [[0], [], [1, 2, 3, 4]]),
+        (RunTable((((3, 2),), ((2, 1),))), 2, 5, [[3, 4], [2]]),
     ],
 )
 def test_positions(
@@ -147,22 +150,29 @@ def test_striped_says_which_length_to_pad_to() -> None:
     ("table", "message"),
     [
         ((((0, 2),), ((3, 2),)), "runs must hold each position once, not so position 2"),  # a gap
-        ((((1, 2),), ((3, 2),)), "each position once, not so position 0"),
-        ((((0, 3),), ((2, 3),)), "each position once, not so position 3"),  # an overlap
-        ((((0, 2),), ((0, 2),)), "each position once, not so position 2"),
-        ((((-2, 4),),), "each position once, not so position 0"),
-        ((((0, 4), (4, -2)),), "each position once, not so position 4"),
+        ((((0, 3),), ((2, 3),)), "each position once, not so position 2"),  # an overlap
+        ((((0, 2),), ((0, 2),)), "each position once, not so position 0"),
+        ((((-2, 4),),), r"runs must be from 0 to 2,147,483,647, got \[-2, 4\]"),
+        ((((0, 4), (4, -2)),), r"from 0 to 2,147,483,647, got \[4, -2\]"),
+        ((((2**31 - 1, 1),),), r"from 0 to 2,147,483,647, got \[2147483647, 1\]"),
         ((((2, 1), (0, 1)), ((1, 1),)), "runs of a rank must be in ascending order"),
-        ((((0, 3),), ((3, 5),)), r"runs must give the ranks \[4, 4\] tokens, got \[3, 5\]"),
-        ((((0, 1),), ((1, 2),)), r"runs must give the ranks \[2, 1\] tokens, got \[1, 2\]"),
-        ((((0, 2),), ()), r"runs must give the ranks \[1, 1\] tokens, got \[2, 0\]"),
     ],
 )
 def test_runs_that_deal_no_sequence(
     table: tuple[tuple[tuple[int, int], ...], ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        RunTable(table)
+        RunTable(table).runs(0, len(table), 5)
+
+
+def test_what_fills_a_table_up_says_nothing() -> None:
+    table = RunTable([[(0, 2), (6, 2)], [(2, 4)]])
+    assert table == RunTable(np.array([[[0, 2], [9, 0], [6, 2]], [[0, 0], [2, 4], [1, 0]]]))
+    assert hash(table) == hash(RunTable([[(0, 2), (6, 2)], [(0, 0), (2, 4)]]))
+    assert table != RunTable([[(0, 2), (6, 2)], [(2, 4)], []]), "a rank more"
+    assert repr(table) == "RunTable([[(0, 2), (6, 2)], [(2, 4)]])"
+    assert (table.begin, table.end, table.missing) == (0, 8, None)
+    assert table.held(1, 2) == (Run(2, 4),)
 
 
 @pytest.mark.parametrize(("world_size", "seq_len"), [(3, 4), (1, 4), (2, 5), (2, 2)])
@@ -270,13 +280,13 @@ BROKEN = [
     ([[(0, 3)], [(3, 5)]], "rank 0 has 3 tokens, but its shard has 4"),
     ([[], [(0, 8)]], "rank 0 has 0 tokens, but its shard has 4"),
     ([[(0, 4)], [(3, 4)]], "rank 1 has Run(start=3, length=4, stride=1), so that position 3 is"),
-    ([[(1, 4)], [(5, 3), (8, 1)]], "rank 0 has Run(start=1, length=4, stride=1), so that posit"),
+    ([[(1, 4)], [(5, 3), (8, 1)]], "rank 1 has Run(start=8, length=1, stride=1), outside of the"),
     ([[(0, 3), (7, 1)], [(4, 4)]], "rank 1 has Run(start=4, length=4, stride=1), so that posit"),
     ([[(0, 4)], [(5, 4)]], "rank 1 has Run(start=5, length=4, stride=1), outside of the sequence"),
     ([[(-1, 4)], [(3, 4)]], "rank 0 has Run(start=-1, length=4, stride=1), outside of the seq"),
     ([[(0, 4, 2)], [(1, 4)]], "rank 1 has a run of stride 1, others have stride 2"),
     ([[(0, 4, 2)], [(0, 4, 2)]], "rank 1 has Run(start=0, length=4, stride=2), so that position"),
-    ([[(0, 4, 2)], [(3, 3, 2), (9, 1, 2)]], "rank 1 has Run(start=3, length=3, stride=2), so t"),
+    ([[(0, 4, 2)], [(3, 3, 2), (9, 1, 2)]], "rank 1 has Run(start=9, length=1, stride=2), outs"),
 ]
 
 

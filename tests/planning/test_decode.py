@@ -1,43 +1,15 @@
-"""Runs of a cache, and the tiles that a few queries make with them."""
+"""The tiles that a few queries make with the runs of a cache."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from dtensor_ring import Contiguous, Mask, Striped
 from dtensor_ring.planning.decode import decode_step
-from dtensor_ring.planning.key_runs import KeyRuns
-from dtensor_ring.planning.tables import LARGEST
+from dtensor_ring.planning.run_table import RunTable
 
-MANY = KeyRuns([[(16 * i, 8) for i in range(500)], [(16 * i + 8, 8) for i in range(500)]])
+MANY = RunTable([[(16 * i, 8) for i in range(500)], [(16 * i + 8, 8) for i in range(500)]])
 """Blocks of 8 positions in turns."""
-
-
-@pytest.mark.parametrize(
-    ("table", "told"),
-    [
-        ([[[-1, 2]]], "from 0 to 2147483647, got -1"),
-        ([[[0, -2]]], "from 0 to 2147483647, got -2"),
-        ([[[LARGEST + 1, 2]]], "from 0 to 2147483647, got 2147483648"),
-        ([[[LARGEST, 2]]], "end at or before 2147483647, got 2147483649"),
-        ([[[4, 2], [0, 2]]], r"must ascend, got \[\[4, 2\], \[0, 2\]\] of rank 0"),
-        ([[[0, 4]], [[3, 2]]], "a position once at most, not so 3"),
-        ([[[0, 4], [2, 1]]], "a position once at most, not so 2"),
-    ],
-)
-def test_refused(table: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        KeyRuns(table)
-
-
-def test_equal_by_content() -> None:
-    one, other = KeyRuns([[[0, 4]], [[4, 2]]]), KeyRuns([[[0, 4]], [[4, 2]]])
-    assert (one, hash(one)) == (other, hash(other))
-    assert one != KeyRuns([[[0, 4]], [[4, 3]]])
-    with pytest.raises(ValueError, match="a row for each of the 3 ranks, got 2"):
-        one.runs(0, 3, 6)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +32,7 @@ def test_what_all_queries_see_is_one_tile(mask: Mask, num_queries: int, num_tile
 
 
 def test_planned_once() -> None:
-    again = KeyRuns(MANY.table.copy())
+    again = RunTable(MANY.numbers.copy())
     arguments = Mask.causal(), 0, 2, 8000, (7999,), 1
     assert decode_step(MANY, *arguments) is decode_step(again, *arguments)
 

@@ -13,6 +13,7 @@ from dtensor_ring.compute.sinks import sinks_gradient
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, unflatten
+from dtensor_ring.ops.scattered import warn_of_tiles
 from dtensor_ring.ops.word import turn
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.session import session_of
@@ -41,6 +42,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     with turn(call, question, query, value) as transport:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
+        warn_of_tiles(plan, question)
         query, key, value = unit_stride(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)

@@ -1,0 +1,71 @@
+"""Layouts that scatter documents are warned of, others are not."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from dtensor_ring import Mask, Slices
+from dtensor_ring.ops.caller import CALLER
+from dtensor_ring.ops.options import Question
+from dtensor_ring.ops.scattered import MANY, warn_of_tiles
+from dtensor_ring.planning.documents import as_documents
+from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.spelling import as_layout
+
+CAUSAL, SEQ_LEN = Mask.causal(), 2**14
+
+
+def asked(layout: str, num_documents: int, world_size: int, as_slices: bool = False) -> Question:
+    ends = [*range(0, SEQ_LEN, SEQ_LEN // num_documents), SEQ_LEN]
+    documents = None if as_slices else as_documents(ends)
+    slices = Slices.documents(ends, CAUSAL) if as_slices else None
+    mask = Mask.full() if as_slices else CAUSAL
+    where = as_layout(layout), mask, 0, world_size, SEQ_LEN, documents
+    return Question(*where, SEQ_LEN, None, "ring", slices)
+
+
+def warned(question: Question) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        warn_of_tiles(plan(*question), question)
+    return [str(x.message) for x in caught]
+
+
+@pytest.mark.parametrize("as_slices", [False, True], ids=["documents", "slices"])
+@pytest.mark.parametrize(
+    ("layout", "num_documents", "world_size", "expected"),
+    [
+        ("striped", 256, 8, "layout 'striped' cuts this attention into over 2,048 tiles"),
+        ("striped", 64, 8, None),
+        ("striped", 2048, 1, None),
+        ("zigzag", 2048, 2, None),
+        ("contiguous", 2048, 2, None),
+        ("block_cyclic:16", 1, 8, "layout 'block_cyclic:16' cuts this attention into over 1"),
+    ],
+)
+def test_more_tiles_than_documents(
+    layout: str, num_documents: int, world_size: int, expected: str | None, as_slices: bool
+) -> None:
+    question = asked(layout, num_documents, world_size, as_slices)
+    (text,) = warned(question) or [None]
+    assert (text is None) == (expected is None)
+    if expected:
+        assert text.startswith(f"the {expected}")
+        assert "'balanced'" in text
+
+
+def test_a_line_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = [asked("striped", n, 8) for n in (256, 255, 200, 512)]
+    told = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for place in ("train.py:7 in step", "train.py:9 in step"):
+            monkeypatch.setattr(CALLER, "place", place)
+            for question in questions:
+                assert sum(len(x.tiles) for x in plan(*question).steps) > MANY
+                warn_of_tiles(plan(*question), question)
+            told.append(len(caught))
+    assert told == [3, 6], "once for each power of two"
+    assert str(caught[0].message).startswith("train.py:7 in step: the layout")

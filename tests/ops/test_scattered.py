@@ -42,7 +42,6 @@ def warned(question: Question) -> list[str]:
         ("striped", 2048, 1, None),
         ("zigzag", 2048, 2, None),
         ("contiguous", 2048, 2, None),
-        ("block_cyclic:16", 1, 8, "layout 'block_cyclic:16' cuts this attention into over 1"),
     ],
 )
 def test_more_tiles_than_documents(

@@ -17,6 +17,8 @@ from dtensor_ring.dtensor.sequence import (
 from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.inference.cache import ShardedCache
 from dtensor_ring.inference.decode import decode_attention
+from dtensor_ring.inference.paged_batch import PagedBatch
+from dtensor_ring.inference.paged_cache import PagedCache
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.block_pool import BlockPool
@@ -37,6 +39,8 @@ __all__ = [
     "Contiguous",
     "Mask",
     "OutOfBlocks",
+    "PagedBatch",
+    "PagedCache",
     "RingError",
     "SequenceAxis",
     "ShardedCache",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pages import run_pages
 from tests.sequences import Lengths, Scores, run_backward, run_forward
 
 Given = dict[str, Any]
@@ -67,10 +68,43 @@ def forward(scores: Callable[[Given], Scores], no_keys: tuple[float, float], res
 
     def run(given: Given) -> tuple[Tensor, ...]:
         tensors = given["q"], given["k"], given["v"]
+        if given.get("page_table") is not None:
+            assert given["cu_seqlens_k"] is None, "page tables come without boundaries of keys"
+            out, lse = run_pages(given, scores_of(given, None, None), 1)
+            return out, lse, *(torch.empty(0) for _ in range(rest))
         out, lse = run_forward(scores(given), tensors, lengths_of(given), no_keys)
         return out, lse, *(torch.empty(0) for _ in range(rest))
 
     return run
+
+
+def paged_aten(given: Given) -> tuple[Tensor, ...]:
+    """`aten._flash_attention_forward`, which reads block tables, too."""
+    if given["block_table"] is None:
+        return forward(flash2_scores, (0.0, torch.inf), 3)(given)
+    # It wants the boundaries of both sides or of none, and mixes up the splits of packed rows.
+    assert given["cum_seq_k"].diff().tolist() == given["seqused_k"].tolist()
+    assert given["num_splits"] == 1
+    lengths = zip(
+        ("cu_seqlens_q", "", "max_seqlen_q", "max_seqlen_k"), lengths_of(given), strict=True
+    )
+    paged = {**given, **dict(lengths), "page_table": given["block_table"]}
+    bounds = given["window_size_left"], given["window_size_right"]
+    assert set(bounds) <= {None, -1}
+    out, lse = run_pages(paged, scores_of(given, None, None), 256)
+    return out, lse, *(torch.empty(0) for _ in range(3))
+
+
+def kvcache(given: Given) -> tuple[Tensor, Tensor]:
+    """`flash_attn_with_kvcache`, whose cache may be in pages."""
+    assert given["return_softmax_lse"]
+    assert not given["causal"]
+    assert given["window_size"] == (-1, -1)
+    assert all(given[name] is None for name in ("k", "v", "cache_batch_idx", "cache_leftpad"))
+    names = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+    paged = {name: given[other] for name, other in names.items()}
+    paged |= {"q": given["q"], "page_table": given["block_table"]}
+    return run_pages(paged, scores_of(given, None, None), 256)
 
 
 def backward(scores: Callable[[Given], Scores], returned: str) -> Run:
@@ -123,6 +157,13 @@ FLASH_ATTN = {
         "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
         "block_table=None, leftpad_k=None, seqused_k=None",
         forward(flash2_scores, (0.0, torch.inf), 2),
+    ),
+    "flash_attn_with_kvcache": function(
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+        kvcache,
     ),
     "_flash_attn_backward": function(
         "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
@@ -235,7 +276,7 @@ def aten_operators() -> dict[str, tuple[Run, dict[str, str]]]:
     """By name, and what we call their arguments."""
     cudnn = CudnnOps()
     return {
-        "_flash_attention_forward": (forward(flash2_scores, (0.0, torch.inf), 3), ATEN_NAMES),
+        "_flash_attention_forward": (paged_aten, ATEN_NAMES),
         "_flash_attention_backward": (backward(flash2_scores, "dq dk dv"), ATEN_NAMES),
         "_scaled_dot_product_cudnn_attention": (cudnn.forward, {}),
         "_scaled_dot_product_cudnn_attention_backward": (cudnn.backward, {}),

@@ -77,12 +77,14 @@ BlockPool(num_blocks: 'int', block: 'int' = 256, world_size: 'int' = 1) -> 'None
     .add(self, tokens: 'Any') -> 'PooledSequence'
     .append(self, sequence: 'PooledSequence', tokens: 'Any') -> 'tuple[BlockCopy, ...]'
     .block_table(self, sequence: 'PooledSequence', rank: 'int') -> 'np.ndarray'
+    .check(self, sequence: 'Any') -> 'None'
     .commit(self, sequence: 'PooledSequence', length: 'int | None' = None) -> 'None'
     .crop(self, sequence: 'PooledSequence', length: 'int') -> 'None'
     .dealing
     .fork(self, sequence: 'PooledSequence') -> 'PooledSequence'
     .free(self, sequence: 'PooledSequence') -> 'None'
     .num_blocks
+    .runs(self, sequence: 'PooledSequence', begin: 'int' = 0) -> 'np.ndarray'
     .usage(self) -> 'PoolUsage'
 ContextParallel(layout: 'Layout | str' = 'zigzag', *, strategy: 'str | None' = None, kernel:
         'str | None' = None, policy: 'TransferPolicy | None' = None, inputs: 'tuple[str, ...]' =
@@ -112,6 +114,27 @@ Mask(left: 'int | None', right: 'int | None', chunk: 'int | None' = None, prefix
     .sliding(window: 'int') -> 'Mask'
 OutOfBlocks(message: 'str', *, need: 'tuple[int, ...]' = (), free: 'tuple[int, ...]' = (),
         cached: 'tuple[int, ...]' = ()) -> 'None'
+PagedBatch(cache: 'PagedCache', sequences: 'Sequence[PooledSequence]', num_tokens: 'int' = 1) ->
+        'None'
+    .attend(self, layer: 'int', query: 'Tensor', *, mask: 'Mask' = Mask(left=None, right=0,
+        chunk=None, prefix=None), scale: 'float | None' = None, softcap: 'float' = 0.0, kernel:
+        'str | None' = None) -> 'tuple[Tensor, Tensor]'
+    .decode(self, layer: 'int', query: 'Tensor', *, mesh: 'DeviceMesh | None' = None, mask:
+        'Mask' = Mask(left=None, right=0, chunk=None, prefix=None), sinks: 'Tensor | None' =
+        None, scale: 'float | None' = None, softcap: 'float' = 0.0, kernel: 'str | None' = None,
+        merge: 'str | None' = None) -> 'tuple[Tensor, Tensor]'
+    .write(self, layer: 'int', key: 'Tensor', value: 'Tensor', *, dealt: 'bool' = False) ->
+        'None'
+PagedCache(pool: 'BlockPool', num_kv_heads: 'int', head_dim: 'int', num_layers: 'int', rank:
+        'int' = 0, value_head_dim: 'int | None' = None, dtype: 'torch.dtype | None' = None,
+        device: 'torch.device | str | None' = None) -> 'None'
+    .copy(self, copies: 'Iterable[BlockCopy]') -> 'None'
+    .gather(self, layer: 'int', sequence: 'PooledSequence') -> 'tuple[Tensor, Tensor]'
+    .layer(self, layer: 'int') -> 'tuple[Tensor, Tensor]'
+    .num_bytes
+    .num_layers
+    .runs(self, length: 'int') -> 'RunTable'
+    .slots(self, sequence: 'PooledSequence', begin: 'int') -> 'tuple[np.ndarray, np.ndarray]'
 RingError(message: 'str', *, ring: 'tuple[int, ...]' = (), direction: 'str' = '', step: 'int |
         None' = None, source: 'int | None' = None, peer: 'int | None' = None, seconds: 'float' =
         0.0) -> 'None'

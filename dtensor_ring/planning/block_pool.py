@@ -121,7 +121,7 @@ class BlockPool:
             ValueError: if `sequence` is not in this pool, or `tokens` are not in one row.
             OutOfBlocks: if the pool has too few blocks for them.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         given = as_tokens(tokens)
         if not given:
             return ()
@@ -147,7 +147,7 @@ class BlockPool:
             TypeError: if `length` is not an int.
             ValueError: if `sequence` is not in this pool, or has fewer tokens.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         length = as_count("length", length, 0, len(sequence))
         self._release(sequence, self._num_blocks_of(length))
         del sequence.tokens[length:]
@@ -162,7 +162,7 @@ class BlockPool:
         Raises:
             ValueError: if `sequence` is not in this pool, or has tokens that were not committed.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         if sequence.num_written < len(sequence):
             raise ValueError(
                 f"{len(sequence) - sequence.num_written} tokens of sequence {sequence.number} were "
@@ -184,7 +184,7 @@ class BlockPool:
         Raises:
             ValueError: if `sequence` is not in this pool, because it was freed already, say.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         self._release(sequence, 0)
         del self._sequences[sequence.number]
         sequence.version += 1
@@ -204,7 +204,7 @@ class BlockPool:
             ValueError: if `sequence` is not in this pool, or `length` is less than what was
                 committed before, or more than it has.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         length = len(sequence) if length is None else length
         sequence.num_written = as_count("length", length, sequence.num_written, len(sequence))
         for number in range(len(sequence.nodes), sequence.num_written // self.dealing.block):
@@ -221,9 +221,37 @@ class BlockPool:
             TypeError: if `rank` is not an int.
             ValueError: if `sequence` is not in this pool, or there is no such rank.
         """
-        self._check_known(sequence)
+        self.check(sequence)
         rank = as_count("rank", rank, 0, self.dealing.world_size - 1)
         return np.array(sequence.blocks[rank], dtype=np.int32)
+
+    def runs(self, sequence: PooledSequence, begin: int = 0) -> np.ndarray:
+        """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
+
+        In a tensor, they are what `ring_attention` and `decode_attention` take as `key_runs`. Those
+        of the tokens from `begin` on are the `runs` of a prefill.
+
+        Raises:
+            TypeError: if `begin` is not an int.
+            ValueError: if `sequence` is not in this pool, or has fewer tokens.
+        """
+        self.check(sequence)
+        return self.dealing.runs(as_count("begin", begin, 0, len(sequence)), len(sequence))
+
+    def check(self, sequence: Any) -> None:
+        """Refuse what is not a sequence of this pool.
+
+        Raises:
+            TypeError: if it is not a sequence.
+            ValueError: if it was freed, or is of another pool.
+        """
+        if not isinstance(sequence, PooledSequence):
+            raise TypeError(f"sequence must be one that add or fork returned, got {sequence!r}")
+        if self._sequences.get(sequence.number) is not sequence:
+            raise ValueError(
+                f"sequence {sequence.number} is not in this pool: it was freed already, or belongs "
+                "to another pool"
+            )
 
     def _num_blocks_of(self, length: int) -> int:
         return -(-length // self.dealing.block)
@@ -258,12 +286,3 @@ class BlockPool:
             row[at] = node.index
             sequence.version += 1
         sequence.nodes.append(node)
-
-    def _check_known(self, sequence: Any) -> None:
-        if not isinstance(sequence, PooledSequence):
-            raise TypeError(f"sequence must be one that add or fork returned, got {sequence!r}")
-        if self._sequences.get(sequence.number) is not sequence:
-            raise ValueError(
-                f"sequence {sequence.number} is not in this pool: it was freed already, or belongs "
-                "to another pool"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dtensor_ring.planning.run import Run, joined
+import numpy as np
 
 
 def nth_block(rank: int, n: int, world_size: int) -> int:
@@ -52,19 +52,17 @@ class Serpentine(NamedTuple):
         start = nth_block(rank, n, self.world_size) * self.block
         return n * self.block + min(self.block, max(0, position - start))
 
-    def runs(self, begin: int, end: int, rank: int) -> tuple[Run, ...]:
-        """Runs of a rank among the positions from `begin` to `end`, neighbours as one run.
+    def runs(self, begin: int, end: int) -> np.ndarray:
+        """Start and length of the runs of each rank from `begin` to `end`, `(W, R, 2)`, int32.
 
-        >>> Serpentine(4, 2).runs(2, 18, rank=0)
-        (Run(start=2, length=2, stride=1), Run(start=12, length=6, stride=1))
+        A run for each block; those that hold nothing fill the rows up.
+
+        >>> Serpentine(4, 2).runs(2, 10).tolist()
+        [[[2, 2], [12, 0]], [[4, 4], [8, 2]]]
         """
-        if begin >= end:
-            return ()
-        round_length = self.block * self.world_size
-        found = []
-        for n in range(begin // round_length, -(-end // round_length)):
-            start = nth_block(rank, n, self.world_size) * self.block
-            first, last = max(begin, start), min(end, start + self.block)
-            if first < last:
-                found.append(Run(first, last - first))
-        return joined(found)
+        each_round = self.block * self.world_size
+        n = np.arange(begin // each_round, -(-end // each_round))
+        there = np.arange(self.world_size)[:, None]
+        starts = self.block * (n * self.world_size + np.where(n % 2, there[::-1], there))
+        firsts, ends = np.maximum(starts, begin), np.minimum(starts + self.block, end)
+        return np.stack([firsts, np.maximum(ends - firsts, 0)], axis=2).astype(np.int32)

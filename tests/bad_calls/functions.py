@@ -128,6 +128,19 @@ def _on_cache(method: str, **turn: Any) -> Callable[..., Any]:
     return call
 
 
+def _paged(method: str | None) -> Callable[..., Any]:
+    """A batch of one sequence, or one of its methods."""
+
+    def call(_: DeviceMesh, **given: Any) -> Any:
+        cache = ring.PagedCache(ring.BlockPool(num_blocks=8, block=2), 2, 4, 1)
+        sequence = cache.pool.add(range(5))
+        if method is None:
+            return ring.PagedBatch(cache, [sequence], **given)
+        return getattr(ring.PagedBatch(cache, [sequence]), method)(**given)
+
+    return call
+
+
 def _registered(mesh: DeviceMesh, **given: Any) -> None:
     try:
         ring.register_kernel(**given)
@@ -232,6 +245,20 @@ BUILDERS: dict[str, Right] = {
     "tree": {"parents": _just([-1, 0]), **LENGTHS},
     "shared_prefix": {"prefix_lengths": _just(2, [2]), "answer_lengths": _just([2, 3])},
     "batched": {"parts": _just([SLICES, SLICES], [])},
+}
+PAGED: Right = {
+    "num_kv_heads": _just(2),
+    "head_dim": _just(4),
+    "num_layers": _just(1, 2),
+    "rank": _just(0),
+    "value_head_dim": _just(None, 3),
+}
+QUERIES: Right = {
+    "layer": _just(0),
+    "query": _made(lambda: tensor(1, 2, 1, 4), lambda: tensor(1, 1, 2, 4).transpose(1, 2)),
+    **{name: OPTIONS[name] for name in ("scale", "softcap")},
+    "mask": OPTIONS["mask"],
+    "kernel": _just(None, "in_place", "gathered"),
 }
 POOLED: Right = {"tokens": _made(lambda: [1, 2, 3], lambda: torch.arange(3), tuple)}
 MESH: Right = {"mesh": [lambda mesh: mesh]}
@@ -350,6 +377,18 @@ FUNCTIONS |= {
     )
 }
 FUNCTIONS |= {
+    "PagedCache": Function(lambda _, **given: ring.PagedCache(ring.BlockPool(4), **given), PAGED),
+    "PagedBatch": Function(_paged(None), {"num_tokens": _just(1, 2)}),
+    "PagedBatch.attend": Function(_paged("attend"), QUERIES),
+    "PagedBatch.decode": Function(
+        _paged("decode"),
+        QUERIES | {"sinks": OPTIONS["sinks"], "mesh": [lambda _: None, lambda mesh: mesh]},
+    ),
+    "PagedBatch.write": Function(
+        _paged("write"), {"layer": _just(0)} | dict.fromkeys(("key", "value"), QUERIES["query"])
+    ),
+}
+FUNCTIONS |= {
     f"BlockPool.{name}": Function(_on_pool(name), right)
     for name, right in (
         ("add", POOLED),
@@ -357,6 +396,7 @@ FUNCTIONS |= {
         ("crop", {"length": _just(0, 5)}),
         ("commit", {"length": _just(None, 5)}),
         ("block_table", {"rank": _just(0, 1)}),
+        ("runs", {"begin": _just(0, 3)}),
     )
 }
 FUNCTIONS |= {

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
+from dtensor_ring.compute.kernels.paged import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 
@@ -58,6 +60,33 @@ class FlashAttn2(VarlenKernel):
         else:
             _flash_attn_varlen_backward(*tensors, *sizes(band.segments, q.device), **more)
         return grads
+
+
+class PagedFlashAttn2(PagedKernel):
+    """`flash_attn_with_kvcache` over block tables."""
+
+    name = "flash_attn2"
+
+    def missing(self) -> str | None:
+        return no_gpu() or _missing_package()
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        return gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256)
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        from flash_attn.flash_attn_interface import flash_attn_with_kvcache
+
+        tables, lengths = pages.on(query.device)
+        return flash_attn_with_kvcache(
+            *(query, key_blocks, value_blocks),
+            cache_seqlens=lengths,
+            block_table=tables,
+            softmax_scale=scores.scale,
+            softcap=scores.softcap,
+            return_softmax_lse=True,
+        )
 
 
 def _missing_package() -> str | None:

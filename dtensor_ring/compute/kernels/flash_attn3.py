@@ -9,8 +9,10 @@ from torch import Tensor
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
+from dtensor_ring.compute.kernels.paged import PagedKernel, Pages
 from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 flash = torch.ops.flash_attn_3
@@ -56,6 +58,33 @@ class FlashAttn3(VarlenKernel):
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
+
+
+class PagedFlashAttn3(PagedKernel):
+    """The forward operator over page tables, with pages of any size."""
+
+    name = "flash_attn3"
+
+    def missing(self) -> str | None:
+        return no_gpu(9) or _missing_package()
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        return gpu_limits(problem) or one_head_dim(problem, 256)
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        tables, lengths = pages.on(query.device)
+        # Few queries leave most of a GPU idle, so it may split the keys; it merges them itself.
+        out, lse, *_ = flash.fwd(
+            *(query, key_blocks, value_blocks),
+            page_table=tables,
+            seqused_k=lengths,
+            softmax_scale=scores.scale,
+            softcap=scores.softcap,
+            num_splits=0,
+        )
+        return out, lse
 
 
 def _missing_package() -> str | None:

@@ -1,0 +1,297 @@
+"""One step of a model over sequences in a pool: what each layer writes and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.compute.kernels.paged_registry import paged_kernel
+from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.numbers import Numbers
+from dtensor_ring.compute.paged import PagedStep
+from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.dtensor.arguments import as_flag, scores_of
+from dtensor_ring.inference.decode import decode_attention
+from dtensor_ring.inference.paged_cache import PagedCache
+from dtensor_ring.ops.check import check_strided
+from dtensor_ring.planning.count import as_count
+from dtensor_ring.planning.decode import decode_step
+from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.paged import block_reads
+from dtensor_ring.planning.pooled import PooledSequence
+from dtensor_ring.planning.tile import CAUSAL, FULL
+
+
+class PagedBatch:
+    """A step of a model: the last tokens of some sequences, the same number of each.
+
+    Every layer writes the keys and values of these tokens, unless they were written before, and
+    attends from them. Made once, a batch serves all layers; it is over when a sequence changes.
+
+    Args:
+        cache: of this rank.
+        sequences: in the order of the batch rows.
+        num_tokens: M, of each sequence.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a sequence is not in the pool, is there twice, or has fewer tokens.
+
+    >>> pool = BlockPool(num_blocks=4, block=4)
+    >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
+    >>> prompt = pool.add([5, 6, 7])
+    >>> batch = PagedBatch(cache, [prompt], num_tokens=3)
+    >>> batch.write(0, torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    >>> pool.commit(prompt)
+    >>> out, lse = batch.decode(0, torch.randn(1, 4, 3, 8))
+    >>> out.shape, lse.shape
+    (torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 3]))
+    """
+
+    def __init__(
+        self, cache: PagedCache, sequences: Sequence[PooledSequence], num_tokens: int = 1
+    ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise TypeError(f"cache must be a PagedCache, got {cache!r}")
+        if not isinstance(sequences, (list, tuple)):
+            raise TypeError(f"sequences must be a list of sequences, got {sequences!r}")
+        for sequence in sequences:
+            cache.pool.check(sequence)
+        shortest = min(map(len, sequences), default=1)
+        self.num_tokens = as_count("num_tokens", num_tokens, 1, shortest)
+        if len({x.number for x in sequences}) < len(sequences):
+            raise ValueError("sequences must differ, a step has the tokens of each once; fork one")
+        self.sequences = tuple(sequences)
+        self._cache = cache
+        self._versions = [x.version for x in sequences]
+        self._written = [x.num_written for x in sequences]
+        self._steps: dict[Mask, PagedStep] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
+        """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
+
+        Once all layers were written, tell the pool: `BlockPool.commit`.
+
+        Args:
+            layer: its number.
+            key: `(B, Nkv, M, H)`, of all tokens, the same on every rank.
+            value: `(B, Nkv, M, Hv)`.
+            dealt: whether they are of this rank's tokens only, in the order of positions: for a
+                single sequence, whose prompt the ring has prefilled.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: if shapes, dtypes or devices do not fit, a sequence has changed since the
+                batch was made, or the tokens were committed, so that others may read them.
+        """
+        self._check_current()
+        for sequence, num_written in zip(self.sequences, self._written, strict=True):
+            if num_written > len(sequence) - self.num_tokens:
+                raise ValueError(
+                    f"{num_written} of {len(sequence)} tokens of sequence {sequence.number} were "
+                    f"committed, others may read them; so its last {self.num_tokens} cannot be "
+                    f"written, take num_tokens={len(sequence) - num_written}"
+                )
+        memory = self._cache.layer(layer)
+        source, slots = self._places.on(memory[0].device)
+        if as_flag("dealt", dealt) and len(self.sequences) != 1:
+            raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
+        num_given = len(slots) if dealt else self.num_tokens
+        for name, x, blocks in zip(("key", "value"), (key, value), memory, strict=True):
+            _check(
+                name, x, (len(self.sequences), blocks.shape[2], num_given, blocks.shape[3]), blocks
+            )
+        with torch.no_grad():
+            for x, blocks in zip((key, value), memory, strict=True):
+                tokens = x.transpose(1, 2).flatten(0, 1)
+                blocks.flatten(0, 1)[slots] = tokens if dealt else tokens[source]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        kernel: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the keys of this rank: one of the partials that `decode` merges.
+
+        Args:
+            layer: its number.
+            query: `(B, N, M, H)`, the same on every rank; N is a multiple of Nkv.
+            mask: which keys a query sees, by positions.
+            scale: factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+            kernel: what reads the blocks: `"flash_attn3"`, `"flash_attn2"`, `"varlen_attn"`,
+                `"in_place"` or `"gathered"`; by default the first that can.
+
+        Returns:
+            `out` `(B, N, M, Hv)` and `lse` `(B, N, M)`, natural log, float32 or wider: 0 and -inf
+            for a query that sees nothing here.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: if the shapes, numbers or kernel do not allow it, or a sequence has changed
+                since the batch was made.
+            NotImplementedError: if the query needs a gradient while gradients are enabled.
+        """
+        self._check_current()
+        keys, values = self._cache.layer(layer)
+        num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
+        _check(
+            "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
+        )
+        if not num_heads or num_heads % keys.shape[2]:
+            raise ValueError(
+                f"query must have a multiple of the {keys.shape[2]} heads of keys, got {num_heads}"
+            )
+        if query.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "attention to a pool has no gradient, and query needs one; call it under "
+                "torch.no_grad(), or take ring_attention"
+            )
+        if kernel is not None and not isinstance(kernel, str):
+            raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
+        scores = scores_of(query, mask, scale, softcap, None, None)
+        facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
+        problem = Problem(*facts, softcap=scores.softcap, grouped=num_heads > keys.shape[2])
+        reader = paged_kernel(kernel, problem, keys.shape[1])
+        with torch.no_grad():
+            # A kernel wants the head dim of a token side by side.
+            query = query if query.stride(3) == 1 else query.contiguous()
+            return self._step(mask).forward(query, keys, values, reader, scores)
+
+    def decode(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        mesh: DeviceMesh | None = None,
+        mask: Mask = CAUSAL,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        kernel: str | None = None,
+        merge: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the keys of all ranks: `attend`, and one round of messages that merges.
+
+        All ranks get the same bits. They compare the sequences, their lengths and the tokens of
+        this step in the same message.
+
+        Args:
+            layer: its number.
+            query: `(B, N, M, H)`, the same on every rank.
+            mesh: the 1-D mesh of the axis that the pool is sharded over; `None` for one rank.
+            mask: which keys a query sees, by positions.
+            sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
+            scale: factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+            kernel: as for `attend`.
+            merge: as for `decode_attention`.
+
+        Returns:
+            `out` `(B, N, M, Hv)` in the query's dtype, and `lse` `(B, N, M)`.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: as `attend` does, or if the mesh is not that of the pool.
+            NotImplementedError: if the query needs a gradient while gradients are enabled.
+            RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+        """
+        pool_ranks, rank = self._cache.pool.dealing.world_size, self._cache.rank
+        group = None if mesh is None else axis_group(mesh)
+        place = (1, 0) if group is None else (group.size(), group.rank())
+        if place != (pool_ranks, rank):
+            raise ValueError(
+                f"the pool has {pool_ranks} ranks, and this is rank {rank} of it; mesh has "
+                f"{place[0]}, and this is its rank {place[1]}; make the pool with "
+                "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
+            )
+        how = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel}
+        out, lse = self.attend(layer, query, **how)
+        # A partial is what one key would give, whose score is its lse and whose value is its out.
+        # So what merges them is the attention of a query of ones to a key of each rank.
+        score, value = _by_row(lse.unsqueeze(3)), _by_row(out)
+        key_runs = torch.tensor([[[number, 1]] for number in range(pool_ranks)])
+        merged, lse = decode_attention(
+            *(torch.ones_like(score), score, value),
+            mask=FULL,
+            key_runs=key_runs,
+            sinks=sinks,
+            scale=1.0,
+            mesh=mesh,
+            return_lse=True,
+            merge=merge,
+            agree=self._agreed(as_count("layer", layer), mask),
+        )
+        shape = len(self.sequences), self.num_tokens
+        merged, lse = merged.squeeze(2).unflatten(0, shape), lse.squeeze(2).unflatten(0, shape)
+        return merged.transpose(1, 2).to(query.dtype), lse.transpose(1, 2)
+
+    def _agreed(self, layer: int, mask: Mask) -> Tensor:
+        """Integers that are the same on all ranks, unless they have drifted apart."""
+        bounds = [-1 if x is None else x for x in (mask.left, mask.right, mask.chunk, mask.prefix)]
+        last = [x.tokens[len(x) - self.num_tokens :] for x in self.sequences]
+        of_each = [y for x in self.sequences for y in (x.number, len(x), x.num_written)]
+        return torch.tensor([layer, *bounds, *of_each, *(y for x in last for y in x)])
+
+    @cached_property
+    def _places(self) -> Numbers:
+        """Which of the B * M tokens are on this rank, and where."""
+        sources, slots = [], []
+        for row, sequence in enumerate(self.sequences):
+            mine, places = self._cache.slots(sequence, len(sequence) - self.num_tokens)
+            sources.append(mine + row * self.num_tokens)
+            slots.append(places)
+        lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
+        return Numbers(torch.int64, *map(torch.from_numpy, lists))
+
+    def _step(self, mask: Mask) -> PagedStep:
+        """What is computed under a mask: planned once, for all layers."""
+        if mask not in self._steps:
+            cache, lengths = self._cache, [len(x) for x in self.sequences]
+            block, world_size = cache.pool.dealing
+            runs = cache.runs(max(lengths, default=0))
+            starts = tuple(length - self.num_tokens for length in lengths)
+            # A sequence ends where its tokens do, whatever its blocks held before.
+            ends = Documents([(0, length) for length in lengths])
+            place = mask, cache.rank, world_size, runs.end, starts, self.num_tokens, ends
+            reads = block_reads(decode_step(runs, *place).tiles, block, len(lengths))
+            tables = [cache.pool.block_table(x, cache.rank) for x in self.sequences]
+            self._steps[mask] = PagedStep(reads, tables, block)
+        return self._steps[mask]
+
+    def _check_current(self) -> None:
+        """Refuse a batch whose sequences have changed."""
+        for sequence, version in zip(self.sequences, self._versions, strict=True):
+            if sequence.version != version:
+                raise ValueError(
+                    f"sequence {sequence.number} has changed since this batch was made; make a new "
+                    "one for each step"
+                )
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """`(B, N, M, H)` to `(B * M, N, 1, H)`."""
+    return x.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuse a tensor of another shape, dtype or device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_strided(name, x)
+    if (*x.shape, x.dtype, x.device) != (*shape, like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be {shape} {like.dtype} on {like.device}, got {tuple(x.shape)} "
+            f"{x.dtype} on {x.device}"
+        )

@@ -106,6 +106,7 @@ def test_no_hidden_state() -> None:
 
 
 CONSTRUCTORS = {
+    "AxisConfig",
     "Arguments",
     "Place",
     "TransferPolicy",

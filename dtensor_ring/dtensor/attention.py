@@ -32,6 +32,9 @@ from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 
+UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
+"""How a call runs that says itself where its tokens are, over an axis that nobody configured."""
+
 
 @overload
 def ring_attention(
@@ -199,7 +202,7 @@ def _placed(
         )
     group = axis_group(mesh)
     if batch.key_runs is not None:  # the layout of the axis has no say
-        config = annotation_of(group).config or AxisConfig(Contiguous())
+        config = annotation_of(group).config or UNANNOTATED
         return config.place(group.group_name, None, None), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
     place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, Slices, ring_attention
@@ -21,7 +22,7 @@ from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.played import play
 from tests.pool import Pool
-from tests.rings import Case, Ring
+from tests.rings import Case, Ring, local, runs_of
 from tests.slices import slices
 from tests.test_fuzz import documents_of, masks
 from tests.test_played import Played, of_rank
@@ -130,6 +131,49 @@ def _prompt_in_chunks() -> float:
             assert torch.equal(one, other)
             errors.append((one - expected[:, :, mine]).abs().max().item() if one.numel() else 0.0)
     return max(errors)
+
+
+RUNS = (
+    ([[(6, 2)], [(8, 2)]], [[(0, 6)], [(6, 4)]]),
+    ([[(6, 1), (9, 1)], [(7, 2)]], [[(0, 3), (7, 3)], [(3, 4)]]),
+    ([[(8, 2)], [(6, 2)]], [[(4, 6)], [(0, 4)]]),
+)
+"""Of queries and of keys: other runs of the same lengths."""
+
+
+def test_other_runs_do_not_compile_again(pool: Pool) -> None:
+    """And a cache that grows compiles once more."""
+    for num_compiled, error in pool.run(2, _compiled):
+        assert num_compiled[:3] == [1, 1, 1]
+        assert num_compiled[-1] <= 2
+        assert error < 1e-5
+
+
+def _compiled() -> tuple[list[int], float]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    SequenceAxis(mesh, "striped")  # the layout of the axis has no say
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ring_attention, fullgraph=True, backend=counter)
+    num_compiled, errors = [], []
+    longer = [([[(n, 2)], [(n + 2, 2)]], [[(0, n)], [(n, 4)]]) for n in (9, 20)]
+    for runs in (*RUNS, *longer):
+        tables = [RunTable(rows) for rows in runs]
+        seq_len, begin = tables[1].end, tables[0].begin
+        ring = Ring(tables[0], 2, seq_len, Mask.causal(), key_layout=tables[1], begin=begin)
+        case = Case(ring, torch.float32, scale=8**-0.5)
+        given = [torch.nn.functional.pad(runs_of(x), (0, 0, 0, 4 - x.numbers.shape[1]))
+                 for x in tables]  # fmt: skip
+        shards = [x.contiguous().detach().requires_grad_() for x in case.shards(rank)]
+        out = compiled(*shards, mesh=mesh, runs=given[0], key_runs=given[1])
+        grads = torch.autograd.grad(out, shards, local(case.grads()[0], ring.positions(rank)))
+        expected = case.expected()
+        for found, whole, of_keys in zip(
+            (out, *grads), (expected[0], *expected[2:]), (0, 0, 1, 1), strict=True
+        ):
+            part = whole[:, :, ring.positions(rank, bool(of_keys))]
+            errors.append((found.detach() - part).abs().max().item())
+        num_compiled.append(counter.frame_count)
+    return num_compiled, max(errors)
 
 
 def _inputs(mesh: DeviceMesh, num_queries: int = 2) -> dict[str, Any]:

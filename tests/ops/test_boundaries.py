@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.rings import Case, Ring
 READ: dict[str, tuple[Callable[[Tensor], Any], list[Any]]] = {
     "cu_seqlens": (lambda x: documents_of(x, "cu_seqlens", 2), [[0, 3, 8], [0, 8, 8]]),
     "key_cu_seqlens": (lambda x: documents_of(x, "key_cu_seqlens", 2, True), [0, 3, 3, 8]),
+    "key_runs": (partial(run_table, name="key_runs"), [[[0, 2], [6, 1]], [[2, 4], [7, 9]]]),
     "runs": (run_table, [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]),
     "slices": (lambda x: slices_of_table(x, 2), [[0, 3, 0, 3, 2**31 - 1, 0], [3, 8, 3, 8, 4, -1]]),
 }

@@ -39,6 +39,7 @@ from dtensor_ring import (
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_backward_op, ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.transport.policy import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
@@ -267,6 +268,10 @@ CHECKED = {
     "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
     "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
     "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
+    "turn": Case(
+        Ring(RunTable([[(5, 3)]]), 1, 8, CAUSAL, key_layout=RunTable([[(0, 8)]]), begin=5),
+        torch.float32,
+    ),
     "slices": Case(Ring(ZigZag(), 1, 8, FULL, slices=BLOCK), torch.float32),
     "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
     "sinks and lse": Case(

@@ -26,7 +26,7 @@ SUBCLASSES = (
     "parallel_plans.torchtitan",
 )
 """Of classes of an optional package, which they import first: nobody imports them but users."""
-ON_FIRST_USE = {"dtensor_ring.compute.merge_triton"}
+ON_FIRST_USE = {"dtensor_ring.compute.merge_triton", "parallel_plans.huggingface.cache"}
 """Need an optional package, and are imported in functions only."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -44,7 +44,7 @@ def _layer(module: str) -> int:
 
 
 def _imports(node: ast.AST, late: bool = True) -> Iterator[str]:
-    """Names of the modules that are imported under a node, in functions (late) or not."""
+    """Names of the modules that are imported under a node, in functions or for types (late) too."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -52,7 +52,10 @@ def _imports(node: ast.AST, late: bool = True) -> Iterator[str]:
         parts = [f"{node.module}.{alias.name}" for alias in node.names]
         yield from (part if part in SOURCES else str(node.module) for part in parts)
     for child in ast.iter_child_nodes(node):
-        if late or not isinstance(child, ast.FunctionDef):
+        is_late = isinstance(child, ast.FunctionDef) or (
+            isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        )
+        if late or not is_late:
             yield from _imports(child, late)
 
 

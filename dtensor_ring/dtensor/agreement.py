@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.run import shard_length
+from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport.session import session_of
+from dtensor_ring.transport.turn import turn_of
+from dtensor_ring.transport.word import Word
 
 LONGEST = 200
 """Characters of a description that an error quotes."""
@@ -127,6 +133,33 @@ def _autocast(query: Any) -> str:
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
     is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
+
+
+@contextmanager
+def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterator[None]:
+    """A context at whose end the ranks of a group meet, and compare descriptions.
+
+    A rank that is in an attention then, or ends this with an error, is found as if it were a call
+    of the ring: nobody waits for a rank that does something else.
+
+    Raises:
+        RingError: on every rank, if ranks differ, or some raise.
+    """
+    size, session = group.size(), session_of(group)
+    if size == 1 or not session.has_words:
+        yield
+        if size > 1:
+            check_agreement(group, here, f"agree on {direction}")
+        return
+    word = Word({"direction": direction} | here)
+    with turn_of(group, word, direction, torch.device("cpu"), first_bytes=1) as transport:
+        yield
+        peers = [rank for rank in range(size) if rank != group.rank()]
+        mine = torch.zeros(1, dtype=torch.uint8)
+        # To all, not to the next one only: each rank shall know.
+        receives = [P2P(torch.empty_like(mine), peer) for peer in peers]
+        for work in transport.start(receives, [P2P(mine, peer) for peer in peers]):
+            work.wait()
 
 
 def _begin(texts: list[str]) -> int:

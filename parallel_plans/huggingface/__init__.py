@@ -1,6 +1,22 @@
 """Context parallelism of Hugging Face models, without editing them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from parallel_plans.huggingface.checkpoint import ring_checkpoint_contexts
 from parallel_plans.huggingface.plan import context_parallel_plan
 
-__all__ = ["context_parallel_plan", "ring_checkpoint_contexts"]
+if TYPE_CHECKING:
+    from parallel_plans.huggingface.cache import ContextParallelCache
+
+__all__ = ["ContextParallelCache", "context_parallel_plan", "ring_checkpoint_contexts"]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes that extend one of transformers, which is imported with them."""
+    if name != "ContextParallelCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from parallel_plans.huggingface.cache import ContextParallelCache
+
+    return ContextParallelCache

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring import SequenceAxis
-from parallel_plans.huggingface.documents import Documents
+from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.given import GivenMask, ModelMask
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks, Pattern, is_pattern
 
@@ -19,15 +18,19 @@ BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
 class RingInputs(NamedTuple):
     """What attention needs of the batch; travels down as the keyword `ring`."""
 
-    axis: SequenceAxis
-    seq_len: int
-    """Global length of the padded batch, in tokens."""
+    frames: tuple[Frame, ...]
+    """By layer; one for all of them, if there is no cache."""
     indices: Tensor
     """Positions in the batch of the tokens of this rank, `(L,)`."""
-    documents: Documents
     layer_masks: LayerMasks
     given: GivenMask | None = None
     """What a model around this one says that all layers see."""
+    past: int = 0
+    """Tokens that were cached before this batch."""
+
+    def frame(self, module: Any) -> Frame:
+        """That of a layer."""
+        return self.frames[0] if len(self.frames) == 1 else self.frames[module.layer_idx]
 
 
 def check_implementation(config: Any) -> None:
@@ -64,27 +67,26 @@ def attention(
             'attention "ring" needs the model to be called as a whole: parallelize_module with '
             "context_parallel_plan on the module that you call"
         )
-    _refuse(module, query, key, dropout, others)
-    out = ring.axis.attention(
-        at_positions(module, query, ring.indices),
+    frame = ring.frame(module)
+    _refuse(module, query, key, dropout, others, frame)
+    out = frame.attend(
+        at_positions(module, query, ring.indices, ring.past),
         key,
         value,
         sinks=s_aux,
         scale=scaling,
         softcap=softcap or 0.0,
-        runs=ring.documents.runs,
-        seq_len=ring.seq_len,
-        **_seen(module, attention_mask, ring),
+        **_seen(module, attention_mask, ring, frame),
     )
     return out.transpose(1, 2), None
 
 
-def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs) -> dict[str, Any]:
-    """What the layer's tokens see, as arguments of ring attention."""
+def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame) -> dict[str, Any]:
+    """What the layer's tokens see, as arguments of attention."""
     given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
     if given is not None:
         return {"slices": given.slices}
-    cu_seqlens, mask = ring.documents.of(_layer_mask(module, attention_mask, ring))
+    cu_seqlens, mask = frame.documents.of(_layer_mask(module, attention_mask, ring))
     return {"mask": mask, "cu_seqlens": cu_seqlens}
 
 
@@ -117,11 +119,16 @@ def _described(pattern: Pattern) -> str:
 
 
 def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, dropout: float, others: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    dropout: float,
+    others: dict[str, Any],
+    frame: Frame,
 ) -> None:
     if dropout:
         raise ValueError(f"a ring has no attention dropout, got {dropout}; set attention_dropout=0")
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and not frame.is_cached:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
@@ -131,16 +138,16 @@ def _refuse(
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 
-def at_positions(module: Any, query: Tensor, indices: Tensor) -> Tensor:
+def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
     """Queries with the temperature of where they are in the batch, `(L,)`.
 
     Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
-    2501.19399), which they take to be that in the tensor they see: here, in the shard.
+    2501.19399), which they take to be that in the tensor they see, after what is cached.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
     # The layer has scaled by the position in the shard: undo that, then scale by the true one.
-    here = torch.arange(query.shape[2], device=query.device)
+    here = past + torch.arange(query.shape[2], device=query.device)
     wanted, applied = (
         torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
         for x in (indices, here)

@@ -19,7 +19,7 @@ from dtensor_ring.planning.layout import Layout
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
-REFUSED = ("past_key_values", "use_cache", "output_attentions", "logits_to_keep")
+LOGITS_TO_KEEP = "logits_to_keep"
 SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
     "data-parallel ranks only)"
@@ -64,12 +64,12 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
         if x is not None:
             check_strided(name, x)
             _check_dtype(name, x)
-    for name in REFUSED:
-        if isinstance(given.get(name), Tensor) or given.get(name) not in (None, False, 0):
-            raise ValueError(
-                f"{name} is not supported over a sharded sequence; leave it out, and generate with "
-                "the stock model"
-            )
+    if given.get("output_attentions"):
+        raise ValueError(
+            "output_attentions is not supported over a sharded sequence, whose scores no rank has; "
+            "leave it out"
+        )
+    _check_kept(given)
     if given.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         raise ValueError(
             f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
@@ -80,6 +80,20 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
     seq_len = _check_lengths(given)
     _check_range(model, given)
     return seq_len
+
+
+def _check_kept(given: dict[str, Any]) -> None:
+    """Logits are those of the last tokens, in number."""
+    kept = given.get(LOGITS_TO_KEEP, 0)
+    if type(kept) is not int or kept < 0:
+        what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
+        raise ValueError(
+            f"{LOGITS_TO_KEEP} must be a number of last tokens over a sharded sequence, got {what}"
+        )
+    if kept and given.get("labels") is not None:
+        raise ValueError(
+            f"labels need the logits of all tokens, and {LOGITS_TO_KEEP}={kept}; leave one out"
+        )
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,7 @@ class Documents:
         return Documents(packed, others, self.chunks)
 
 
-def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Documents:
+def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Documents:
     """The documents of a batch.
 
     With `cu_seq_lens_q`, they are those of all layers, as in flash attention. Else, with an
@@ -80,8 +81,56 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: set[int]) -> Doc
     return Documents(bounds, None if by_positions else bounds, within)
 
 
+def cached_documents(
+    left_padding: Tensor | None, begin: int, end: int, chunks: Set[int]
+) -> Documents:
+    """The documents of the positions `begin ... end - 1` of a cache, counted from `begin`.
+
+    Args:
+        left_padding: tokens of padding before each row, `(B,)`, `None` if there is none.
+        begin: the first position that is kept.
+        end: of the positions; later ones see nothing.
+        chunks: sizes of chunks, which are counted from the first token of a row.
+    """
+    # Without padding one row serves all.
+    padding = torch.zeros((), dtype=torch.int64) if left_padding is None else left_padding
+    padding = padding.unsqueeze(-1)
+
+    def bounded(*starts: Tensor) -> Tensor:
+        ends = [torch.full_like(padding, x) for x in (0, end - begin)]
+        found = torch.cat([ends[0], *(x - begin for x in starts), ends[1]], -1)
+        return found.clamp(0, end - begin).int()
+
+    bounds = bounded(padding)
+    steps = {chunk: chunk * torch.arange(-(-end // chunk) + 1) for chunk in chunks}
+    within = {chunk: bounded(padding + x) for chunk, x in steps.items()}
+    return Documents(bounds, bounds, within)
+
+
+def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
+    """Tokens of padding before each row of a cached sequence, on the CPU; `None` if there are none.
+
+    Raises:
+        ValueError: if the mask is not of all tokens, cached and new, or has other holes.
+    """
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    is_token = attention_mask.bool().cpu()
+    padding = is_token.int().argmax(-1)
+    _require(
+        (is_token.sum(-1) == num_tokens - padding).all(),
+        "attention_mask must have no padding but on the left of each row, if there is a cache: "
+        'tokenizer.padding_side = "left"; generate takes tokens of the pad id for padding, unless '
+        "it is given an attention_mask",
+    )
+    return padding if padding.any() else None
+
+
 def _by_boundaries(
-    given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: set[int]
+    given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
 ) -> Documents:
     """The given boundaries as they are; tokens after the last one are a document, too."""
     if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
@@ -106,7 +155,7 @@ def _by_boundaries(
     return Documents(bounds, bounds, within)
 
 
-def _within(starts: Tensor, chunks: set[int], positions: Tensor | None) -> dict[int, Tensor]:
+def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:
     """Boundaries of documents and of chunks within them, by the size of the chunks."""
     return {chunk: boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks}
 

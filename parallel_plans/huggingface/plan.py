@@ -19,8 +19,10 @@ from dtensor_ring.dtensor.annotation import configured
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
+from parallel_plans.huggingface.cached import cache_of, call_with_cache
 from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
 from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.generate import install_generate
 from parallel_plans.huggingface.given import mask_of
 from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
 from parallel_plans.huggingface.locality import check_locality
@@ -128,6 +130,7 @@ class ShardedModel(ParallelStyle):
         backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         if head is not None:
             join_behind(head, sharding.join)
+        install_generate(model, sharding)
         model.context_parallel_sharding = sharding
         return model
 
@@ -175,7 +178,11 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
 
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        batch, outcome = sharding.inputs(self, args, kwargs)
+        given = sharding.given(self, args, kwargs)
+        cache = cache_of(self, sharding, given)
+        if cache is not None:
+            return call_with_cache(plain, self, sharding, cache, given)
+        batch, outcome = sharding.inputs(self, given)
         if outcome.head_labels is None:
             return sharding.outputs(plain(self, **batch), outcome)
         output, losses = call_for_losses(plain, self, batch, outcome.head_labels)

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
+from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.dtensor.agreement import check_agreement
 from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.dtensor.sequence import from_local_tokens, local_tokens
+from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.planning.layout import Layout
 from parallel_plans.huggingface.attention import RingInputs, check_implementation
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
+    LOGITS_TO_KEEP,
     SAME_BATCH,
     check_batch,
     described,
@@ -30,45 +31,23 @@ from parallel_plans.huggingface.batch import (
     take_labels,
 )
 from parallel_plans.huggingface.documents import Documents, find_documents
+from parallel_plans.huggingface.frames import Dealt
 from parallel_plans.huggingface.given import given_masks, is_given, largest
 from parallel_plans.huggingface.head import loss_head, pops_logits
-from parallel_plans.huggingface.loss import Loss, predicts_next, token_loss
+from parallel_plans.huggingface.last_tokens import LastTokens
+from parallel_plans.huggingface.loss import Loss, predicts_next
+from parallel_plans.huggingface.outputs import Outputs, OutputSpec
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
-from parallel_plans.huggingface.router import (
-    OF_ROUTERS,
-    RouterSpec,
-    asks_router_logits,
-    load_balancing_loss,
-    router_spec,
-)
+from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
 
 
-class OutputSpec(NamedTuple):
-    """What the outputs need of a batch: lengths, layout, and labels that the model does not see."""
-
-    seq_len: int
-    dealt_length: int
-    layout: Layout
-    local_length: int
-    labels: Tensor | None
-    num_items: Any
-    head_labels: Tensor | None
-    """Those of which the head makes losses, see `LossHead`."""
-    has_logits: bool
-    router: RouterSpec | None
-
-
-class Sharding:
+class Sharding(Outputs):
     """Deals a batch to the ranks of the axis, and joins their outputs.
 
     Note [A mask of ones]: without an attention mask, transformers looks for packed documents in the
     positions, and those of a shard jump. We have found the documents in the whole batch.
-
-    Note [Gradients of compiled outputs]: the backward of a compiled graph needs a gradient for each
-    of its outputs that is a DTensor, and autograd has none for those that nobody used. Who asks for
-    a loss uses the loss, so the other outputs are detached then.
     """
 
     def __init__(
@@ -81,28 +60,31 @@ class Sharding:
     ) -> None:
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(model)
-        self.axis, self.unshards_outputs = axis, unshard_outputs
+        super().__init__(axis, unshard_outputs)
         self.returns_logits = False  # beside a loss, without being asked in the call
-        self._layer_masks, self._loss = layer_masks, loss
+        self.generates = False  # in a call of `generate`
+        self.layer_masks, self._loss = layer_masks, loss
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
-        self._chunks = {mask.chunk for mask in self._masks if mask.chunk}
-        self._counts, self._largest = counter_of(model), LargestPosition(model)
+        self.chunks = frozenset(mask.chunk for mask in self._masks if mask.chunk)
+        self._counts, self.largest = counter_of(model), LargestPosition(model)
         self._spec: OutputSpec | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copies of a model share it, as they share the forward that calls it."""
         return self
 
-    def inputs(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], OutputSpec]:
-        """This rank's part of the batch, all by keyword."""
+    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        found = dict(zip(self._names, args, strict=False)) | kwargs
+        return {name: x for name, x in found.items() if x is not None}
+
+    def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
+        """This rank's part of the batch, all by keyword."""
         has_logits = pops_logits(model, given) or self.returns_logits
-        batch = {name: x for name, x in given.items() if x is not None}
-        self._check_agreement(batch)
+        batch = dict(given)
+        self.agree(batch)
         masks = batch.pop("attention_mask") if is_given(batch.get("attention_mask")) else None
         seq_len = check_batch(model, batch)
         if "labels" in batch:
@@ -111,11 +93,11 @@ class Sharding:
             batch |= next_tokens(batch) if self._predicts_next else {}
         # Of all ranks, so it is counted before the batch is dealt.
         count = num_items(batch)
-        given = None if masks is None else given_masks(masks, seq_len)
-        ring, layout = self._deal(batch, seq_len, given)
-        positions = self._positions(batch, seq_len)
-        self._largest.set(positions)
-        batch = pad(batch | {"position_ids": positions}, ring.seq_len - seq_len)
+        seen = None if masks is None else given_masks(masks, seq_len)
+        ring, length, layout = self._deal(batch, seq_len, seen)
+        positions = self.positions(batch, seq_len)
+        self.largest.set(positions)
+        batch = pad(batch | {"position_ids": positions}, length - seq_len)
         batch = local_batch(batch, self.axis.mesh, layout)
         is_projected = not has_logits and loss_head(model) is not None
         routers = self._routers(model, batch, ring.indices < seq_len)
@@ -127,12 +109,23 @@ class Sharding:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         # Layers find theirs in a dict by their type; a single one would be taken for a tensor.
-        by_type = given if isinstance(given, dict) else ones
-        ring = ring._replace(given=given if by_type is ones else None)
+        by_type = seen if isinstance(seen, dict) else ones
+        ring = ring._replace(given=seen if by_type is ones else None)
         batch |= {"attention_mask": by_type, "use_cache": False, "ring": ring}
-        lengths = seq_len, ring.seq_len, layout, len(ring.indices)
+        lengths = seq_len, length, layout, len(ring.indices)
         of_head = (None, count, labels) if is_projected else (labels, count, None)
-        return batch, OutputSpec(*lengths, *of_head, has_logits, routers)
+        kept = self.keep_logits(batch, layout, seq_len, length)
+        return batch, OutputSpec(*lengths, *of_head, has_logits, routers, kept)
+
+    def keep_logits(
+        self, batch: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
+    ) -> LastTokens | None:
+        """The tokens whose logits are asked for, if not all; tells the model which those are."""
+        if not batch.get(LOGITS_TO_KEEP):
+            return None
+        kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, batch[LOGITS_TO_KEEP])
+        batch[LOGITS_TO_KEEP] = kept.local_indices(_tokens(batch).device)
+        return kept
 
     def _routers(self, model: Any, batch: dict[str, Any], is_token: Tensor) -> RouterSpec | None:
         """Whose tokens count in the load-balancing loss, if there is to be one."""
@@ -143,16 +136,29 @@ class Sharding:
         weights = is_token.expand(_tokens(batch).shape[:2]) if mask is None else mask
         return router_spec(model, weights)
 
-    def _positions(self, batch: dict[str, Any], seq_len: int) -> Tensor:
-        """Those that are given, else as the model counts them, else from zero."""
+    def positions(
+        self, batch: dict[str, Any], num_tokens: int, past: int = 0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Those that are given, else as the model counts them, else from zero.
+
+        Args:
+            batch: of new tokens.
+            num_tokens: how many they are.
+            past: cached tokens before them.
+            mask: of all tokens, if it is not in the batch.
+        """
         given = batch.get("position_ids")
         if given is not None:
             return given
-        if self._counts is not None:
-            return self._counts(batch)
-        return torch.arange(seq_len, device=_tokens(batch).device).unsqueeze(0)
+        if self._counts is None:
+            index = torch.arange(past, past + num_tokens, device=_tokens(batch).device)
+            return index.unsqueeze(0)
+        if past and mask is None:
+            mask = _tokens(batch).new_ones(len(_tokens(batch)), past + num_tokens)
+        found = self._counts(batch if mask is None else batch | {"attention_mask": mask})
+        return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
 
-    def _check_agreement(self, batch: dict[str, Any]) -> None:
+    def agree(self, batch: dict[str, Any]) -> None:
         """Once in training and once without gradients: whether all ranks got the same."""
         # A collective in each forward would cost, and a graph cannot compare.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
@@ -162,11 +168,13 @@ class Sharding:
             check_agreement(axis_group(self.axis.mesh), described(batch), SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
 
-    def _deal(self, batch: dict[str, Any], seq_len: int, given: Any) -> tuple[RingInputs, Layout]:
-        """What attention needs of this batch, and its layout."""
+    def _deal(
+        self, batch: dict[str, Any], seq_len: int, given: Any
+    ) -> tuple[RingInputs, int, Layout]:
+        """What attention needs of this batch, its length with padding, and its layout."""
         axis = self.axis
         length = axis.layout.dealt_length(seq_len, axis.mesh.size())
-        documents = find_documents(batch, seq_len, self._chunks)
+        documents = find_documents(batch, seq_len, self.chunks)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout
@@ -175,7 +183,8 @@ class Sharding:
             documents = replace(documents, runs=sequence_runs(layout))
         indices = torch.arange(length, device=_tokens(batch).device)
         local = local_tokens(indices, axis.mesh, 0, layout)
-        return RingInputs(axis, length, local, documents, self._layer_masks), layout
+        frame = Dealt(axis, length, documents, documents.runs)
+        return RingInputs((frame,), local, self.layer_masks), length, layout
 
     def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
         """Even for the mask of most layers, within the documents of this batch."""
@@ -191,68 +200,13 @@ class Sharding:
         return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
     def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
-        """The loss of all ranks, and the rest as sharded DTensors or whole.
-
-        Those of a head that makes the losses of its tokens come with them.
-        """
+        """What the ranks have made of a batch; losses are those of a head that makes them."""
         self.finish(spec)
-        parts = dict(output.items())
-        if losses is not None:
-            parts = {"loss": losses.sum() / spec.num_items} | parts
-        elif spec.labels is not None:
-            loss = token_loss(output.logits, spec.labels, spec.num_items)
-            parts = {"loss": loss} | parts
-        if not spec.has_logits:
-            del parts["logits"]
-        # See Note [Gradients of compiled outputs].
-        detaches = "loss" in parts and torch.compiler.is_compiling()
-        results = {}
-        for name, x in parts.items():
-            if name == "loss":
-                results[name] = self.axis.sum(x)
-            elif spec.router is None or name not in OF_ROUTERS:
-                results[name] = self._output(name, x, spec, detaches)
-        if spec.router is not None:
-            results |= self._of_routers(parts, spec.router, spec, detaches)
-            if {"loss", "aux_loss"} <= results.keys():
-                # Whole on every rank, so it is added once, after the sum.
-                results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
-        return type(output)(**results)
-
-    def _of_routers(
-        self, parts: dict[str, Any], router: RouterSpec, spec: OutputSpec, detaches: bool
-    ) -> dict[str, Any]:
-        """The load-balancing loss of all ranks, and the logits of routers by token."""
-        results: dict[str, Any] = {}
-        if "aux_loss" in parts:
-            results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
-        if "router_logits" in parts:
-            by_token = tuple(router.by_token(x) for x in parts["router_logits"])
-            logits = self._output("router_logits", by_token, spec, detaches)
-            # Whole ones are those of the model, (B * S, E).
-            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards_outputs else logits
-            results["router_logits"] = whole
-        return results
-
-    def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool) -> Any:
-        if isinstance(x, tuple):
-            return tuple(self._output(name, part, spec, detaches) for part in x)
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim < 3 or x.shape[1] != spec.local_length:
-            raise ValueError(
-                f"the model's output {name}, {tuple(x.shape)}, has no token for each of the "
-                f"{spec.local_length} of this rank: what is made of the whole sequence is "
-                "not supported; leave it out"
-            )
-        local = x.detach() if detaches else x
-        if self.unshards_outputs:
-            return self.whole(local, spec)
-        return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+        return self.joined(output, spec, losses)
 
     def finish(self, spec: OutputSpec) -> None:
         """Forget a batch that the model has seen, but for what joins its outputs."""
-        self._largest.clear()
+        self.largest.clear()
         self._spec = spec
 
     def join(self, local: Tensor) -> Tensor:
@@ -264,12 +218,6 @@ class Sharding:
                 f"on this rank has {self._spec.local_length}; run it once, right after its backbone"
             )
         return self.whole(local, self._spec)
-
-    def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
-        """What all ranks have of their tokens, `(B, L, ...)`, in the order of the batch."""
-        layout = spec.layout if isinstance(spec.layout, Balanced) else None
-        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
 
 
 def shardings_of(model: Any) -> list[Sharding]:

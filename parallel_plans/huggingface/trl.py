@@ -122,7 +122,8 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         if not fused_lm_head:
             return inner(*args, **kwargs)
         # As for logits: TRL's head takes the labels, not that of the plan.
-        batch, spec = sharding.inputs(self, args, kwargs | {"output_logits": True})
+        given = sharding.given(self, args, kwargs | {"output_logits": True})
+        batch, spec = sharding.inputs(self, given)
         output = inner(**batch, fused_lm_head=True)
         _check_head(self)
         sharding.finish(spec)

@@ -12,7 +12,13 @@ from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import Mask
 from parallel_plans.huggingface.attention import RingInputs
-from parallel_plans.huggingface.documents import Documents, find_documents
+from parallel_plans.huggingface.documents import (
+    Documents,
+    cached_documents,
+    find_documents,
+    left_padding,
+)
+from parallel_plans.huggingface.frames import Dealt, Decoded
 from parallel_plans.huggingface.patterns import LayerMask
 
 SEQ_LEN = 6
@@ -105,8 +111,29 @@ def test_boundaries_stay_on_the_cpu() -> None:
     """fully_shard moves what a layer is called with to the device, on a GPU, by this function."""
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     axis: Any = SimpleNamespace()
-    dealt = RingInputs(axis, 4, bounds, Documents(bounds, bounds, {2: bounds}, bounds), {})
+    documents = Documents(bounds, bounds, {2: bounds}, bounds)
+    frames = (
+        Dealt(axis, 4, documents, bounds, bounds),
+        Decoded(axis, documents, bounds, bounds, 4, None, bounds),
+    )
+    dealt = RingInputs(frames, bounds, {})
     _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)
     assert moved["ring"].indices.is_meta
-    assert moved["ring"].documents == dealt.documents
-    assert moved["ring"].axis is axis
+    assert moved["ring"].frames == frames
+
+
+def test_documents_of_a_cache() -> None:
+    """Padding is a document of its own, and chunks count from the first token."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    padding = left_padding(mask, 7)
+    assert padding is not None
+    found = cached_documents(padding, 0, 7, {3})
+    assert found.packed is not None
+    assert found.packed.tolist() == [[0, 2, 7], [0, 0, 7]]
+    assert found.chunks[3].tolist() == [[0, 2, 5, 7, 7, 7], [0, 0, 3, 6, 7, 7]]
+    found = cached_documents(padding, 4, 7, {3})  # counted from what is held
+    assert found.packed is not None
+    assert found.packed.tolist() == [[0, 0, 3], [0, 0, 3]]
+    assert found.chunks[3].tolist() == [[0, 0, 1, 3, 3, 3], [0, 0, 0, 2, 3, 3]]
+    assert left_padding(mask[:, 2:], 5) is None
+    assert cached_documents(None, 0, 5, set()).packed.tolist() == [0, 0, 5]  # all rows alike

@@ -1,0 +1,194 @@
+"""A cache of transformers whose keys and values are sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from dtensor_ring.inference.cache import CacheUsage
+from parallel_plans.huggingface.frames import Frame
+from parallel_plans.huggingface.memory import CacheMemory
+from parallel_plans.huggingface.sharding import shardings_of
+from parallel_plans.huggingface.turn import Turn
+from parallel_plans.huggingface.window import Pair
+
+DECODE_TOKENS = 64
+"""New tokens that each rank computes all of: a decode step takes no more."""
+
+
+class ContextParallelCache(Cache):
+    """Keys and values of a model under a `context_parallel_plan`, for several turns.
+
+    Each rank of the axis keeps 1/W of the tokens of layers that see everything. Of layers with a
+    window or chunks, each rank keeps the last tokens. `generate` makes one by itself; give one of
+    yours to go on from what was generated:
+
+        chat = ContextParallelCache(model)
+        answer = model.generate(prompt, past_key_values=chat)
+        answer = model.generate(torch.cat([answer, question], 1), past_key_values=chat)
+
+    A forward by hand takes it as `past_key_values=`, and `use_cache=True` returns a new one; then
+    logits and hidden states are whole, plain tensors on every rank. All ranks call alike.
+
+    Args:
+        model: that the plan was applied to.
+        decode_tokens: up to so many new tokens, after those that are cached, each rank computes
+            all of; more are dealt to the ranks, and go through the ring.
+        block: tokens that memory grows by, see `ShardedCache`.
+
+    Raises:
+        ValueError: if the model has no plan, a number is out of range, or a layer keeps anything
+            else than keys and values.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
+        >>> chat = ContextParallelCache(model)
+        >>> answer = model.generate(torch.ones(1, 5, dtype=int), past_key_values=chat, max_length=8)
+        >>> chat.get_seq_length()
+        7
+    """
+
+    def __init__(self, model: Any, *, decode_tokens: int = DECODE_TOKENS, block: int = 256) -> None:
+        found = shardings_of(model)
+        if len(found) != 1:
+            raise ValueError(
+                f"a cache is for one model under a context_parallel_plan, got {len(found)} in "
+                f"{type(model).__name__}"
+            )
+        if type(decode_tokens) is not int or not 1 <= decode_tokens <= DECODE_TOKENS:
+            raise ValueError(
+                f"decode_tokens must be from 1 to {DECODE_TOKENS}, got {decode_tokens!r}"
+            )
+        self.sharding = found[0]
+        config = model.config.get_text_config(decoder=True)
+        stock = DynamicCache(config=config).layers
+        sizes = _window_sizes(stock, getattr(config, "layer_types", None) or ())
+        kept = [i for i, x in enumerate(stock) if not isinstance(x, DummyLayer)]
+        axis, chunks = self.sharding.axis, self.sharding.chunks
+        self._memory = CacheMemory(axis, sizes, kept, chunks, decode_tokens, block)
+        layers: list[Any] = [
+            x if isinstance(x, DummyLayer) else KeptLayer(self._memory, i, sizes[i])
+            for i, x in enumerate(stock)
+        ]
+        super().__init__(layers=layers)
+
+    def usage(self) -> CacheUsage:
+        """Bytes on each rank, computed: nothing is sent."""
+        return self._memory.usage()
+
+    def turn(
+        self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
+    ) -> AbstractContextManager[tuple[Turn, tuple[Frame, ...]]]:
+        """A context in which the model runs on new tokens, see `CacheMemory`."""
+        return self._memory.turn(tokens, left_padding, num_kept)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that are cached on all ranks together, before those of a forward that runs."""
+        return self._memory.seq_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Tokens after a forward, and the position of the first one."""
+        return self._memory.seq_len + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first ones came."""
+        return self._memory.batch
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens away.
+
+        Args:
+            tokens_to_remove: how many, as a negative number, as caches of transformers want it.
+
+        Raises:
+            ValueError: if there are not so many, or layers with a window have forgotten what they
+                would see then; the cache stays as it was.
+        """
+        num_tokens = -tokens_to_remove
+        if not 0 <= num_tokens <= self._memory.seq_len:
+            raise ValueError(
+                f"crop takes 0 to {self._memory.seq_len} tokens away, as a negative number, got "
+                f"{tokens_to_remove}"
+            )
+        self._memory.crop(num_tokens)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._memory.select(torch.arange(self._memory.batch)[indices.cpu()])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows of these beams into the places of all."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put so many copies of each row next to each other."""
+        self.batch_select_indices(torch.arange(self._memory.batch).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._memory.reset()
+
+
+class KeptLayer(CacheLayerMixin):
+    """A layer of a `ContextParallelCache`, as models see it."""
+
+    def __init__(self, memory: CacheMemory, number: int, size: int) -> None:
+        super().__init__()
+        self._memory, self._number = memory, number
+        self.is_sliding = bool(size)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: memory comes with the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Pair:
+        """This rank's columns, past and new."""
+        return self._memory.append(self._number, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens after a forward, and the position of the first one."""
+        return self._memory.seq_len + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens that are cached on all ranks together."""
+        return self._memory.seq_len
+
+    def get_max_length(self) -> int:
+        """There is none."""
+        return -1
+
+
+def _window_sizes(layers: list[Any], types: Sequence[str]) -> list[int]:
+    """By layer, how many tokens it sees; 0 for all.
+
+    A layer without a cache of its own sees what the last one before it of its type has.
+    """
+    sizes: list[int] = []
+    of_type: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        kind = types[number] if number < len(types) else ""
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise ValueError(
+                f"layer {number} keeps a {type(layer).__name__}, which is not supported over a "
+                "sharded sequence; generate with use_cache=False, or with the stock model"
+            )
+        if not isinstance(layer, DummyLayer):
+            of_type[kind] = getattr(layer, "sliding_window", 0)
+        sizes.append(of_type.get(kind, 0))
+    return sizes

@@ -1,0 +1,154 @@
+"""A forward of a model whose sequence is sharded, with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.dtensor.gather import gathered
+from dtensor_ring.dtensor.sequence import from_local_tokens, layout_order, local_tokens
+from parallel_plans.huggingface.attention import RingInputs
+from parallel_plans.huggingface.batch import (
+    BOUNDARIES,
+    LOGITS_TO_KEEP,
+    check_batch,
+    local_batch,
+    pad,
+)
+from parallel_plans.huggingface.documents import left_padding
+from parallel_plans.huggingface.given import is_given
+from parallel_plans.huggingface.last_tokens import LastTokens
+from parallel_plans.huggingface.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.sharding import Sharding
+from parallel_plans.huggingface.turn import Turn
+
+if TYPE_CHECKING:
+    from parallel_plans.huggingface.cache import ContextParallelCache
+
+UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
+"""Arguments that are of no use, or mean something else, with a cache."""
+
+
+def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
+    """The cache of a call, a new one where it asks for one; `None` if it has none.
+
+    Raises:
+        ValueError: if it is another cache than this model's.
+    """
+    cache = given.get("past_key_values")
+    if cache is None and not given.get("use_cache"):
+        return None
+    from parallel_plans.huggingface.cache import ContextParallelCache
+
+    if cache is None or (sharding.generates and _is_fresh(cache)):
+        return ContextParallelCache(model)
+    if not isinstance(cache, ContextParallelCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, whose keys and values are not sharded "
+            "along the sequence; give a ContextParallelCache(model), or use_cache=True for a new "
+            "one"
+        )
+    if cache.sharding is not sharding:
+        raise ValueError(
+            "past_key_values is a ContextParallelCache of another model; make one of this model"
+        )
+    return cache
+
+
+def _is_fresh(cache: Any) -> bool:
+    """Whether it is what `generate` makes, with nothing in it yet."""
+    from transformers import DynamicCache
+
+    return type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
+
+
+def call_with_cache(
+    plain: Callable[..., Any],
+    model: Any,
+    sharding: Sharding,
+    cache: ContextParallelCache,
+    given: dict[str, Any],
+) -> Any:
+    """The output of a model for new tokens: whole, plain tensors on every rank.
+
+    Raises:
+        ValueError: if an argument has no meaning with a cache, or is not of the new tokens.
+    """
+    sharding.agree(given)
+    batch = dict(given)
+    for name in ("past_key_values", "use_cache", "output_logits"):
+        batch.pop(name, None)
+    mask = batch.pop("attention_mask", None)
+    _check(batch, mask)
+    past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
+    padding = None if mask is None else left_padding(mask, past + num_tokens)
+    batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
+    sharding.largest.set(batch["position_ids"])
+    tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
+    num_kept = batch.get(LOGITS_TO_KEEP) or num_tokens
+    with cache.turn(tokens, padding, num_kept) as (turn, frames):
+        batch, indices = _dealt(batch, turn)
+        kept = None
+        if turn.dealt_length:
+            kept = sharding.keep_logits(batch, turn.layout, num_tokens, turn.dealt_length)
+        ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)
+        ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
+        how = {"past_key_values": cache, "use_cache": True, "attention_mask": ones, "ring": ring}
+        if hasattr(model.config, ROUTER_LOGITS):
+            how[ROUTER_LOGITS] = False  # it may ask for a loss
+        output = plain(model, **batch | how)
+    sharding.largest.clear()
+    parts = output.items()
+    return type(output)(**{name: _whole(name, x, turn, kept) for name, x in parts})
+
+
+def _check(batch: dict[str, Any], mask: Any) -> None:
+    for name in UNCACHED:
+        if isinstance(batch.get(name), Tensor) or batch.get(name) not in (None, False):
+            raise ValueError(
+                f"{name} is not supported together with a cache over a sharded sequence; leave one "
+                "of them out (use_cache=False)"
+            )
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "a cache (use_cache=True, past_key_values) is for inference over a sharded sequence; "
+            "call the model under torch.no_grad(), or leave it out"
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a cache over a sharded sequence grows, and cannot be compiled; call eager"
+        )
+    if mask is not None and (is_given(mask) or not isinstance(mask, Tensor)):
+        raise ValueError(
+            "attention_mask must be one tensor (B, S) of the cached and the new tokens, got "
+            f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}; a mask of "
+            "a model around this one is not supported with a cache"
+        )
+
+
+def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
+    """This rank's part of the batch, and the places of its tokens among the new ones."""
+    device = batch["position_ids"].device
+    if not turn.dealt_length:
+        return batch, torch.arange(turn.num_tokens, device=device)
+    mesh, layout = turn.axis.mesh, turn.layout
+    padded = pad(batch, turn.dealt_length - turn.num_tokens)
+    indices = torch.arange(turn.dealt_length, device=device)
+    return local_batch(padded, mesh, layout), local_tokens(indices, mesh, 0, layout)
+
+
+def _whole(name: str, x: Any, turn: Turn, kept: LastTokens | None) -> Any:
+    """An output of all new tokens, on every rank."""
+    if isinstance(x, tuple):
+        return tuple(_whole(name, part, turn, kept) for part in x)
+    if not isinstance(x, Tensor) or not turn.dealt_length:
+        return x
+    if name == "logits" and kept is not None:
+        return kept.join(x, 1)
+    mesh, length = turn.axis.mesh, turn.dealt_length
+    order = layout_order(turn.layout, mesh.size(), length).to(x.device)
+    found = gathered(from_local_tokens(x, mesh, 1, length), 0)
+    return found.index_select(1, order.argsort())[:, : turn.num_tokens]

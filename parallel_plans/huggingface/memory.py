@@ -1,0 +1,173 @@
+"""What a rank keeps of the keys and values of a model: its columns, and all of the windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import SequenceAxis, ShardedCache
+from dtensor_ring.inference.cache import CacheUsage
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.spelling import as_layout
+from parallel_plans.huggingface.frames import Frame
+from parallel_plans.huggingface.turn import Turn
+from parallel_plans.huggingface.window import Pair, Window
+
+
+class CacheMemory:
+    """Keys and values of all layers, for one number of rows.
+
+    Args:
+        axis: that tokens are dealt over.
+        sizes: by layer, tokens of its window; 0 if it sees everything.
+        kept: the layers that keep something.
+        chunks: sizes of the chunks that layers see.
+        decode_tokens: up to so many tokens, after others, are not dealt.
+        block: tokens that memory grows by.
+    """
+
+    def __init__(
+        self,
+        axis: SequenceAxis,
+        sizes: Sequence[int],
+        kept: Sequence[int],
+        chunks: frozenset[int],
+        decode_tokens: int,
+        block: int,
+    ) -> None:
+        self.axis, self.seq_len, self.batch = axis, 0, -1
+        self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
+        self._windows = {i: Window(size) for i in kept if (size := sizes[i])}
+        self._full = {i: n for n, i in enumerate(i for i in kept if not sizes[i])}
+        self._layout = _dealing_runs(axis)
+        self._turn: Turn | None = None
+        self._shards: ShardedCache | None = None
+        if self._full:
+            self._shards = ShardedCache(axis.mesh, len(self._full), self._layout, block)
+
+    def usage(self) -> CacheUsage:
+        """Bytes on each rank, computed: nothing is sent."""
+        window = sum(x.num_bytes for x in self._windows.values())
+        none = (0,) * self.axis.mesh.size()
+        held, used = (none, none) if self._shards is None else self._shards.usage()
+        return CacheUsage(*(tuple(x + window for x in by_rank) for by_rank in (held, used)))
+
+    @contextmanager
+    def turn(
+        self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
+    ) -> Iterator[tuple[Turn, tuple[Frame, ...]]]:
+        """A context in which all layers append new tokens once; an error takes them back.
+
+        Args:
+            tokens: or their embeddings, `(B, T, ...)`, the whole on each rank.
+            left_padding: of each row.
+            num_kept: last tokens whose logits are wanted.
+
+        Raises:
+            ValueError: if there is another number of rows.
+        """
+        rows, num_tokens = tokens.shape[:2]
+        if self.batch not in (-1, rows):
+            raise ValueError(
+                f"a cache of {self.batch} rows got {rows}; cache.reset() forgets what is cached, "
+                "or make another ContextParallelCache"
+            )
+        is_dealt = not self.seq_len or num_tokens > self._decode_tokens
+        dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_dealt else 0
+        num_kept = min(num_kept, self._decode_tokens)
+        length = self.seq_len, num_tokens, dealt
+        turn = Turn(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
+        if self._shards is not None:
+            self._shards.begin(dealt or num_tokens, dealt=is_dealt)
+        self._turn = turn
+        try:
+            yield turn, self._frames(turn, tokens)
+            self._commit(turn, rows)
+        except BaseException:
+            self._take_back(turn)
+            raise
+        finally:
+            self._turn = None
+
+    def _frames(self, turn: Turn, tokens: Tensor) -> tuple[Frame, ...]:
+        """By layer, one for all layers that keep alike."""
+        sizes = {x.size: x.num_held for x in self._windows.values()}
+        frames = {size: turn.window(num_held) for size, num_held in sizes.items()}
+        if self._shards is None:
+            return tuple(frames[size] for size in self._sizes)
+        columns = (
+            self._shards.key_runs,
+            self._shards.table.num_local[self.axis.mesh.get_local_rank()],
+        )
+        # The first layer that sends a message compares the tokens.
+        ids = None if tokens.is_floating_point() else tokens.long()
+        first, frames[0] = turn.full(*columns, ids), turn.full(*columns, None)
+        leader = min(self._full)
+        return tuple(first if i == leader else frames[size] for i, size in enumerate(self._sizes))
+
+    def _commit(self, turn: Turn, rows: int) -> None:
+        # Padding that the layout needs has the last positions.
+        if self._shards is not None and turn.dealt_length > turn.num_tokens:
+            self._shards.crop(turn.end)
+        for window in self._windows.values():
+            window.commit()
+        self.seq_len, self.batch = turn.end, rows
+
+    def _take_back(self, turn: Turn) -> None:
+        if self._shards is not None:
+            self._shards.crop(turn.past)
+        for window in self._windows.values():
+            window.take_back()
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """This rank's columns of a layer, past and new."""
+        assert self._turn is not None, "outside of a forward"
+        if layer in self._windows:
+            return self._windows[layer].append(key, value, self._turn)
+        assert self._shards is not None
+        keys, values = self._shards[self._full[layer]].append(key, value)
+        if keys.shape[2]:
+            return keys, values
+        # Models that expand latents cannot view none: one column, which attention leaves out.
+        return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
+
+    def crop(self, num_tokens: int) -> None:
+        """Take the last tokens away.
+
+        Raises:
+            ValueError: if windows have forgotten what they would see then; all stays as it was.
+        """
+        for window in self._windows.values():
+            window.check_crop(num_tokens, self.seq_len)
+        for window in self._windows.values():
+            window.crop(num_tokens)
+        self.seq_len -= num_tokens
+        if self._shards is not None:
+            self._shards.crop(self.seq_len)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows."""
+        if self._shards is not None:
+            self._shards.select(rows)
+        for window in self._windows.values():
+            window.select(rows)
+        self.batch = len(rows)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        if self._shards is not None:
+            self._shards.reset()
+        for window in self._windows.values():
+            window.reset()
+        self.seq_len, self.batch = 0, -1
+
+
+def _dealing_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:
+    """The axis's layout, if it deals neighbouring tokens, whatever the batch; else another one."""
+    layout, size = axis.layout, axis.mesh.size()
+    if layout.per_batch or any(run.stride > 1 for run in layout.runs(0, size, 2 * size)):
+        return as_layout(other)
+    return layout

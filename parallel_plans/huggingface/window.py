@@ -1,0 +1,110 @@
+"""The last keys and values of a layer with a window, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parallel_plans.huggingface.last_tokens import LastTokens
+from parallel_plans.huggingface.turn import Turn, window_slice
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Window:
+    """What one layer keeps: of a window of `size` tokens, those that the next token still sees.
+
+    So a decode step needs no message. After a dealt turn, ranks get the last tokens from their
+    owners once.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._held: Pair | None = None
+        self._next: Callable[[], Pair] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of each row."""
+        return 0 if self._held is None else self._held[0].shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        """That they take, on each rank."""
+        return sum(x.numel() * x.itemsize for x in self._held or ())
+
+    def append(self, key: Tensor, value: Tensor, turn: Turn) -> Pair:
+        """This rank's columns: of what is held, and the new ones; `commit` keeps them."""
+        # As many more as may be taken back, which a window of the tokens before them still needs.
+        num_kept = self.size - 1 + max(0, turn.num_kept - 1)
+        held = self._held or (key[:, :, :0], value[:, :, :0])
+        if not turn.dealt_length:
+            whole = _cat(held, (key, value))
+            self._next = lambda: _last(whole, num_kept)
+            return whole
+        axis = turn.axis
+        count = min(num_kept, turn.num_tokens)
+        last = LastTokens.of(axis, turn.layout, turn.num_tokens, turn.dealt_length, count)
+        own = last.local_indices(key.device)
+        tail = torch.cat([key.index_select(2, own), value.index_select(2, own)], -1)
+        dims = key.shape[3], value.shape[3]
+
+        def joined() -> Pair:
+            new_key, new_value = last.join(tail, 2).split(dims, -1)
+            return _last(_cat(held, (new_key, new_value)), num_kept)
+
+        self._next = joined
+        begin, end = window_slice(axis.mesh.get_local_rank(), axis.mesh.size(), self.num_held)
+        own_slice = held[0][:, :, begin:end], held[1][:, :, begin:end]
+        return _cat(own_slice, (key, value))
+
+    def commit(self) -> None:
+        """Keep what was appended; all ranks call it for the same layers in the same order."""
+        if self._next is not None:
+            self._held, self._next = self._next(), None
+
+    def take_back(self) -> None:
+        """Forget what was appended and not committed."""
+        self._next = None
+
+    def check_crop(self, num_tokens: int, seq_len: int) -> None:
+        """Refuse to take so many of `seq_len` tokens away, if what is seen then is gone.
+
+        Raises:
+            ValueError: if it is.
+        """
+        if self.num_held - num_tokens < min(self.size - 1, seq_len - num_tokens):
+            raise ValueError(
+                f"cannot take {num_tokens} tokens away: layers with a window of {self.size} have "
+                f"the last {self.num_held} tokens only; as many can be taken away as the last call "
+                "returned logits of, less one"
+            )
+
+    def crop(self, num_tokens: int) -> None:
+        """Take the last tokens away."""
+        if self._held is not None:
+            left = max(0, self.num_held - num_tokens)
+            self._held = self._held[0][:, :, :left], self._held[1][:, :, :left]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch."""
+        if self._held is not None:
+            rows = rows.to(self._held[0].device)
+            self._held = self._held[0].index_select(0, rows), self._held[1].index_select(0, rows)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._held = self._next = None
+
+
+def _cat(before: Pair, after: Pair) -> Pair:
+    key, value = (torch.cat(pair, 2) for pair in zip(before, after, strict=True))
+    return key, value
+
+
+def _last(pair: Pair, count: int) -> Pair:
+    """The last columns, in memory of their own."""
+    key, value = (x[:, :, max(0, x.shape[2] - count) :].clone() for x in pair)
+    return key, value

@@ -50,6 +50,18 @@ def test_demo(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size for name in ("loss.png", "schedule.png"))
 
 
+def test_generate(tmp_path: Path) -> None:
+    options = ("--prompt-len", "300", "--new", "5", "--seconds", "1", "--out", tmp_path)
+    command = [sys.executable, EXAMPLES / "generate_hf.py", *options]
+    run = subprocess.run(command, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "all 5 tokens agree: True" in run.stdout
+    assert (tmp_path / "generate_hf.pt").exists()
+    found = json.loads((tmp_path / "generated.json").read_text())
+    pair = 4 * 2 * 2 * 32 * 4  # layers, heads, keys and values, head dim, bytes
+    assert found["cache_bytes"] == [pair * 256] * 2  # 152 tokens, in blocks
+
+
 def test_profile(tmp_path: Path) -> None:
     options = ("--seq-len", "64", "--folder", tmp_path)
     command = [sys.executable, EXAMPLES / "profile_ring.py", *options]

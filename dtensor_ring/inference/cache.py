@@ -39,16 +39,16 @@ class ShardedCache:
     the order of the layout), or not (all ranks append the same tokens, and their owners keep them).
     Who holds what is computed, on all ranks alike: no message is sent.
 
-    Memory grows by blocks: a rank holds its tokens, rounded up to a block. It is given back by
-    `reset` only.
+    A rank has memory for its tokens, and for the rest of the block that it is filling: at most for
+    its part of the sequence and a block. It is given back by `reset` only.
 
     Args:
         mesh: the 1-D mesh of the axis.
         num_layers: layers of the model that keep keys and values.
         layout: how a turn is dealt, within itself: one whose runs are of neighbouring tokens, as
             "zigzag" or "block_cyclic:256". By default the axis's, zigzag if it has none.
-        block: tokens that memory grows by; also those that one rank gets of tokens that are not
-            dealt, before they go to the rank with the fewest.
+        block: of tokens that are not dealt, how many one rank gets before they go to the rank with
+            the fewest; its memory grows by as many.
 
     Raises:
         ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.

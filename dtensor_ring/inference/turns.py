@@ -74,19 +74,12 @@ class Turns:
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
             kept = ((0, num_given),)
         cols = before.num_local[self.rank], table.num_local[self.rank]
-        self._capacities = self._grown(table)
+        # Memory that was needed once is kept.
+        self._capacities = tuple(map(max, self._capacities, table.num_reserved))
         self.last = Turn(
             before.seq_len, layout is not None, num_given, kept, cols, self._capacities
         )
         self.table, self._behind = table, set(range(self.num_layers))
-
-    def _grown(self, table: CacheTable) -> tuple[int, ...]:
-        """By rank: columns in whole blocks, as many as it ever needed."""
-        block = table.block
-        return tuple(
-            max(held, -(-needed // block) * block)
-            for held, needed in zip(self._capacities, table.num_local, strict=True)
-        )
 
     def of_layer(self, number: int) -> Turn:
         """The turn that a layer appends now.

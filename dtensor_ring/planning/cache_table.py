@@ -81,6 +81,15 @@ class CacheTable:
         """Tokens of the sequence."""
         return sum(self.num_local)
 
+    @property
+    def num_reserved(self) -> tuple[int, ...]:
+        """Tokens of each rank once the current block is full."""
+        if self.current is None:
+            return self.num_local
+        rank, begin = self.current
+        room = begin + self.block - self.seq_len
+        return *self.num_local[:rank], self.num_local[rank] + room, *self.num_local[rank + 1 :]
+
     @cached_property
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """By rank, start and length of its runs: ascending, neighbours as one."""

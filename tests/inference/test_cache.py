@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring import ShardedCache, set_sequence_layout
 from tests.pool import Pool
 from tests.rings import fake_group
+from tests.test_memory import Counted
 
 BLOCK = 4
 LAYERS = [(2, 8, 2, 8, torch.float32), (1, 16, 1, 4, torch.float64), (3, 8, 3, 5, torch.bfloat16)]
@@ -170,7 +172,7 @@ def memory() -> None:
         world.dealt(18) if turn in (0, 20) else world.single(2)
         world.check()
         for held in world.caches[0].usage().held:
-            assert held <= per_token * (world.caches[0].seq_len // 3 + 1 + 2 * BLOCK)
+            assert held <= per_token * (world.caches[0].seq_len / 3 + BLOCK)
 
 
 def test_memory_grows_by_blocks(pool: Pool) -> None:
@@ -185,9 +187,30 @@ def growth() -> None:
         for layer, shape in zip(cache, LAYERS, strict=True):
             keys, _ = layer.append(*tokens(shape, 2, 6 if turn == 0 else 1))
         addresses.append(keys.data_ptr())
-        assert keys.untyped_storage().nbytes() == 2 * 24 * 2 * -(-keys.shape[2] // BLOCK) * BLOCK
-    assert len(set(addresses)) >= 7
-    assert all(len(set(addresses[i : i + BLOCK])) == 1 for i in range(3, 27, BLOCK))
+        capacity = 6 + -(-turn // BLOCK) * BLOCK
+        assert keys.untyped_storage().nbytes() == 2 * 24 * 2 * capacity
+    assert len(set(addresses)) > 5
+    assert all(len(set(addresses[i : i + BLOCK])) == 1 for i in range(1, 29, BLOCK))
+
+
+def test_what_a_token_allocates(pool: Pool) -> None:
+    """Nothing while there is room; then one layer after the other, whose old memory is freed."""
+    pool.run(1, allocated)
+
+
+def allocated() -> None:
+    (cache,), new = World(1).caches, [tokens(layer, 2, 1) for layer in LAYERS]
+    for turn in range(2 * BLOCK + 1):
+        cache.begin(1, dealt=False)
+        for layer, pair in zip(cache, new, strict=True):
+            before = [StorageWeakRef(x.untyped_storage()) for x in own(layer)] if turn else []
+            with Counted(0) as counted:
+                layer.append(*pair)
+            grows = turn % BLOCK == 0
+            grown = layer.bytes_per_column * layer.capacities[0]
+            assert counted.peak == (grown if grows else 0), turn
+            assert all(x.expired() for x in before) == (grows or not turn)
+            assert layer.capacities[0] == (turn // BLOCK + 1) * BLOCK
 
 
 def _begun(dealt: bool = True) -> ShardedCache:

@@ -88,6 +88,8 @@ def test_a_table_holds_what_turns_dealt(done: list[Turn], world_size: int, block
         table, owners = after, owners_after(owners, after, turn, world_size)
         check(table, owners)
         num_dealt += turn[0] == "dealt"
+        full = [max(x.num_local) for x in (table.append(n) for n in range(block + 1))]
+        assert max(table.num_reserved) in full, "what the current block needs is reserved"
         if "crop" not in {turn[0] for turn in done}:
             spread = max(table.num_local) - min(table.num_local)
             assert spread <= block + (world_size - 1) * num_dealt

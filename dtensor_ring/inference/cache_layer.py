@@ -72,13 +72,12 @@ class CacheLayer:
         for name, x in (("key", key), ("value", value)):
             _check(name, x, turn.num_given)
         self._check_known(key, value)
-        # Memory that is made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
             for buffer, x in zip(self._buffers, given, strict=True):
                 col = turn.cols[0]
                 for begin, end in turn.kept:
-                    buffer[:, :, col : col + end - begin] = x[:, :, begin:end]
+                    _cols(buffer, col, end - begin).copy_(_cols(x, begin, end - begin))
                     col += end - begin
         self.capacities, self._turns.batch = turn.capacities, key.shape[0]
         self._turns.done(self.number)
@@ -93,18 +92,20 @@ class CacheLayer:
         if not self._buffers:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
         num_cols = self._turns.num_cols(self.number)
-        keys, values = (x[:, :, :num_cols] for x in self._buffers)
-        return keys, values
+        keys, values = self._buffers
+        return _cols(keys, 0, num_cols), _cols(values, 0, num_cols)
 
     def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
         """Make memory for so many columns, and copy those that there are."""
         if self._buffers and self._buffers[-1].shape[SEQUENCE] >= capacity:
             return
-        before = self._buffers or tuple(x[:, :, :0] for x in like)
         grown = []
-        for x in before:
-            grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
-            grown[-1][:, :, :num_cols] = x[:, :, :num_cols]
+        # Memory that is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            for x in self._buffers or like:
+                grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
+        for x, larger in zip(self._buffers, grown, strict=False):
+            _cols(larger, 0, num_cols).copy_(_cols(x, 0, num_cols))
         self._buffers = tuple(grown)
 
     def _check_known(self, key: Tensor, value: Tensor) -> None:
@@ -122,6 +123,11 @@ class CacheLayer:
                     f"layer {self.number} holds {name}s of {_described(known)}, got "
                     f"{_described(x)}; cache.reset() forgets what is there"
                 )
+
+
+def _cols(x: Tensor, first: int, num_cols: int) -> Tensor:
+    """Columns of a tensor: in each step of each layer, where an index of slices takes longer."""
+    return x.narrow(SEQUENCE, first, num_cols)
 
 
 def _check(name: str, x: Tensor, num_tokens: int) -> None:

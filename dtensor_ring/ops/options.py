@@ -106,7 +106,9 @@ class Question(NamedTuple):
             return False
         ends = [row[-1] for row in self.documents.arrays if row.size] if self.documents else []
         fit_heads = any(self.seq_len < end <= num_heads * self.world_size for end in ends)
-        return fit_heads or (num_heads == num_key_heads and num_tokens != num_keys)
+        # The queries of a turn are fewer than the keys as it should be.
+        differ = self.key_layout is None and num_tokens != num_keys
+        return fit_heads or (num_heads == num_key_heads and differ)
 
 
 def _deal_of(layout: Layout, seq_len: int) -> str:

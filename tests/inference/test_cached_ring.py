@@ -178,7 +178,7 @@ def _compiled() -> tuple[list[int], float]:
 
 def _inputs(mesh: DeviceMesh, num_queries: int = 2) -> dict[str, Any]:
     """A turn of two tokens at position 6, on one rank that holds all."""
-    query, key, value, _ = random_inputs(seq_len=num_queries, key_seq_len=8)
+    query, key, value, _ = random_inputs(seq_len=num_queries, kv_heads=4, key_seq_len=8)
     return {
         "query": query,
         "key": key,
@@ -209,7 +209,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "keys missing": (
         {"key_runs": torch.tensor([[[0, 5], [6, 2]]])},
         ValueError,
-        "key_runs must hold each position once, not so position 5",
+        "key_runs must hold each position once, not so position 5$",
     ),
     "queries missing": (
         {"runs": torch.tensor([[[4, 1], [6, 2]]])},

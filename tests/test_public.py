@@ -133,8 +133,6 @@ PagedCache(pool: 'BlockPool', num_kv_heads: 'int', head_dim: 'int', num_layers: 
     .layer(self, layer: 'int') -> 'tuple[Tensor, Tensor]'
     .num_bytes
     .num_layers
-    .runs(self, length: 'int') -> 'RunTable'
-    .slots(self, sequence: 'PooledSequence', begin: 'int') -> 'tuple[np.ndarray, np.ndarray]'
 RingError(message: 'str', *, ring: 'tuple[int, ...]' = (), direction: 'str' = '', step: 'int |
         None' = None, source: 'int | None' = None, peer: 'int | None' = None, seconds: 'float' =
         0.0) -> 'None'

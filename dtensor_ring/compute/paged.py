@@ -20,7 +20,7 @@ from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.paged import BlockReads, Read
+from dtensor_ring.planning.paged import BlockReads, Read, slots_of
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.span import length
 
@@ -83,9 +83,7 @@ class PagedStep:
         for row, table, cols in zip(slots, self._tables, self._reads.cols, strict=True):
             spans = [np.arange(*span) for span in cols.spans]
             found = np.concatenate(spans) if spans else np.arange(0)
-            row[: len(found)] = table[found // self._block]
-            row[: len(found)] *= self._block
-            row[: len(found)] += found % self._block
+            row[: len(found)] = slots_of(table, found, self._block)
         return Numbers(torch.int64, torch.from_numpy(slots))
 
     def forward(

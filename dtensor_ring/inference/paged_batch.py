@@ -16,16 +16,17 @@ from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.compute.paged import PagedStep
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.arguments import as_flag, scores_of
-from dtensor_ring.inference.decode import decode_attention
+from dtensor_ring.inference.merge_partials import merge_partials
 from dtensor_ring.inference.paged_cache import PagedCache
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.decode import decode_step
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.paged import block_reads
+from dtensor_ring.planning.paged import block_reads, slots_of
 from dtensor_ring.planning.pooled import PooledSequence
-from dtensor_ring.planning.tile import CAUSAL, FULL
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.tile import CAUSAL
 
 
 class PagedBatch:
@@ -218,40 +219,27 @@ class PagedBatch:
             )
         how = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel}
         out, lse = self.attend(layer, query, **how)
-        # A partial is what one key would give, whose score is its lse and whose value is its out.
-        # So what merges them is the attention of a query of ones to a key of each rank.
-        score, value = _by_row(lse.unsqueeze(3)), _by_row(out)
-        key_runs = torch.tensor([[[number, 1]] for number in range(pool_ranks)])
-        merged, lse = decode_attention(
-            *(torch.ones_like(score), score, value),
-            mask=FULL,
-            key_runs=key_runs,
-            sinks=sinks,
-            scale=1.0,
-            mesh=mesh,
-            return_lse=True,
-            merge=merge,
-            agree=self._agreed(as_count("layer", layer), mask),
-        )
-        shape = len(self.sequences), self.num_tokens
-        merged, lse = merged.squeeze(2).unflatten(0, shape), lse.squeeze(2).unflatten(0, shape)
-        return merged.transpose(1, 2).to(query.dtype), lse.transpose(1, 2)
+        agree = self._agreed(as_count("layer", layer), mask)
+        out, lse = merge_partials(out, lse, mesh=mesh, sinks=sinks, merge=merge, agree=agree)
+        return out.to(query.dtype), lse
 
     def _agreed(self, layer: int, mask: Mask) -> Tensor:
         """Integers that are the same on all ranks, unless they have drifted apart."""
         bounds = [-1 if x is None else x for x in (mask.left, mask.right, mask.chunk, mask.prefix)]
         last = [x.tokens[len(x) - self.num_tokens :] for x in self.sequences]
         of_each = [y for x in self.sequences for y in (x.number, len(x), x.num_written)]
-        return torch.tensor([layer, *bounds, *of_each, *(y for x in last for y in x)])
+        numbers = [layer, *bounds, *of_each, *(y for x in last for y in x)]
+        return torch.tensor(numbers, device="cpu")
 
     @cached_property
     def _places(self) -> Numbers:
         """Which of the B * M tokens are on this rank, and where."""
         sources, slots = [], []
         for row, sequence in enumerate(self.sequences):
-            mine, places = self._cache.slots(sequence, len(sequence) - self.num_tokens)
+            begin, dealing = len(sequence) - self.num_tokens, self._cache.pool.dealing
+            mine, columns = dealing.columns(begin, len(sequence), self._cache.rank)
             sources.append(mine + row * self.num_tokens)
-            slots.append(places)
+            slots.append(slots_of(self._table(sequence), columns, dealing.block))
         lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
         return Numbers(torch.int64, *map(torch.from_numpy, lists))
 
@@ -260,15 +248,19 @@ class PagedBatch:
         if mask not in self._steps:
             cache, lengths = self._cache, [len(x) for x in self.sequences]
             block, world_size = cache.pool.dealing
-            runs = cache.runs(max(lengths, default=0))
+            # One table for all: where a token is depends on its position alone.
+            runs = RunTable(cache.pool.dealing.runs(0, max(lengths, default=0)))
             starts = tuple(length - self.num_tokens for length in lengths)
             # A sequence ends where its tokens do, whatever its blocks held before.
             ends = Documents([(0, length) for length in lengths])
             place = mask, cache.rank, world_size, runs.end, starts, self.num_tokens, ends
             reads = block_reads(decode_step(runs, *place).tiles, block, len(lengths))
-            tables = [cache.pool.block_table(x, cache.rank) for x in self.sequences]
+            tables = [self._table(x) for x in self.sequences]
             self._steps[mask] = PagedStep(reads, tables, block)
         return self._steps[mask]
+
+    def _table(self, sequence: PooledSequence) -> np.ndarray:
+        return self._cache.pool.block_table(sequence, self._cache.rank)
 
     def _check_current(self) -> None:
         """Refuse a batch whose sequences have changed."""
@@ -278,11 +270,6 @@ class PagedBatch:
                     f"sequence {sequence.number} has changed since this batch was made; make a new "
                     "one for each step"
                 )
-
-
-def _by_row(x: Tensor) -> Tensor:
-    """`(B, N, M, H)` to `(B * M, N, 1, H)`."""
-    return x.transpose(1, 2).flatten(0, 1).unsqueeze(2)
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

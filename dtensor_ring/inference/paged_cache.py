@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dtensor_ring.planning.block_pool import BlockPool
 from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.pooled import BlockCopy, PooledSequence
-from dtensor_ring.planning.run_table import RunTable
 
 LARGEST = 2**20
 """Of layers, heads and head dims."""
@@ -71,7 +69,6 @@ class PagedCache:
                 for dim in (head_dim, value_head_dim)
             )
         self._keys, self._values = keys, values
-        self._runs = RunTable(pool.dealing.runs(0, 0))
 
     @property
     def num_layers(self) -> int:
@@ -117,24 +114,3 @@ class PagedCache:
             for x in self.layer(layer)
         )
         return keys, values
-
-    def runs(self, length: int) -> RunTable:
-        """Which positions each rank holds: at least so many, in whole blocks.
-
-        One value for many lengths, since what comes after the end of a sequence is not seen.
-        """
-        if self._runs.end < length:
-            block, world_size = self.pool.dealing
-            num_rounds = 1 << (-(-length // (block * world_size)) - 1).bit_length()
-            self._runs = RunTable(self.pool.dealing.runs(0, num_rounds * world_size * block))
-        return self._runs
-
-    def slots(self, sequence: PooledSequence, begin: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens from `begin` on are on this rank, and where in its blocks: int64."""
-        block, world_size = self.pool.dealing
-        positions = np.arange(begin, len(sequence))
-        rounds, places = np.divmod(positions // block, world_size)
-        mine = np.where(rounds % 2, world_size - 1 - places, places) == self.rank
-        table = self.pool.block_table(sequence, self.rank).astype(np.int64)
-        slots = table[rounds[mine]] * block + positions[mine] % block
-        return np.flatnonzero(mine), slots

@@ -6,9 +6,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.tile import FULL, Tile
+
+
+def slots_of(table: np.ndarray, columns: np.ndarray, block: int) -> np.ndarray:
+    """Where columns of a sequence are among all tokens of a rank's blocks, int64.
+
+    >>> slots_of(np.array([7, 2]), np.array([1, 5]), block=4)
+    array([29,  9])
+
+    Args:
+        table: the blocks of the sequence on the rank.
+        columns: counted over these blocks.
+        block: tokens of a block.
+    """
+    return table.astype(np.int64)[columns // block] * block + columns % block
 
 
 class Read(NamedTuple):

@@ -52,6 +52,17 @@ class Serpentine(NamedTuple):
         start = nth_block(rank, n, self.world_size) * self.block
         return n * self.block + min(self.block, max(0, position - start))
 
+    def columns(self, begin: int, end: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the positions from `begin` to `end` a rank holds, and in which columns: int64.
+
+        >>> Serpentine(4, 2).columns(2, 14, rank=0)
+        (array([ 0,  1, 10, 11]), array([2, 3, 4, 5]))
+        """
+        numbers, offsets = np.divmod(np.arange(begin, end), self.block)
+        n, places = np.divmod(numbers, self.world_size)
+        mine = np.where(n % 2, self.world_size - 1 - places, places) == rank
+        return np.flatnonzero(mine), n[mine] * self.block + offsets[mine]
+
     def runs(self, begin: int, end: int) -> np.ndarray:
         """Start and length of the runs of each rank from `begin` to `end`, `(W, R, 2)`, int32.
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_ring import BlockPool, Mask, RingError, decode_attention, merge_attention
+from dtensor_ring import (
+    BlockPool,
+    Mask,
+    RingError,
+    decode_attention,
+    merge_attention,
+    ring_attention,
+)
 from dtensor_ring.compute.kernels import paged_blocks
 from dtensor_ring.inference.paged_batch import PagedBatch
 from dtensor_ring.inference.paged_cache import PagedCache
@@ -256,6 +263,43 @@ def test_decode_over_a_mesh(pool: Pool, world_size: int, sinks: list[float] | No
     assert all(
         torch.equal(x, y) for found in answers for x, y in zip(found, answers[0], strict=True)
     )
+
+
+def _prefilled(world_size: int, num_cached: int) -> tuple[Tensor, list[int]]:
+    """What the ring gives for the tokens that are not cached, and where this rank's are."""
+    case = PagedCase(lengths=(21,), world_size=world_size)
+    query, key, value = case.inputs()[0]
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    pool = BlockPool(16, block=4, world_size=world_size)
+    cache = case.cache(pool, mesh.get_local_rank())
+    first = pool.add(range(num_cached))
+    if num_cached:
+        cached = slice(num_cached)
+        PagedBatch(cache, [first], num_cached).write(0, key[:, :, cached], value[:, :, cached])
+    pool.commit(first)
+    prompt = pool.add(range(21))
+    assert prompt.num_cached == num_cached
+    runs = pool.runs(prompt, num_cached)
+    mine = [p for start, length in runs[cache.rank].tolist() for p in range(start, start + length)]
+    batch = PagedBatch(cache, [prompt], 21 - num_cached)
+    batch.write(0, key[:, :, mine], value[:, :, mine], dealt=True)
+    out = ring_attention(
+        *(query[:, :, mine], *cache.gather(0, prompt)),
+        runs=torch.from_numpy(runs),
+        key_runs=torch.from_numpy(pool.runs(prompt)),
+        scale=0.3,
+        mesh=mesh,
+    )
+    return out, mine
+
+
+@pytest.mark.parametrize("num_cached", [0, 8, 20])
+def test_the_ring_prefills_what_is_not_cached(pool: Pool, num_cached: int) -> None:
+    dense, _ = PagedCase(lengths=(21,), num_tokens=21).expected()
+    answers = pool.run(3, _prefilled, 3, num_cached)
+    assert sorted(p for _, mine in answers for p in mine) == [*range(num_cached, 21)]
+    for out, mine in answers:
+        torch.testing.assert_close(out, dense[:, :, mine].detach(), atol=1e-11, rtol=0)
 
 
 def _drifted(world_size: int) -> str:

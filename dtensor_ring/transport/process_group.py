@@ -53,12 +53,15 @@ class ProcessGroupTransport(Transport):
     def keeps_tags(self, device: torch.device) -> bool:
         return device.type == "cpu"  # gloo does, NCCL does not look at them
 
-    def pass_on(self, receives: Sequence[P2P], sends: Sequence[P2P]) -> Sequence[Work]:
-        """Start messages on the CPU, with the tag of words."""
-        group = self._group
-        # Without the checks of `dist`, which take longer than this.
-        works = [group.recv([x.flat], x.peer, WORD_TAG) for x in receives]
-        return works + [group.send([x.flat], x.peer, WORD_TAG) for x in sends]
+    # Words go without the checks of `dist`, which take longer than the rest.
+
+    def receive_word(self, message: P2P) -> Work:
+        """Start to receive a message on the CPU that has the tag of words."""
+        return self._group.recv([message.flat], message.peer, WORD_TAG)
+
+    def send_word(self, message: P2P) -> Work:
+        """Start to send a message on the CPU that has the tag of words."""
+        return self._group.send([message.flat], message.peer, WORD_TAG)
 
     def abort(self) -> None:
         """Close the connections of this rank, so that those who wait for it get an error."""

@@ -6,6 +6,7 @@ import time
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.inbox import Inbox
@@ -54,22 +55,24 @@ class Sent:
 
 
 class Answer(Sent):
-    """A message that begins with the word of another rank, which has to be that of this rank.
+    """A message that begins with the word of another rank, which has to be that of this rank."""
 
-    What follows the word comes to the message's tensor.
-    """
-
-    __slots__ = ("_inbox",)
+    __slots__ = ("_flat", "_inbox")
 
     def __init__(self, call: Call, work: Work, message: P2P, inbox: Inbox) -> None:
         super().__init__(call, work, message)
         self._inbox = inbox
+        self._flat: Tensor | None = None
+
+    def comes_to(self, flat: Tensor) -> None:
+        """Let what follows the word come to this tensor."""
+        self._flat = flat
 
     def wait(self) -> None:
         if self.has_arrived:
             return
         super().wait()
         self._call.check_word(self._inbox.word, self._message.peer)
-        content = self._message.flat.view(torch.uint8)
-        if content.numel():
+        if self._flat is not None:
+            content = self._flat.view(torch.uint8)
             content.copy_(self._inbox.carried(content.numel()))

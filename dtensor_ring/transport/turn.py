@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Self
 
@@ -75,6 +75,8 @@ class Turn(Transport):
         self._step: int | None = None
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
+        self._answers: dict[int, Answer] = {}  # by peer
+        self._words_transport = ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
 
     def __enter__(self) -> Self:
@@ -88,8 +90,9 @@ class Turn(Transport):
         try:
             self._mine = self._word.message(self._number, self._origin, self._place)
             self._tag = self._word.tag(self._number, self._origin)
+            self._listen()
             if not self._carries:
-                self._send_word()
+                self._tell()
         except BaseException:
             session.end()
             raise
@@ -104,7 +107,7 @@ class Turn(Transport):
                 self._raised(error)
         finally:
             # Else memory of messages, and the group, would live until a collection.
-            self._words, self._in_flight = [], []
+            self._words, self._answers, self._in_flight = [], {}, []
             self._session.end()
 
     def prepare(self, device: torch.device) -> None:
@@ -123,8 +126,11 @@ class Turn(Transport):
         self._phase += 1
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        if self._carries and (receives or sends):
-            return self._send_with_word(receives, sends)
+        if self._carries:
+            for message in receives:
+                self._answers[message.peer].comes_to(message.flat)
+            self._tell({message.peer: message.flat for message in sends})
+            receives, sends = [], []
         tag = self._tag
         receives, sends = (
             [P2P(x.flat, x.peer, tag, x.source) for x in side] for side in (receives, sends)
@@ -139,37 +145,36 @@ class Turn(Transport):
         self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
         return words + sent
 
-    def _send_word(self) -> None:
-        """Start the exchange of words with both neighbours."""
+    def _listen(self) -> None:
+        """Get ready for the words of others: what is awaited comes without a question before."""
         rank, size = self._group.rank(), self._group.size()
-        mine, before, after = flat(self._mine), (rank - 1) % size, (rank + 1) % size
-        self._carries = False
-        self._words = self._pass_on([P2P(mine[:0], before)], [P2P(mine, after)])
+        # Along the ring each rank hears the one before it; of a message for all, everybody.
+        peers = [other % size for other in range(rank + 1, rank + size)]
+        peers = peers if self._carries else peers[-1:]
+        for index, peer in enumerate(peers):
+            inbox = self._session.inbox(index)
+            message = P2P(inbox.flat, peer)
+            with self._naming(message):
+                work = self._words_transport.receive_word(message)
+            self._answers[peer] = Answer(self, work, message, inbox)
+        self._in_flight = [*self._answers.values()]
 
-    def _send_with_word(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
-        """Start a hop whose messages come after the word, in one message with it."""
-        self._carries = False
-        joined: dict[int, Tensor] = {}
-        for x in sends:  # what goes to several peers is joined once
-            if id(x.flat) not in joined:
-                content = x.flat.view(torch.uint8).numpy()
-                joined[id(x.flat)] = flat(self._mine + content.data)
-        return self._pass_on(receives, [P2P(joined[id(x.flat)], x.peer) for x in sends])
-
-    def _pass_on(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
-        """Start messages that begin with a word; of those that come, what follows the word."""
-        inboxes = [self._session.inbox(index) for index in range(len(receives))]
-        arriving = [P2P(x.flat, y.peer) for x, y in zip(inboxes, receives, strict=True)]
-        messages = [*arriving, *sends]
-        with self._naming(messages[0]):
-            works = ProcessGroupTransport(self._group).pass_on(arriving, sends)
-        answers = (
-            Answer(self, work, x, inbox)
-            for work, x, inbox in zip(works, receives, inboxes, strict=False)
-        )
-        sent = zip(works[len(receives) :], sends, strict=True)
-        self._in_flight = [*answers, *(Sent(self, *x) for x in sent)]
-        return self._in_flight
+    def _tell(self, carried: Mapping[int, Tensor] | None = None) -> None:
+        """Send the word to those who listen, and after it what goes to them."""
+        rank, size = self._group.rank(), self._group.size()
+        peers = [*self._answers] if self._carries else [(rank + 1) % size]
+        carried, self._carries = carried or {}, False
+        joined = {id(None): flat(self._mine)}
+        for x in carried.values():  # what goes to several peers is joined once
+            if id(x) not in joined:
+                joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
+        sent = []
+        for peer in peers:
+            message = P2P(joined[id(carried.get(peer))], peer)
+            with self._naming(message):
+                sent.append(Sent(self, self._words_transport.send_word(message), message))
+        self._in_flight += sent
+        self._words = [*self._answers.values(), *sent]
 
     @contextmanager
     def _naming(self, message: P2P | None) -> Iterator[None]:
@@ -184,7 +189,7 @@ class Turn(Transport):
     def _agree(self) -> None:
         """Wait for the words, if nobody has."""
         if self._carries:
-            self._send_word()  # nothing came that it could carry
+            self._tell()  # nothing came that it could carry
         words, self._words = self._words, []
         for word in words:
             word.wait()
@@ -236,6 +241,8 @@ class Turn(Transport):
         ):
             # All have started the same messages: they arrive, and the group stays in order.
             with suppress(RingError):  # else it is shut down by now
+                if self._carries:
+                    self._tell()  # all listen
                 for message in self._in_flight:
                     message.wait()
             return
@@ -246,7 +253,7 @@ class Turn(Transport):
         """Close the group, so that no rank waits for this one; returns the first cause."""
         self._session.cause = self._board().first_cause(text)
         self._transport.abort()
-        ProcessGroupTransport(self._group).abort()
+        self._words_transport.abort()
         return self._session.cause
 
     def _board(self) -> Board:

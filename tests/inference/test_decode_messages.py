@@ -17,6 +17,7 @@ from dtensor_ring import Mask, RingError, SequenceAxis, decode_attention, ring_a
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.inbox import MOST_CARRIED
 from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.word import NUM_BYTES
 from tests.decoding import Decode, Outputs, check
 from tests.inference.test_decode_op import options_of
 from tests.pool import Pool
@@ -35,19 +36,19 @@ class Counted:
         self._patches: list[Any] = []
 
     def __enter__(self) -> Counted:
-        pass_on, start = ProcessGroupTransport.pass_on, ProcessGroupTransport.start
+        send_word, start = ProcessGroupTransport.send_word, ProcessGroupTransport.start
 
-        def with_word(this: Any, receives: Any, sends: Any) -> Any:
-            assert all(x.flat.numel() >= 2048 for x in sends)
-            self.words += len(sends)
-            return pass_on(this, receives, sends)
+        def with_word(this: Any, message: Any) -> Any:
+            assert message.flat.numel() >= NUM_BYTES
+            self.words += 1
+            return send_word(this, message)
 
         def without(this: Any, receives: Any, sends: Any) -> Any:
             self.others += len(sends)
             return start(this, receives, sends)
 
         self._patches = [
-            patch.object(ProcessGroupTransport, "pass_on", with_word),
+            patch.object(ProcessGroupTransport, "send_word", with_word),
             patch.object(ProcessGroupTransport, "start", without),
         ]
         for each in self._patches:
@@ -65,7 +66,7 @@ class Counted:
         (SMALL, 2, 0),  # one message to each of the two other ranks
         (LARGE, 1, 2),
         (Decode(RUNS, 16, (15,), 3, merge="two_shot"), 2, 2),
-        (Decode(RUNS, 16, (15,), 3, batch=0), 1, 0),
+        (Decode(RUNS, 16, (15,), 3, batch=0), 2, 0),
     ],
     ids=["small", "large", "two shots", "empty batch"],
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -62,19 +60,13 @@ def decode_step(
     if documents is not None or slices is not None:
         horizon = LARGEST  # theirs may be those of the sequence as it will be
     seen = checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
-    columns = _Columns(_runs(layout, rank, world_size, seq_len))
+    columns = _columns(layout, rank, world_size, seq_len)
     tiles: list[Tile] = []
     for batch, start, table in _batch_rows(rows_of(seen), starts):
         pieces = pieces_of(_queries(start, num_queries, columns.stride), table)
         found = [tile for piece in pieces for tile in columns.tiles(piece, batch)]
         tiles += coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
     return Step(0, rank, Cols.union([(0, columns.num_tokens)]), tuple(tiles))
-
-
-def _runs(layout: Layout, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-    if isinstance(layout, RunTable):  # a cache may have dropped positions
-        return layout.held(rank, world_size)
-    return deal(layout, world_size, seq_len).shards[rank]
 
 
 def _batch_rows(
@@ -96,13 +88,19 @@ def _queries(start: int, num_queries: int, stride: int) -> list[Run]:
 
 
 class _Columns:
-    """The columns of a rank, which runs of positions lie side by side in."""
+    """The columns of a rank, which runs of positions lie side by side in.
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs, self._lasts = runs, [run.last for run in runs]
-        self._offsets = [*accumulate((run.length for run in runs), initial=0)]
-        self.num_tokens = self._offsets[-1]
-        self.stride = max((run.stride for run in runs), default=1)
+    Args:
+        starts: first position of each run, ascending.
+        lengths: of each run; none is empty.
+        stride: of all runs.
+    """
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, stride: int) -> None:
+        self._starts, self._lengths, self.stride = starts, lengths, stride
+        self._lasts = starts + (lengths - 1) * stride
+        self._offsets = np.append(0, np.cumsum(lengths))
+        self.num_tokens = int(self._offsets[-1])
 
     def tiles(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
         """What the queries of a piece see, in any order."""
@@ -122,14 +120,26 @@ class _Columns:
 
     def _below(self, position: int) -> int:
         """The number of columns before a position."""
-        run = bisect_left(self._lasts, position)
-        if run == len(self._runs):
+        index = int(np.searchsorted(self._lasts, position))
+        if index == len(self._lasts):
             return self.num_tokens
-        return self._offsets[run] + self._runs[run].indices(position, position)[0]
+        return int(self._offsets[index]) + self._run(index).indices(position, position)[0]
 
     def _edge(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
         """The tiles of the runs that have keys of a piece."""
-        first = bisect_left(self._lasts, piece.keys[0])
-        end = bisect_left(self._lasts, piece.keys[1]) + 1
-        for tile in shard_tiles([piece], tuple(self._runs[first:end]), batch):
-            yield Tile(tile.rows, moved(tile.cols, self._offsets[first]), tile.mask, batch)
+        first, end = np.searchsorted(self._lasts, piece.keys).tolist()
+        runs = tuple(map(self._run, range(first, min(end + 1, len(self._lasts)))))
+        for tile in shard_tiles([piece], runs, batch):
+            cols = moved(tile.cols, int(self._offsets[first]))
+            yield Tile(tile.rows, cols, tile.mask, batch)
+
+    def _run(self, index: int) -> Run:
+        return Run(int(self._starts[index]), int(self._lengths[index]), self.stride)
+
+
+def _columns(layout: Layout, rank: int, world_size: int, seq_len: int) -> _Columns:
+    if isinstance(layout, RunTable):  # a cache may have dropped positions
+        return _Columns(*layout.numbers_of(rank, world_size), stride=1)
+    dealing = deal(layout, world_size, seq_len)
+    is_here = dealing.owners == rank
+    return _Columns(dealing.starts[is_here], dealing.lengths[is_here], dealing.stride)

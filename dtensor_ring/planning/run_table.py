@@ -114,12 +114,22 @@ class RunTable(FrozenArrays, Layout):
         Raises:
             ValueError: if there is not one row for each rank.
         """
+        starts, lengths = self.numbers_of(rank, world_size)
+        return joined(list(map(Run, starts.tolist(), lengths.tolist())))
+
+    def numbers_of(self, rank: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and length of each run of a rank.
+
+        Raises:
+            ValueError: if there is not one row for each rank.
+        """
         if len(self.numbers) != world_size:
             raise ValueError(
                 f"{self.argument} must have a row for each of the {world_size} ranks, got "
                 f"{len(self.numbers)}"
             )
-        return joined([Run(*run) for run in self.numbers[rank].tolist() if run[1]])
+        starts, lengths = self.numbers[rank].T
+        return starts[lengths > 0], lengths[lengths > 0]
 
     def check_from(self, begin: int) -> None:
         """Refuse a table that begins after a position.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,15 +82,9 @@ class Decode:
         return torch.tensor([run.position(i) for run in runs for i in range(run.length)]).long()
 
     def inputs(self) -> list[Tensor]:
-        """Global query, key and value; and sinks, or `None`."""
-        (heads, kv_heads), (head_dim, value_dim) = self.heads, self.head_dims
-        shapes = (
-            (heads, self.num_queries, head_dim),
-            (kv_heads, self.num_positions, head_dim),
-            (kv_heads, self.num_positions, value_dim),
-        )
-        generator = torch.Generator().manual_seed(self.seed)
-        return [torch.randn(self.batch, *x, generator=generator).to(self.dtype) for x in shapes]
+        """Global query, key and value."""
+        shape = self.batch, *self.heads, *self.head_dims, self.num_queries, self.num_positions
+        return list(_inputs(shape, self.dtype, self.seed))
 
     def sink_tensor(self) -> Tensor | None:
         return torch.tensor(self.sinks, dtype=self.wide) if self.sinks else None
@@ -143,6 +138,18 @@ class Decode:
             **{"sinks": self.sink_tensor(), "scale": self.scale, "softcap": self.softcap},
             seen=self.seen(),
         )
+
+
+@lru_cache(maxsize=8)  # all ranks have the same
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[Tensor, ...]:
+    batch, heads, kv_heads, head_dim, value_dim, num_queries, num_positions = shape
+    shapes = (
+        (heads, num_queries, head_dim),
+        (kv_heads, num_positions, head_dim),
+        (kv_heads, num_positions, value_dim),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, *x, generator=generator).to(dtype) for x in shapes)
 
 
 TOLERANCES = {

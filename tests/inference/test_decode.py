@@ -17,6 +17,7 @@ from tests.test_fuzz import bounds_of
 
 CAUSAL = Mask.causal()
 LONGEST = 80
+WORLD_SIZES = range(1, 6)
 LAYOUTS = [Contiguous(), Striped(), ZigZag(), BlockCyclic(3)]
 
 
@@ -42,9 +43,9 @@ def runs(draw: st.DrawFn, world_size: int, num_positions: int) -> tuple:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Decode:
+def calls(draw: st.DrawFn, world_size: int) -> Decode:
     """Any call; one in four is over a layout, others over runs of any kind."""
-    world_size, batch = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 3))
     num_queries = draw(st.sampled_from([1, 1, 1, 2, 3, 7, 20, 64]))
     size = draw(st.integers(0, LONGEST))
     held = draw(runs(world_size, size))
@@ -80,9 +81,10 @@ def calls(draw: st.DrawFn) -> Decode:
     )
 
 
-def test_random_calls(request: pytest.FixtureRequest) -> None:
-    """`pytest tests/inference --decode-cases 20000` tries as many."""
-    wanted, num_tried = request.config.getoption("--decode-cases"), 0
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_random_calls(world_size: int, request: pytest.FixtureRequest) -> None:
+    """`pytest tests/inference/test_decode.py --decode-cases 20000` tries as many."""
+    wanted, num_tried = request.config.getoption("--decode-cases") // len(WORLD_SIZES), 0
 
     @settings(
         max_examples=wanted,
@@ -92,7 +94,7 @@ def test_random_calls(request: pytest.FixtureRequest) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(calls())
+    @given(calls(world_size))
     def try_one(case: Decode) -> None:
         nonlocal num_tried
         num_tried += 1

@@ -33,7 +33,7 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss and, as root, hosts
+bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss, decoding and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
@@ -41,6 +41,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, t
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
 	$(VENV)/bin/python benchmarks/dealing.py $(ARGS)
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
+	$(VENV)/bin/python benchmarks/decode.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 

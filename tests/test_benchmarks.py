@@ -1,4 +1,4 @@
-"""Benchmarks that can run anywhere do, small: that of a GPU without one, and that of the loss."""
+"""Benchmarks that can run anywhere do, small."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def test_benchmark_of_the_loss(tmp_path: Path) -> None:
     assert [cost["name"] for cost in costs[:2]] == ["whole logits", "ours"]
     assert all(len(cost["both"]) == 2 for cost in costs)
     assert costs[0]["logits"] > 1, "they were counted"
+
+
+def test_benchmark_of_decoding(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "decode.py", "--quick"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    measurements = json.loads((tmp_path / "out" / "decode.json").read_text())["measurements"]
+    assert [m["case"]["world_size"] for m in measurements] == [2, 2, 4, 4]
+    assert all(len(times) == 5 for m in measurements for times in m["seconds"].values())

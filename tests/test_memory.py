@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, decode_attention
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
@@ -167,3 +167,21 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
                 ring_backward(saved, query, (key, value), plan, kernel, scores, transport)
         counts.append(Count(counted.peak, counted.num_large))
     return counts
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoding_allocates_nothing_in_proportion_to_the_keys(batch: int) -> None:
+    """Of a cache with room for more, and rows of unequal lengths."""
+    peaks = []
+    for num_keys in (64, 6400):
+        cache = torch.randn(2, batch, 2, 2 * num_keys, 16, dtype=torch.bfloat16)
+        key, value = cache[:, :, :, :num_keys]
+        query = torch.randn(batch, 8, 1, 16, dtype=torch.bfloat16)
+        starts = torch.arange(num_keys - batch, num_keys)
+        for starts_of_rows in (None, starts):
+            counted = Counted(1 << 20)
+            with torch.no_grad(), counted:
+                decode_attention(query, key, value, query_starts=starts_of_rows)
+            peaks.append(counted.peak)
+    assert peaks[:2] == peaks[2:]
+    assert 0 < max(peaks) < 16 * query.numel() * 4

@@ -85,7 +85,8 @@ class Mask:
         each document, as flash-attn's `attention_chunk` has them, put their boundaries into
         `cu_seqlens` and take `causal()`.
 
-        Other bands take chunks too: `Mask(window, 0, chunk=8192)`.
+        Other bands take chunks too: `Mask(window, 0, chunk=8192)`. Each chunk is a slice, and there
+        are at most 65,536 of a batch row.
         """
         return cls(None, 0, chunk=chunk)
 

@@ -62,14 +62,18 @@ def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
     for mask, chosen in numbers.items():
         ranges = bounds[:-1][chosen], bounds[1:][chosen]
         if mask.chunk is not None:
-            check_count(int((ranges[1] - ranges[0]).sum()) // mask.chunk)  # before they are made
             ranges = chunks(*ranges, mask.chunk)
         tables.append(masked_table(ranges, ranges, mask))
     return stacked(tables)
 
 
 def chunks(begins: np.ndarray, ends: np.ndarray, chunk: int) -> Ranges:
-    """Ranges, cut at the multiples of a number of positions."""
+    """Ranges, cut at the multiples of a number of positions.
+
+    Raises:
+        ValueError: if they become too many slices.
+    """
+    check_count(int((ends - begins).sum()) // chunk)  # before they are made
     first = begins // chunk
     document, number = numbered(np.where(begins < ends, (ends - 1) // chunk - first + 1, 0))
     number += first[document]

@@ -217,6 +217,10 @@ BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the se
             {"mask": CAUSAL, "key_seq_len": 8, "documents": ((0, 4),), "key_documents": ((0, 8),)},
             "or documents of their own, are cross attention",
         ),
+        (
+            {"mask": Mask.chunked(2), "seq_len": 2**20, "key_seq_len": 2**20},
+            "at most 65,536, which take seconds to plan, got 524,288; fewer are larger chunks",
+        ),
         ({"world_size": 0}, "world_size must be from 1 to 65,536, got 0"),
         ({"seq_len": -1}, "^seq_len must be from 0 to 1,099,511,627,776, got -1"),
         ({"key_seq_len": -2}, "key_seq_len must be from 0 to 1,099,511,627,776, got -2"),

@@ -15,13 +15,13 @@ from dtensor_ring.planning.columns import Cols, cols_by
 from dtensor_ring.planning.ranges import united
 from dtensor_ring.planning.reach import Leg, Reach, legs_of
 
-ONE_IN = 3
+ONE_IN = 5
 """The direct route has to save one in so many of the load: see `ring_unless_sparse`."""
 
 NUM_PROBES = 8
 """Evenly spaced ranks that are looked at before all are."""
 
-ONE_IN_PROBED = 4
+ONE_IN_PROBED = 6
 """Those have to save one in so many: less than all must, as they are no more than a sample."""
 
 BLOCK = 2**21
@@ -119,7 +119,7 @@ class Needs(ABC):
 
     @cached_property
     def direct_is_lighter(self) -> bool:
-        """Whether the load is less by more than a third if all goes directly."""
+        """Whether the load is less by more than a fifth if all goes directly."""
         # Most often a few ranks tell; all of them take as long as there are pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]

@@ -168,18 +168,17 @@ class DirectRoute(Route):
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
-    """Around the ring, unless the load is less by more than a third if all goes directly.
+    """Around the ring, unless the load is less by more than a fifth if all goes directly.
 
     The load is what the busiest rank receives or sends, plus what a rank does in the mean. Where
     each rank has a link of its own, all wait for the busiest; where ranks share the network, for
     all messages together. A route may have little of the one and much of the other, so both count.
 
-    A third must be saved: around the ring, every link between neighbours carries one message at a
+    A fifth must be saved: around the ring, every link between neighbours carries one message at a
     time, whatever the network looks like, and two buffers do, where packets stay whole. The direct
-    route takes three, to send, to receive and to work on: more memory only where the largest
-    message is over two thirds of a shard. Backward takes as many on both routes. But what
-    few ranks see need not pass all the others: the ends of a zigzag layout's chunks that a sliding
-    window reaches, say, or a document.
+    route takes three, to send, to receive and to work on. Backward takes as many on both routes. A
+    causal mask on a zigzag layout saves an eighth. But what few ranks see need not pass all the
+    others: the ends of a zigzag layout's chunks that a sliding window reaches, say, or a document.
     """
     return (DirectRoute if needs.direct_is_lighter else RingRoute)(rank, needs)
 

@@ -99,7 +99,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [f"{family}-{world_size}" for family, world_size, _ in cases]
         metafunc.parametrize(("family", "world_size", "ways"), cases, ids=names)
     if "layout" in metafunc.fixturenames:
-        layouts = {"zigzag": 3, "balanced": 2}
+        layouts = {"zigzag": 4, "balanced": 2}
         if metafunc.config.getoption("--all-generations"):
             layouts |= {"contiguous": 1, "striped": 2, "block_cyclic:2": 3}
         metafunc.parametrize(("layout", "world_size"), list(layouts.items()))
@@ -109,8 +109,9 @@ def test_ways_to_generate(pool: Pool, family: str, world_size: int, ways: tuple[
     pool.run(world_size, check_ways, family, ways)
 
 
-TURNS = (11, 1, 2, 7, 1, 1, 4, 9, 1)
-"""New tokens of each forward; more than four are dealt to the ranks."""
+TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)
+"""New tokens of each forward: the first, and more than four, are dealt to the ranks. Of four ranks two
+have none of the first two tokens, and one still has none when the third is decoded."""
 FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6}
 """Errors of models that compute rotations or routers in float32 whatever their dtype."""
 
@@ -139,7 +140,7 @@ def check_turns(family: str, layout: str, num_padding: int) -> None:
 
 def check_all_turns(layout: str, families: tuple[str, ...]) -> None:
     for number, family in enumerate(families):
-        check_turns(family, layout, 6 * (number % 2))
+        check_turns(family, layout, number % 2)
 
 
 MORE = ("Gemma 2", "Mistral, short window")
@@ -147,5 +148,5 @@ MORE = ("Gemma 2", "Mistral, short window")
 
 def test_turns_equal_one_forward(pool: Pool, layout: str, world_size: int) -> None:
     families = (*CHOSEN, *MORE)
-    turned = families[::-1] if world_size == 3 else families  # others have padding then
+    turned = families[::-1] if world_size > 2 else families  # others have padding then
     pool.run(world_size, check_all_turns, layout, turned)

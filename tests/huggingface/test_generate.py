@@ -83,6 +83,7 @@ def test_greedy_tokens_of_all_families(pool: Pool) -> None:
 
 def check_ways(family: str, ways: tuple[str, ...]) -> None:
     ours, theirs = sharded(family), stock(family)
+    theirs.config.output_router_logits = False  # the stock model fails with it beside padding
     for way in ways:
         check_way(family, ours, theirs, way)
 

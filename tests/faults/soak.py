@@ -197,7 +197,11 @@ def rounds(seed: int, num_cases: int) -> Iterator[tuple[int, Round]]:
     """World sizes and rounds, without end; `num_cases` for each layout and size."""
     chance, layouts = random.Random(seed), [*(x.spec for x in LAYOUTS[:4]), Balanced.name]
     by_size = {
-        size: [x for layout in layouts for x in different(cases(layout, size), num_cases)]
+        size: [
+            x
+            for layout in layouts
+            for x in different(cases(layout, size, with_turns=False), num_cases)
+        ]
         for size in (2, 3)
     }
     first = 0

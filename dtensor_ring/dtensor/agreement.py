@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import available_kernels
-from dtensor_ring.dtensor.annotation import AxisConfig, annotation_of, axis_group, group_of
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
-from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.run import shard_length
 from dtensor_ring.transport.protocol import P2P
 from dtensor_ring.transport.session import session_of
@@ -47,7 +46,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
     # A sequence over several axes is an error, which the ranks of all of them must raise alike.
     for group in groups:
         axis = annotation_of(group)
-        how = axis.config or AxisConfig(Contiguous())
+        how = axis.config_or_default
         here = {"layout": axis.layout and axis.layout.spec, "strategy": how.strategy}
         here |= {"policy": how.policy, "kernel of the axis": how.kernel, "kernels": kernels}
         here |= {"shards of another length": _odd_shards(call, group)}

@@ -69,6 +69,10 @@ class AxisConfig:
             )
 
 
+UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
+"""How a call runs that says itself where its tokens are, over an axis that nobody configured."""
+
+
 def configured(layout: Layout, **how: Any) -> AxisConfig:
     """The configuration of a layout, strategy, kernel and policy, where `None` is the default.
 
@@ -101,6 +105,14 @@ class Annotation:
     def layout(self) -> Layout | None:
         """The layout that the axis was annotated with, `None` if its first use assumed one."""
         return None if self.config is None or self.is_assumed else self.config.layout
+
+    @property
+    def config_or_default(self) -> AxisConfig:
+        """The configuration for a call that says itself where its tokens are: nothing is assumed.
+
+        The layout has no say in such a call, the strategy, kernel and policy have.
+        """
+        return self.config or UNANNOTATED
 
     def assumed(self, layout: Layout | None = None) -> AxisConfig:
         """The configuration; an axis that has none gets the layout of its first use for good."""

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import (
-    AxisConfig,
     annotation_of,
     axis_group,
     config_of_call,
@@ -28,12 +27,8 @@ from dtensor_ring.dtensor.arguments import (
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
-from dtensor_ring.planning.layout import Contiguous
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
-
-UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
-"""How a call runs that says itself where its tokens are, over an axis that nobody configured."""
 
 
 @overload
@@ -202,7 +197,7 @@ def _placed(
         )
     group = axis_group(mesh)
     if batch.key_runs is not None:  # the layout of the axis has no say
-        config = annotation_of(group).config or UNANNOTATED
+        config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
     place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)

@@ -22,7 +22,6 @@ from dtensor_ring.dtensor.annotation import (
     config_of_call,
     group_of,
 )
-from dtensor_ring.planning.layout import Contiguous
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -111,7 +110,7 @@ def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
         ValueError: if there are no runs, and the layout belongs to a batch.
     """
     if with_runs:
-        return annotation_of(group).config or AxisConfig(Contiguous())
+        return annotation_of(group).config_or_default
     return config_of_call(group, False)
 
 

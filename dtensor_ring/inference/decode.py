@@ -167,8 +167,7 @@ def _placed(
         return DecodePlace(merge=merge), None
     group = axis_group(mesh)
     if with_runs:  # whatever the layout
-        config = annotation_of(group).config
-        of_axis = None if config is None else config.kernel
-        return DecodePlace(group_name=group.group_name, merge=merge), of_axis
+        kernel = annotation_of(group).config_or_default.kernel
+        return DecodePlace(group_name=group.group_name, merge=merge), kernel
     config = config_of_call(group, False)
     return DecodePlace(config.spec, None, group.group_name, merge), config.kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,74 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring.compute.kernels import check_kernel
-from dtensor_ring.ops.options import Place
+from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
 from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import PerBatch
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
-
-
-@dataclass(frozen=True)
-class AxisConfig:
-    """How attention over an axis runs; the same on all of its ranks."""
-
-    layout: Layout
-    strategy: str = "ring"
-    kernel: str | None = None
-    policy: TransferPolicy = DEFAULT_POLICY
-    spec: str = field(init=False, repr=False, compare=False)
-    """The layout's spelling, which the ops take; not computed in each call."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.strategy, str):
-            raise TypeError(f"strategy must be a name, a str, got {self.strategy!r}")
-        if self.strategy not in ROUTES:
-            known = ", ".join(ROUTES)
-            raise ValueError(f"unknown strategy {self.strategy!r}; known strategies: {known}")
-        check_kernel(self.kernel)
-        if not isinstance(self.policy, TransferPolicy):
-            raise TypeError(
-                f"policy must be a TransferPolicy, such as TransferPolicy(), got {self.policy!r}"
-            )
-        object.__setattr__(self, "spec", self.layout.spec)
-
-    def place(self, group_name: str, seq_len: int | None, key_seq_len: int | None) -> Place:
-        """Where the tokens of a call are; lengths are global, `None` if runs say them."""
-        return Place(self.spec, self.strategy, seq_len, key_seq_len, group_name, self.policy)
-
-    def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
-        """Refuse a call whose batch brings runs that the layout does not ask for, or the opposite.
-
-        Raises:
-            ValueError: saying how the axis got its layout.
-        """
-        if are_given and not self.layout.per_batch:
-            raise ValueError(
-                f"the axis {how} {self.layout.name}, so its tokens are in that order: leave runs "
-                "out, or annotate the axis, before its first use, with the Balanced layout of a "
-                "batch"
-            )
-        if self.layout.per_batch and not are_given:
-            raise ValueError(
-                f"the axis {how} {self.layout.name}, so the order of its tokens belongs to a "
-                "batch: call ring_attention(..., runs=sequence_runs(layout)), no other attention "
-                "can take it"
-            )
-
-
-UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
-"""How a call runs that says itself where its tokens are, over an axis that nobody configured."""
-
-
-def configured(layout: Layout, **how: Any) -> AxisConfig:
-    """The configuration of a layout, strategy, kernel and policy, where `None` is the default.
-
-    Raises:
-        TypeError: if one is of another type.
-        ValueError: if one is unknown.
-    """
-    return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})
 
 
 @dataclass

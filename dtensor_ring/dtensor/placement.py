@@ -16,12 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
-from dtensor_ring.dtensor.annotation import (
-    AxisConfig,
-    annotation_of,
-    config_of_call,
-    group_of,
-)
+from dtensor_ring.dtensor.annotation import annotation_of, config_of_call, group_of
+from dtensor_ring.dtensor.axis_config import AxisConfig
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring.dtensor.annotation import configured
 from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.axis_config import configured
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layout import Layout

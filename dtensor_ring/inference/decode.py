@@ -140,7 +140,7 @@ def decode_attention(
     check_tensors(query, key, value)
     given = batch_of(cu_seqlens, None, None, slices)
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
-    place, of_axis = _placed(query, mesh, key_runs is not None, merge)
+    place, of_axis = placed(query, mesh, key_runs is not None, merge)
     kernel = of_axis if kernel is None else kernel
     scores = scores_of(query, mask_of(mask, slices), scale, softcap, sinks, kernel)
     call = DecodeCall(batch, scores, place)
@@ -153,7 +153,7 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-def _placed(
+def placed(
     query: Tensor, mesh: DeviceMesh | None, with_runs: bool, merge: str | None
 ) -> tuple[DecodePlace, str | None]:
     """The place of plain tensors, and the axis's kernel; the op reads both off DTensors."""

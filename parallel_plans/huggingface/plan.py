@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.dtensor.annotation import configured
+from dtensor_ring.dtensor.axis_config import configured
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.inference.decode import decode_attention
-from dtensor_ring.planning.tile import FULL
+from dtensor_ring.compute.sinks import add_sinks
+from dtensor_ring.dtensor.arguments import check_options
+from dtensor_ring.ops.check import check_sinks
+from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
+from dtensor_ring.ops.word import decode_turn
 
 
 def merge_partials(
-    out: Tensor,
-    lse: Tensor,
-    *,
-    mesh: DeviceMesh | None,
-    sinks: Tensor | None = None,
-    merge: str | None = None,
-    agree: Tensor | None = None,
+    partial: Callable[[], tuple[Tensor, Tensor]],
+    call: DecodeCall,
+    question: DecodeQuestion,
+    query: Tensor,
+    value: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Merge the partial results of all ranks, in their order, by one round of messages.
 
-    A partial is what one key would give, whose score is its lse and whose value is its out. So what
-    merges the partials is the attention of a query of ones to a key of each rank.
-
     Args:
-        out: this rank's `(B, N, M, Hv)`, float32 or wider.
-        lse: its log-sum-exp `(B, N, M)`, in the same dtype.
-        mesh: the 1-D mesh of the axis; `None` if there is one rank.
-        sinks: `(N,)`, see `decode_attention`; so are the others.
-        merge: how.
-        agree: integers that must be the same on all ranks.
+        partial: computes that of this rank: out `(B, N, M, Hv)` and its log-sum-exp `(B, N, M)`,
+            float32 or wider, without sinks.
+        call: the options, on which ranks have to agree.
+        question: what the queries see, on which they have to agree, too.
+        query: `(B, N, M, H)`, the same on every rank.
+        value: `(..., Nkv, ..., Hv)` of this rank.
 
     Returns:
         The merged `(out, lse)`: the same bits on every rank.
@@ -38,23 +37,15 @@ def merge_partials(
     Raises:
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
     """
-    rows, num_ranks = (len(out), out.shape[2]), 1 if mesh is None else mesh.size()
-    score, value = _by_row(lse.unsqueeze(3)), _by_row(out)
-    merged, lse = decode_attention(
-        *(torch.ones_like(score), score, value),
-        mask=FULL,
-        key_runs=torch.tensor([[[number, 1]] for number in range(num_ranks)], device="cpu"),
-        sinks=sinks,
-        scale=1.0,
-        mesh=mesh,
-        return_lse=True,
-        merge=merge,
-        agree=agree,
-    )
-    merged, lse = (x.squeeze(2).unflatten(0, rows).transpose(1, 2) for x in (merged, lse))
-    return merged, lse
-
-
-def _by_row(x: Tensor) -> Tensor:
-    """`(B, N, M, H)` to `(B * M, N, 1, H)`: each row is a query of its own."""
-    return x.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+    sinks = call.scores.sinks
+    check_options(query, call)
+    if sinks is not None:
+        check_sinks(query, sinks)
+    with torch.no_grad(), decode_turn(call, question, query, value) as combine:
+        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+        out, lse = partial()
+        if combine is not None:
+            out, lse = combine(out, lse)
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks)
+    return out, lse

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels.paged_registry import paged_kernel
 from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.numbers import Numbers
-from dtensor_ring.compute.paged import PagedStep
+from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.arguments import as_flag, scores_of
+from dtensor_ring.inference.decode import placed
 from dtensor_ring.inference.merge_partials import merge_partials
 from dtensor_ring.inference.paged_cache import PagedCache
+from dtensor_ring.inference.paged_plan import PagedPlan
+from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall
 from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.decode import decode_step
-from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.paged import block_reads, slots_of
 from dtensor_ring.planning.pooled import PooledSequence
-from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.tile import CAUSAL
 
 
@@ -71,8 +70,7 @@ class PagedBatch:
         self.sequences = tuple(sequences)
         self._cache = cache
         self._versions = [x.version for x in sequences]
-        self._written = [x.num_written for x in sequences]
-        self._steps: dict[Mask, PagedStep] = {}
+        self._plan = PagedPlan(cache.pool, cache.rank, self.sequences, self.num_tokens)
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
         """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
@@ -92,15 +90,17 @@ class PagedBatch:
                 batch was made, or the tokens were committed, so that others may read them.
         """
         self._check_current()
-        for sequence, num_written in zip(self.sequences, self._written, strict=True):
-            if num_written > len(sequence) - self.num_tokens:
+        for sequence in self.sequences:
+            num_new = len(sequence) - sequence.num_written
+            if num_new < self.num_tokens:
+                fix = f"take num_tokens={num_new}" if num_new else "append the next tokens first"
                 raise ValueError(
-                    f"{num_written} of {len(sequence)} tokens of sequence {sequence.number} were "
-                    f"committed, others may read them; so its last {self.num_tokens} cannot be "
-                    f"written, take num_tokens={len(sequence) - num_written}"
+                    f"{sequence.num_written} of {len(sequence)} tokens of sequence "
+                    f"{sequence.number} were committed, others may read them; so its last "
+                    f"{self.num_tokens} cannot be written, {fix}"
                 )
         memory = self._cache.layer(layer)
-        source, slots = self._places.on(memory[0].device)
+        source, slots = self._plan.places.on(memory[0].device)
         if as_flag("dealt", dealt) and len(self.sequences) != 1:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
         num_given = len(slots) if dealt else self.num_tokens
@@ -144,8 +144,21 @@ class PagedBatch:
                 since the batch was made.
             NotImplementedError: if the query needs a gradient while gradients are enabled.
         """
+        scores = self._scores(layer, query, mask, scale, softcap, None)
+        return self._attend(layer, query, scores, kernel)
+
+    def _scores(
+        self,
+        layer: int,
+        query: Tensor,
+        mask: Mask,
+        scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Scores:
+        """How the queries are scored, once all but the kernel is seen to be possible."""
         self._check_current()
-        keys, values = self._cache.layer(layer)
+        keys, _ = self._cache.layer(layer)
         num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
         _check(
             "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
@@ -154,21 +167,31 @@ class PagedBatch:
             raise ValueError(
                 f"query must have a multiple of the {keys.shape[2]} heads of keys, got {num_heads}"
             )
-        if query.requires_grad and torch.is_grad_enabled():
+        scores = scores_of(query, mask, scale, softcap, sinks, None)
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (query, sinks)
+        ):
             raise NotImplementedError(
-                "attention to a pool has no gradient, and query needs one; call it under "
+                "attention to a pool has no gradient, and query or sinks needs one; call it under "
                 "torch.no_grad(), or take ring_attention"
             )
+        return scores
+
+    def _attend(
+        self, layer: int, query: Tensor, scores: Scores, kernel: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """The partial of this rank: without sinks, which enter once."""
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
-        scores = scores_of(query, mask, scale, softcap, None, None)
+        keys, values = self._cache.layer(layer)
         facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
-        problem = Problem(*facts, softcap=scores.softcap, grouped=num_heads > keys.shape[2])
+        grouped = query.shape[1] > keys.shape[2]
+        problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
         reader = paged_kernel(kernel, problem, keys.shape[1])
         with torch.no_grad():
             # A kernel wants the head dim of a token side by side.
             query = query if query.stride(3) == 1 else query.contiguous()
-            return self._step(mask).forward(query, keys, values, reader, scores)
+            return self._plan.step(scores.mask).forward(query, keys, values, reader, scores)
 
     def decode(
         self,
@@ -217,50 +240,15 @@ class PagedBatch:
                 f"{place[0]}, and this is its rank {place[1]}; make the pool with "
                 "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
             )
-        how = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel}
-        out, lse = self.attend(layer, query, **how)
-        agree = self._agreed(as_count("layer", layer), mask)
-        out, lse = merge_partials(out, lse, mesh=mesh, sinks=sinks, merge=merge, agree=agree)
+        scores = self._scores(layer, query, mask, scale, softcap, sinks)
+        batch = DecodeBatch(agree=self._plan.agreed(layer))
+        call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
+        here = partial(self._attend, layer, query, scores, kernel)
+        # The blocks tell heads and head dim of values: the rest of the shape is not compared.
+        values = self._cache.layer(layer)[1].transpose(1, 2)
+        given = here, call, self._plan.question(mask), query, values
+        out, lse = called_from(sys._getframe(), merge_partials, *given)
         return out.to(query.dtype), lse
-
-    def _agreed(self, layer: int, mask: Mask) -> Tensor:
-        """Integers that are the same on all ranks, unless they have drifted apart."""
-        bounds = [-1 if x is None else x for x in (mask.left, mask.right, mask.chunk, mask.prefix)]
-        last = [x.tokens[len(x) - self.num_tokens :] for x in self.sequences]
-        of_each = [y for x in self.sequences for y in (x.number, len(x), x.num_written)]
-        numbers = [layer, *bounds, *of_each, *(y for x in last for y in x)]
-        return torch.tensor(numbers, device="cpu")
-
-    @cached_property
-    def _places(self) -> Numbers:
-        """Which of the B * M tokens are on this rank, and where."""
-        sources, slots = [], []
-        for row, sequence in enumerate(self.sequences):
-            begin, dealing = len(sequence) - self.num_tokens, self._cache.pool.dealing
-            mine, columns = dealing.columns(begin, len(sequence), self._cache.rank)
-            sources.append(mine + row * self.num_tokens)
-            slots.append(slots_of(self._table(sequence), columns, dealing.block))
-        lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
-        return Numbers(torch.int64, *map(torch.from_numpy, lists))
-
-    def _step(self, mask: Mask) -> PagedStep:
-        """What is computed under a mask: planned once, for all layers."""
-        if mask not in self._steps:
-            cache, lengths = self._cache, [len(x) for x in self.sequences]
-            block, world_size = cache.pool.dealing
-            # One table for all: where a token is depends on its position alone.
-            runs = RunTable(cache.pool.dealing.runs(0, max(lengths, default=0)))
-            starts = tuple(length - self.num_tokens for length in lengths)
-            # A sequence ends where its tokens do, whatever its blocks held before.
-            ends = Documents([(0, length) for length in lengths])
-            place = mask, cache.rank, world_size, runs.end, starts, self.num_tokens, ends
-            reads = block_reads(decode_step(runs, *place).tiles, block, len(lengths))
-            tables = [self._table(x) for x in self.sequences]
-            self._steps[mask] = PagedStep(reads, tables, block)
-        return self._steps[mask]
-
-    def _table(self, sequence: PooledSequence) -> np.ndarray:
-        return self._cache.pool.block_table(sequence, self._cache.rank)
 
     def _check_current(self) -> None:
         """Refuse a batch whose sequences have changed."""

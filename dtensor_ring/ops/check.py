@@ -56,7 +56,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
             "grouped-query heads are shared in order and need not be repeated"
         )
     if sinks is not None:
-        _check_sinks(query, sinks)
+        check_sinks(query, sinks)
 
 
 def check_num_queries(query: Tensor, largest: int) -> None:
@@ -72,7 +72,7 @@ def check_num_queries(query: Tensor, largest: int) -> None:
         )
 
 
-def _check_sinks(query: Tensor, sinks: Tensor) -> None:
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
     """Refuse sinks that are not one logit for each head of the query."""
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(

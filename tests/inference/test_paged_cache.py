@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dtensor_ring import (
     ring_attention,
 )
 from dtensor_ring.compute.kernels import paged_blocks
+from dtensor_ring.compute.paged import PagedStep
 from dtensor_ring.inference.paged_batch import PagedBatch
 from dtensor_ring.inference.paged_cache import PagedCache
 from tests.paged_attention import TOLERANCES, PagedCase, check_paged
@@ -318,6 +320,30 @@ def test_ranks_that_have_drifted_apart_are_told(pool: Pool) -> None:
     assert all("agree" in message for message in pool.run(2, _drifted, 2))
 
 
+class Failing(Exception):
+    """What a rank without memory raises."""
+
+
+def _alone_without_memory(world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    cache = PagedCache(BlockPool(4, 2, world_size), 2, 8, 1, mesh.get_local_rank())
+    batch, query = PagedBatch(cache, [cache.pool.add([1, 2, 3])]), torch.zeros(1, 2, 1, 8)
+    batch.decode(0, query, mesh=mesh)
+    if mesh.get_local_rank() == 1:
+        failing = patch.object(PagedStep, "forward", side_effect=Failing("no memory"))
+        with failing, pytest.raises(Failing):
+            batch.decode(0, query, mesh=mesh)
+    with pytest.raises(RingError) as caught:
+        batch.decode(0, query, mesh=mesh)
+    return str(caught.value)
+
+
+def test_a_rank_raises_before_the_merge(pool: Pool) -> None:
+    """The others are told at once: they do not wait for the group's timeout."""
+    texts = pool.run(2, _alone_without_memory, 2)
+    assert all("rank 1 raised, in decode, step 0: Failing: no memory" in text for text in texts)
+
+
 def refused() -> dict[str, tuple[Callable[..., Any], type, str]]:
     """What is called with a cache, its sequence of 5 tokens, and a valid query; and the error."""
     query = torch.zeros(1, 2, 1, 8)
@@ -331,6 +357,12 @@ def refused() -> dict[str, tuple[Callable[..., Any], type, str]]:
         cache.pool.commit(s, 4)
         PagedBatch(cache, [s], 3).write(0, torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
 
+    def committed_since(cache: PagedCache, s: Any) -> None:
+        batch, new = PagedBatch(cache, [s]), torch.zeros(1, 2, 1, 8)
+        batch.write(0, new, new)
+        cache.pool.commit(s)
+        batch.write(0, new, new)
+
     def attend(*shape: int, **how: Any) -> Callable[..., Any]:
         return lambda cache, s: PagedBatch(cache, [s]).attend(0, torch.zeros(shape), **how)
 
@@ -341,6 +373,11 @@ def refused() -> dict[str, tuple[Callable[..., Any], type, str]]:
     return {
         "stale": (stale, ValueError, "sequence 0 has changed since this batch was made"),
         "committed": (committed, ValueError, "4 of 5 tokens .* take num_tokens=1"),
+        "committed since": (
+            committed_since,
+            ValueError,
+            "5 of 5 tokens .* its last 1 cannot be written, append the next tokens first",
+        ),
         "layer": (
             lambda c, s: PagedBatch(c, [s]).attend(1, query),
             ValueError,
@@ -367,7 +404,7 @@ def refused() -> dict[str, tuple[Callable[..., Any], type, str]]:
             TypeError,
             "query must be a tensor",
         ),
-        "gradient": (grown, NotImplementedError, "query needs one"),
+        "gradient": (grown, NotImplementedError, "query or sinks needs one"),
         "kernel": (attend(1, 2, 1, 8, kernel="x"), ValueError, "unknown paged kernel 'x'; known"),
         "device": (attend(1, 2, 1, 8, kernel="flash_attn2"), ValueError, fa2),
         "mask": (attend(1, 2, 1, 8, mask="causal"), TypeError, "mask must be"),

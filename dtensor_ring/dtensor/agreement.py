@@ -19,7 +19,6 @@ from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.run import shard_length
-from dtensor_ring.transport.protocol import P2P
 from dtensor_ring.transport.session import session_of
 from dtensor_ring.transport.turn import turn_of
 from dtensor_ring.transport.word import Word
@@ -139,10 +138,13 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
     """A context at whose end the ranks of a group meet, and compare descriptions.
 
     A rank that is in an attention then, or ends this with an error, is found as if it were a call
-    of the ring: nobody waits for a rank that does something else.
+    of the ring: nobody waits for a rank that does something else. A group without words (NCCL's
+    alone) only compares the descriptions: there the others wait for such a rank until the time
+    limit of the group.
 
     Raises:
         RingError: on every rank, if ranks differ, or some raise.
+        ValueError: on every rank, if ranks of a group without words differ.
     """
     size, session = group.size(), session_of(group)
     if size == 1 or not session.has_words:
@@ -151,14 +153,9 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
             check_agreement(group, here, f"agree on {direction}")
         return
     word = Word({"direction": direction} | here)
-    with turn_of(group, word, direction, torch.device("cpu"), first_bytes=1) as transport:
+    # Words to all, not to the next one only: each rank shall know.
+    with turn_of(group, word, direction, torch.device("cpu"), first_bytes=0):
         yield
-        peers = [rank for rank in range(size) if rank != group.rank()]
-        mine = torch.zeros(1, dtype=torch.uint8)
-        # To all, not to the next one only: each rank shall know.
-        receives = [P2P(torch.empty_like(mine), peer) for peer in peers]
-        for work in transport.start(receives, [P2P(mine, peer) for peer in peers]):
-            work.wait()
 
 
 def _begin(texts: list[str]) -> int:

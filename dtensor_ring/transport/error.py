@@ -14,7 +14,9 @@ class RingError(RuntimeError):
 
     Attributes:
         ring: global ranks of the ring.
-        direction: `"forward"`, `"backward"` or `"decode"`; empty before a call has begun.
+        direction: `"forward"`, `"backward"` or `"decode"`; of Hugging Face models also
+            `"a dealt turn"`, `"generate"` and `"the end of generate"`, where ranks compare what
+            they got; empty before a call has begun.
         step: of the loop, `None` before its first.
         source: rank on the axis whose keys and values, or their gradients, were on the way;
             `None` if there was no such message.

@@ -37,20 +37,21 @@ def turn_of(
     Args:
         group: of the ring.
         word: what the call is.
-        direction: "forward" or "backward".
+        direction: what the ranks do, as `RingError.direction` has it.
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
         place: in the code of the caller; empty if not known.
         first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
-            words may carry them then.
+            words may carry them then; 0 if all ranks get the words, and there are no messages.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
     is_small = first_bytes is not None and first_bytes <= MOST_CARRIED
-    # Another transport than that of words moves messages in its own way.
-    carries = is_small and keeps_tags and type(transport) is ProcessGroupTransport
+    # Another transport than that of words moves messages in its own way, if there are any.
+    is_plain = keeps_tags and type(transport) is ProcessGroupTransport
+    carries = is_small and (is_plain or not first_bytes)
     return Turn(group, session, transport, keeps_tags, word, direction, origin, place, carries)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring import Mask, TransferPolicy, ring_attention, set_sequence_layout
+from dtensor_ring import (
+    Mask,
+    RingError,
+    SequenceAxis,
+    TransferPolicy,
+    ring_attention,
+    set_sequence_layout,
+)
 from dtensor_ring.dtensor import agreement
+from dtensor_ring.transport.protocol import P2P, Transport, Work
 from tests.dense import dense_attention
 from tests.pool import Pool
 
@@ -213,6 +221,31 @@ def _check_compiled() -> None:
     told = "validate=True compares ranks in eager calls only; compile without it"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
         compiled([x] * 3, mesh, False, {})
+
+
+def test_meetings_need_no_message(pool: Pool) -> None:
+    """Whatever moves the messages of a ring, all ranks are told, and not the next one only."""
+    for told in pool.run(3, _meet):
+        assert "they differ in tokens: " in told
+
+
+class Refuses(Transport):
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        raise AssertionError("nothing was allocated, nor prepared")
+
+
+def _meet() -> str:
+    mesh = init_device_mesh("cpu", (3,))
+    group = mesh.get_group()
+    SequenceAxis(mesh, "zigzag", transport=Refuses())
+    with agreement.meeting(group, "a meal", {"tokens": "1"}):
+        pass
+    with (
+        pytest.raises(RingError) as caught,
+        agreement.meeting(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
+    ):
+        pass
+    return str(caught.value)
 
 
 def test_shards_of_another_length(pool: Pool) -> None:

@@ -128,7 +128,7 @@ def _refuse(
 ) -> None:
     if dropout:
         raise ValueError(f"a ring has no attention dropout, got {dropout}; set attention_dropout=0")
-    if query.shape[2] != key.shape[2] and not frame.is_cached:
+    if query.shape[2] != key.shape[2] and frame.key_runs is None:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"

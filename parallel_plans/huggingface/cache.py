@@ -18,14 +18,12 @@ from transformers.cache_utils import (
 )
 
 from dtensor_ring.inference.cache import CacheUsage
+from dtensor_ring.ops.decode_options import MAX_QUERIES
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.memory import CacheMemory
 from parallel_plans.huggingface.sharding import shardings_of
 from parallel_plans.huggingface.turn import Turn
 from parallel_plans.huggingface.window import Pair
-
-DECODE_TOKENS = 64
-"""New tokens that each rank computes all of: a decode step takes no more."""
 
 
 class ContextParallelCache(Cache):
@@ -40,7 +38,9 @@ class ContextParallelCache(Cache):
         answer = model.generate(torch.cat([answer, question], 1), past_key_values=chat)
 
     A forward by hand takes it as `past_key_values=`, and `use_cache=True` returns a new one; then
-    logits and hidden states are whole, plain tensors on every rank. All ranks call alike.
+    logits and hidden states are whole, plain tensors on every rank. All ranks call alike: they
+    compare the tokens of each dealt turn, and those of a decode step in the message of a layer, if
+    some layer sees everything.
 
     Args:
         model: that the plan was applied to.
@@ -64,16 +64,16 @@ class ContextParallelCache(Cache):
         7
     """
 
-    def __init__(self, model: Any, *, decode_tokens: int = DECODE_TOKENS, block: int = 256) -> None:
+    def __init__(self, model: Any, *, decode_tokens: int = MAX_QUERIES, block: int = 256) -> None:
         found = shardings_of(model)
         if len(found) != 1:
             raise ValueError(
                 f"a cache is for one model under a context_parallel_plan, got {len(found)} in "
                 f"{type(model).__name__}"
             )
-        if type(decode_tokens) is not int or not 1 <= decode_tokens <= DECODE_TOKENS:
+        if type(decode_tokens) is not int or not 1 <= decode_tokens <= MAX_QUERIES:
             raise ValueError(
-                f"decode_tokens must be from 1 to {DECODE_TOKENS}, got {decode_tokens!r}"
+                f"decode_tokens must be from 1 to {MAX_QUERIES}, got {decode_tokens!r}"
             )
         self.sharding = found[0]
         config = model.config.get_text_config(decoder=True)
@@ -130,8 +130,9 @@ class ContextParallelCache(Cache):
         self._memory.crop(num_tokens)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self._memory.select(torch.arange(self._memory.batch)[indices.cpu()])
+        """Keep these rows; of an empty cache there are none."""
+        if self._memory.batch >= 0:
+            self._memory.select(torch.arange(self._memory.batch)[indices.cpu()])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows of these beams into the places of all."""
@@ -139,7 +140,8 @@ class ContextParallelCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put so many copies of each row next to each other."""
-        self.batch_select_indices(torch.arange(self._memory.batch).repeat_interleave(repeats))
+        rows = torch.arange(max(0, self._memory.batch))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -86,10 +86,11 @@ def call_with_cache(
     past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
-    sharding.largest.set(batch["position_ids"])
     tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
-    num_kept = batch.get(LOGITS_TO_KEEP) or num_tokens
-    with cache.turn(tokens, padding, num_kept) as (turn, frames):
+    during = sharding.largest.during(batch["position_ids"])
+    with during, cache.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+        if turn.dealt_length:  # else layers compare the tokens
+            sharding.meet(given)
         batch, indices = _dealt(batch, turn)
         kept = None
         if turn.dealt_length:
@@ -100,7 +101,6 @@ def call_with_cache(
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # it may ask for a loss
         output = plain(model, **batch | how)
-    sharding.largest.clear()
     parts = output.items()
     return type(output)(**{name: _whole(name, x, turn, kept) for name, x in parts})
 

@@ -20,25 +20,18 @@ class Dealt:
     """
 
     axis: SequenceAxis
-    seq_len: int
-    """Of the keys, in tokens, with the padding that the layout needs."""
+    seq_len: int | None
+    """Of all ranks' tokens, with the padding that the layout needs; `None` with `key_runs`."""
     documents: Documents
     runs: Tensor | None = None
     """Of the queries of each rank, where that is not what the axis's layout says."""
     key_runs: Tensor | None = None
     """Of the keys of each rank, if a cache has more of them than there are queries."""
 
-    @property
-    def is_cached(self) -> bool:
-        """Whether keys may be more than queries."""
-        return self.key_runs is not None
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """From this rank's `(B, N, L, H)` to its outputs."""
-        more: dict[str, Any] = {"seq_len": self.seq_len}
-        if self.key_runs is not None:
-            more = {"key_runs": self.key_runs}
-        return self.axis.attention(query, key, value, runs=self.runs, **more, **scores)
+        where = {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
+        return self.axis.attention(query, key, value, **where, **scores)
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,11 @@ class Decoded:
     query_starts: Tensor
     """The position of the first query, `(1,)`."""
     num_columns: int
-    """Keys of this rank; more are no keys, see `FullLayer.update`."""
+    """Keys of this rank; more are no keys, see `CacheMemory.append`."""
     mesh: DeviceMesh | None
     """`None` if all keys are here."""
     agree: Tensor | None = None
     """Integers that must be the same on all ranks."""
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether keys may be more than queries."""
-        return True
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """From queries `(B, N, M, H)`, the same on all ranks, to outputs, the same on all ranks."""

@@ -81,11 +81,13 @@ def _asked(
 
 
 def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
-    """Refuse what would be wrong over a sharded sequence, and ranks that do not ask for the same.
+    """Refuse ranks that do not ask for the same, and what would be wrong over a sharded sequence.
 
     Raises:
         ValueError: on every rank, naming it.
     """
+    # First: ranks that come late would take an error of those before them for a failure.
+    check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
     if asked.get("past_key_values") is not None:
         cache_of(model, sharding, asked)
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]
@@ -101,7 +103,6 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
             'whose cache is dynamic; leave it out, or say "dynamic" if it comes from the '
             "generation_config"
         )
-    check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
 
 
 def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:

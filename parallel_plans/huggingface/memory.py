@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from dtensor_ring import SequenceAxis, ShardedCache
 from dtensor_ring.inference.cache import CacheUsage
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
-from parallel_plans.huggingface.frames import Frame
+from parallel_plans.huggingface.frames import Decoded, Frame
 from parallel_plans.huggingface.turn import Turn
 from parallel_plans.huggingface.window import Pair, Window
 
@@ -64,7 +65,8 @@ class CacheMemory:
         Args:
             tokens: or their embeddings, `(B, T, ...)`, the whole on each rank.
             left_padding: of each row.
-            num_kept: last tokens whose logits are wanted.
+            num_kept: last tokens whose logits are asked for, so that all of them but one can be
+                taken away again; 0 for as many as a decode step takes.
 
         Raises:
             ValueError: if there is another number of rows.
@@ -77,7 +79,7 @@ class CacheMemory:
             )
         is_dealt = not self.seq_len or num_tokens > self._decode_tokens
         dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_dealt else 0
-        num_kept = min(num_kept, self._decode_tokens)
+        num_kept = num_kept or min(num_tokens, self._decode_tokens)
         length = self.seq_len, num_tokens, dealt
         turn = Turn(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
         if self._shards is not None:
@@ -98,22 +100,20 @@ class CacheMemory:
         frames = {size: turn.window(num_held) for size, num_held in sizes.items()}
         if self._shards is None:
             return tuple(frames[size] for size in self._sizes)
-        columns = (
-            self._shards.key_runs,
-            self._shards.table.num_local[self.axis.mesh.get_local_rank()],
-        )
-        # The first layer that sends a message compares the tokens.
-        ids = None if tokens.is_floating_point() else tokens.long()
-        first, frames[0] = turn.full(*columns, ids), turn.full(*columns, None)
+        first = frames[0] = turn.full(self._shards)
+        if isinstance(first, Decoded) and not tokens.is_floating_point():
+            # The first layer that sends a message compares the tokens.
+            first = replace(first, agree=tokens.long())
         leader = min(self._full)
         return tuple(first if i == leader else frames[size] for i, size in enumerate(self._sizes))
 
     def _commit(self, turn: Turn, rows: int) -> None:
+        # All windows, before one of them moves on: an error leaves them where they were.
+        appended = {layer: window.appended() for layer, window in self._windows.items()}
         # Padding that the layout needs has the last positions.
         if self._shards is not None and turn.dealt_length > turn.num_tokens:
             self._shards.crop(turn.end)
-        for window in self._windows.values():
-            window.commit()
+        self._hold(appended)
         self.seq_len, self.batch = turn.end, rows
 
     def _take_back(self, turn: Turn) -> None:
@@ -150,18 +150,22 @@ class CacheMemory:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows."""
+        selected = {layer: window.selected(rows) for layer, window in self._windows.items()}
         if self._shards is not None:
             self._shards.select(rows)
-        for window in self._windows.values():
-            window.select(rows)
+        self._hold(selected)
         self.batch = len(rows)
+
+    def _hold(self, pairs: dict[int, Pair | None]) -> None:
+        for layer, pair in pairs.items():
+            self._windows[layer].hold(pair)
 
     def reset(self) -> None:
         """Forget all tokens."""
         if self._shards is not None:
             self._shards.reset()
         for window in self._windows.values():
-            window.reset()
+            window.hold(None)
         self.seq_len, self.batch = 0, -1
 
 

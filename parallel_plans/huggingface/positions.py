@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from types import MethodType
@@ -49,6 +50,15 @@ class LargestPosition:
     def clear(self) -> None:
         """Forget the batch."""
         self._position = None
+
+    @contextmanager
+    def during(self, positions: Tensor) -> Iterator[None]:
+        """A context in which the model runs on a batch."""
+        self.set(positions)
+        try:
+            yield
+        finally:
+            self.clear()
 
     def appended_to(self, positions: Tensor) -> Tensor:
         """This rank's positions, and the largest one of the batch."""

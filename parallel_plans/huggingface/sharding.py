@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
-from dtensor_ring.dtensor.agreement import check_agreement
+from dtensor_ring.dtensor.agreement import check_agreement, meeting
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.planning.layout import Layout
@@ -163,10 +163,19 @@ class Sharding(Outputs):
         # A collective in each forward would cost, and a graph cannot compare.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
             return
-        tensors = [x for x in batch.values() if isinstance(x, Tensor)]
-        if detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors):
+        if _has_content(batch):
             check_agreement(axis_group(self.axis.mesh), described(batch), SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
+
+    def meet(self, batch: dict[str, Any]) -> None:
+        """At each turn of a cache that is dealt: whether all ranks got the same, and deal it, too.
+
+        Raises:
+            RingError: on every rank, if not.
+        """
+        if _has_content(batch):
+            with meeting(axis_group(self.axis.mesh), "a dealt turn", described(batch)):
+                pass
 
     def _deal(
         self, batch: dict[str, Any], seq_len: int, given: Any
@@ -241,6 +250,12 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
     finally:
         for sharding, were in zip(shardings, before, strict=True):
             sharding.unshards_outputs, sharding.returns_logits = were
+
+
+def _has_content(batch: dict[str, Any]) -> bool:
+    """Whether its tensors are real."""
+    tensors = [x for x in batch.values() if isinstance(x, Tensor)]
+    return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 
 
 def _tokens(batch: dict[str, Any]) -> Tensor:

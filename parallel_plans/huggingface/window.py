@@ -36,7 +36,7 @@ class Window:
         return sum(x.numel() * x.itemsize for x in self._held or ())
 
     def append(self, key: Tensor, value: Tensor, turn: Turn) -> Pair:
-        """This rank's columns: of what is held, and the new ones; `commit` keeps them."""
+        """This rank's columns: of what is held, and the new ones."""
         # As many more as may be taken back, which a window of the tokens before them still needs.
         num_kept = self.size - 1 + max(0, turn.num_kept - 1)
         held = self._held or (key[:, :, :0], value[:, :, :0])
@@ -60,13 +60,23 @@ class Window:
         own_slice = held[0][:, :, begin:end], held[1][:, :, begin:end]
         return _cat(own_slice, (key, value))
 
-    def commit(self) -> None:
-        """Keep what was appended; all ranks call it for the same layers in the same order."""
-        if self._next is not None:
-            self._held, self._next = self._next(), None
+    def appended(self) -> Pair | None:
+        """What is held after the turn; all ranks ask the same layers in the same order."""
+        return self._held if self._next is None else self._next()
+
+    def selected(self, rows: Tensor) -> Pair | None:
+        """What is held of these rows of the batch."""
+        if self._held is None:
+            return None
+        rows = rows.to(self._held[0].device)
+        return self._held[0].index_select(0, rows), self._held[1].index_select(0, rows)
+
+    def hold(self, pair: Pair | None) -> None:
+        """Hold this from now on, whatever was appended."""
+        self._held, self._next = pair, None
 
     def take_back(self) -> None:
-        """Forget what was appended and not committed."""
+        """Forget what was appended."""
         self._next = None
 
     def check_crop(self, num_tokens: int, seq_len: int) -> None:
@@ -87,16 +97,6 @@ class Window:
         if self._held is not None:
             left = max(0, self.num_held - num_tokens)
             self._held = self._held[0][:, :, :left], self._held[1][:, :, :left]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch."""
-        if self._held is not None:
-            rows = rows.to(self._held[0].device)
-            self._held = self._held[0].index_select(0, rows), self._held[1].index_select(0, rows)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._held = self._next = None
 
 
 def _cat(before: Pair, after: Pair) -> Pair:

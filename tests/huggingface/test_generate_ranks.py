@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import RingError
+from dtensor_ring.transport.board import OTHERS
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generating import NUM_NEW, check_bits, generate, sharded, tokens
@@ -91,6 +92,9 @@ def check_start() -> None:
         ours.generate(**asked, do_sample=True)
     found = ours.generate(**asked)
     check_bits(found)
+    time.sleep((OTHERS + 0.2) * rank)  # late: what all ranks are refused alike is no failure
+    with pytest.raises(ValueError, match="max_time would stop"):
+        ours.generate(**asked, max_time=1.0)
     with pytest.raises(KeyError, match="planted on all"):  # the group stays in order
         ours.generate(**asked, prefix_allowed_tokens_fn=fails)
     assert torch.equal(ours.generate(**asked), found)
@@ -102,6 +106,31 @@ def fails(batch: int, ids: Tensor) -> list[int]:
 
 def test_ranks_that_begin_differently(pool: Pool) -> None:
     pool.run(2, check_start)
+
+
+OTHER_TURNS = {
+    "tokens": (70, 70, "differ in input_ids"),
+    "a number": (70, 2, "differ in direction"),
+}
+
+
+@torch.no_grad()
+def check_other_turn(name: str) -> None:
+    """All ranks are told, after whatever number of turns on which they agreed."""
+    ours, is_last = sharded("Gemma 3"), dist.get_rank() == dist.get_world_size() - 1
+    first, last, match = OTHER_TURNS[name]
+    cache = ContextParallelCache(ours)
+    ours(tokens(), past_key_values=cache)
+    begin = time.monotonic()
+    with pytest.raises(RingError, match=match):
+        ours(tokens(last).flip(1) if is_last else tokens(first), past_key_values=cache)
+    assert time.monotonic() - begin < WITHIN
+    assert cache.get_seq_length() == 13
+
+
+@pytest.mark.parametrize("name", OTHER_TURNS)
+def test_other_turns_of_a_cache(pool: Pool, name: str) -> None:
+    pool.run(3, check_other_turn, name)
 
 
 class Collectives(TorchDispatchMode):

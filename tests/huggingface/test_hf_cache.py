@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, StaticCache
 
-from parallel_plans.huggingface import ContextParallelCache
+from dtensor_ring import ShardedCache
+from parallel_plans.huggingface import ContextParallelCache, window
+from parallel_plans.huggingface.window import Window
 from tests.families import SMALL
 from tests.huggingface.generating import NUM_NEW, check_bits, generate, sharded, stock, tokens
 from tests.pool import Pool
@@ -82,8 +86,12 @@ def check_refused() -> None:
 
 @torch.no_grad()
 def check_misused() -> None:
-    ours, other = sharded("Llama"), sharded("Qwen2")
+    ours, other = sharded("Llama, dynamic"), sharded("Qwen2")
     cache = ContextParallelCache(ours)
+    for nothing in (cache.batch_select_indices, cache.reorder_cache):
+        nothing(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    angles = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
     first = ours(tokens(), past_key_values=cache).logits
     wrong: tuple[tuple[str, Any], ...] = (
         ("of another model", lambda: other(tokens(), past_key_values=cache)),
@@ -105,6 +113,8 @@ def check_misused() -> None:
             ours(tokens(new), past_key_values=cache)
     hook.remove()
     assert cache.get_seq_length() == 13
+    again = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
+    assert torch.equal(again[0], angles[0]), "not those of the turn that failed"
     # A copy goes on by itself, as one of transformers does.
     copied = deepcopy(cache)
     second = ours(tokens(2), past_key_values=copied).logits
@@ -119,6 +129,40 @@ def check_misused() -> None:
 
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+@torch.no_grad()
+def check_half_done() -> None:
+    """What fails in some layer is done in none: turns, and choices of rows."""
+    cases: tuple[tuple[str, Any, str, int, Any], ...] = (
+        (
+            "Mistral, short window",
+            window,
+            "_last",
+            2,
+            lambda x, cache: x(tokens(2), past_key_values=cache),
+        ),
+        ("Gemma 3", ShardedCache, "select", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
+        ("Gemma 3", Window, "selected", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
+    )
+    for family, owner, name, number, call in cases:
+        ours = sharded(family)
+        cache = ContextParallelCache(ours)
+        ours(tokens(), past_key_values=cache)
+        expected = ours(tokens(2), past_key_values=deepcopy(cache)).logits
+        plain, calls = getattr(owner, name), count(1)
+        fails = lambda *args: _fail() if next(calls) == number else plain(*args)  # noqa: B023, E731
+        with mock.patch.object(owner, name, fails), pytest.raises(ZeroDivisionError):
+            call(ours, cache)
+        assert torch.equal(ours(tokens(2), past_key_values=cache).logits, expected), name
+
+
+def check_lookup() -> None:
+    """More tokens are proposed, and taken back, than a decode step takes."""
+    ours, theirs = sharded("Gemma 3"), stock("Gemma 3")
+    options = {"input_ids": tokens(4, rows=1).repeat(1, 4), "prompt_lookup_num_tokens": 3}
+    found = generate(ours, **options, past_key_values=ContextParallelCache(ours, decode_tokens=1))
+    assert torch.equal(found.sequences, generate(theirs, **options).sequences)
 
 
 def check_usage() -> None:
@@ -185,6 +229,8 @@ def check_turns_of_a_chat() -> None:
 CHECKS = {
     "what has no meaning": (check_refused, 2),
     "misuse": (check_misused, 3),
+    "half done": (check_half_done, 2),
+    "lookup": (check_lookup, 2),
     "bytes": (check_usage, 3),
     "rows": (check_rows, 2),
     "a chat": (check_turns_of_a_chat, 3),

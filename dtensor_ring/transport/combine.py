@@ -7,7 +7,7 @@ same token from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -79,27 +79,26 @@ class Combine:
         sent = parts[self._rank].split(lengths)
         buffer, shares = self._buffer(self._size, lengths[self._rank], width - 1, parts)
         shares[self._rank] = sent[self._rank]
-        self._exchange(list(shares), list(sent))
+        self._exchange(_flat(shares), _flat(sent))
         merged, lse = merge_parts(shares[..., : width - 1], shares[..., width - 1])
         # The rows of this rank's own partial are sent: the merged ones may take their place.
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
-        self._exchange(list(sent), [sent[self._rank]] * self._size)
+        self._exchange(_flat(sent), [sent[self._rank].view(-1)] * self._size)
         self._transport.free(buffer)
         rows = parts[self._rank]
         return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
 
     def _gather(self, parts: Tensor) -> None:
         """Get the part of every rank."""
-        self._exchange(list(parts), [parts[self._rank]] * self._size)
+        self._exchange(_flat(parts), [parts[self._rank].view(-1)] * self._size)
 
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Exchange one message with every other rank; nothing empty travels."""
+        """Exchange one flat message with every other rank; nothing empty travels.
+
+        The same tensor for all ranks is joined with the word of the call once.
+        """
         receives, sends = (
-            [
-                P2P(x.view(-1), peer)
-                for peer, x in enumerate(side)
-                if peer != self._rank and x.numel()
-            ]
+            [P2P(x, peer) for peer, x in enumerate(side) if peer != self._rank and x.numel()]
             for side in (received, sent)
         )
         works = self._transport.start(receives, sends)
@@ -116,6 +115,10 @@ class Combine:
         num_bytes = numel * like.dtype.itemsize
         buffer = self._transport.allocate(num_bytes, like.device)
         return buffer, buffer[:num_bytes].view(like.dtype).view(shape)
+
+
+def _flat(parts: Iterable[Tensor]) -> list[Tensor]:
+    return [x.view(-1) for x in parts]
 
 
 def packed_bytes(query: Tensor, value: Tensor) -> int:

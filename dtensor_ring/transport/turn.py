@@ -165,13 +165,13 @@ class Turn(Transport):
         rank, size = self._group.rank(), self._group.size()
         peers = [*self._answers] if self._carries else [(rank + 1) % size]
         carried, self._carries = carried or {}, False
-        joined = {id(None): flat(self._mine)}
+        word, joined = flat(self._mine), dict[int, Tensor]()
         for x in carried.values():  # what goes to several peers is joined once
             if id(x) not in joined:
                 joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
         sent = []
         for peer in peers:
-            message = P2P(joined[id(carried.get(peer))], peer)
+            message = P2P(joined[id(carried[peer])] if peer in carried else word, peer)
             with self._naming(message):
                 sent.append(Sent(self, self._words_transport.send_word(message), message))
         self._in_flight += sent

@@ -33,6 +33,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.words = self.others = 0
+        self.memories: set[int] = set()
         self._patches: list[Any] = []
 
     def __enter__(self) -> Counted:
@@ -41,6 +42,7 @@ class Counted:
         def with_word(this: Any, message: Any) -> Any:
             assert message.flat.numel() >= NUM_BYTES
             self.words += 1
+            self.memories.add(message.flat.data_ptr())
             return send_word(this, message)
 
         def without(this: Any, receives: Any, sends: Any) -> Any:
@@ -61,27 +63,27 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("case", "words", "others"),
+    ("case", "words", "others", "joined"),
     [
-        (SMALL, 2, 0),  # one message to each of the two other ranks
-        (LARGE, 1, 2),
-        (Decode(RUNS, 16, (15,), 3, merge="two_shot"), 2, 2),
-        (Decode(RUNS, 16, (15,), 3, batch=0), 2, 0),
+        (SMALL, 2, 0, 1),  # one message to each of the two other ranks, joined once
+        (LARGE, 1, 2, 1),
+        (Decode(RUNS, 16, (15,), 3, merge="two_shot"), 2, 2, 2),
+        (Decode(RUNS, 16, (15,), 3, batch=0), 2, 0, 1),
     ],
     ids=["small", "large", "two shots", "empty batch"],
 )
-def test_messages(pool: Pool, case: Decode, words: int, others: int) -> None:
+def test_messages(pool: Pool, case: Decode, words: int, others: int, joined: int) -> None:
     for outputs, sent in pool.run(3, _count, case):
         check(case, [outputs])
-        assert sent == [(words, others)] * 3
+        assert sent == [(words, others, joined)] * 3
 
 
-def _count(case: Decode) -> tuple[Outputs, list[tuple[int, int]]]:
+def _count(case: Decode) -> tuple[Outputs, list[tuple[int, int, int]]]:
     mesh, sent = init_device_mesh("cpu", (3,)), []
     for _ in range(3):
         with Counted() as counted:
             outputs = attend(mesh, case)
-        sent.append((counted.words, counted.others))
+        sent.append((counted.words, counted.others, len(counted.memories)))
     return outputs, sent
 
 
@@ -257,4 +259,4 @@ def test_the_largest_message_that_a_word_carries(pool: Pool) -> None:
         case = Decode(RUNS, 16, (15,), 3, batch=num_rows, heads=(1, 1), merge="one_shot")
         for outputs, sent in pool.run(3, _count, case):
             check(case, [outputs])
-            assert [words for words, _ in sent] == [words] * 3
+            assert [words for words, _, _ in sent] == [words] * 3

@@ -40,7 +40,10 @@ class ShardedCache:
     Who holds what is computed, on all ranks alike: no message is sent.
 
     A rank has memory for its tokens, and for the rest of the block that it is filling: at most for
-    its part of the sequence and a block. It is given back by `reset` only.
+    its part of the sequence and a block. It is given back by `reset`; by `crop`, what a turn took
+    that is dropped whole. After a dealt turn there is room for no further token: the next turn
+    takes more memory, and copies what there is, layer by layer. So a prompt in n chunks is copied
+    (n - 1) / 2 times in all; fewer, larger chunks copy less.
 
     Args:
         mesh: the 1-D mesh of the axis.
@@ -161,17 +164,25 @@ class ShardedCache:
     def crop(self, seq_len: int) -> None:
         """Keep the first tokens of each sequence only; memory stays for those that follow.
 
-        A turn that some layers did not append is taken back by a crop to where it began.
+        A crop to where the last turn began takes it back, whether it failed in some layer or not:
+        with the memory that it took, and if it was the first one, with the number of sequences.
 
         Raises:
             ValueError: if it is negative, more than there is, or within a turn that some layers did
                 not append.
             TypeError: if it is not an integer.
         """
+        dropped = self._turns.taken_back(seq_len)
+        if dropped is not None:
+            for layer in self._layers:
+                layer.shrink(dropped.capacities_before)
         self._turns.crop(seq_len)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order.
+
+        A layer copies them when it is used next, one after the other: each needs memory for its
+        own rows a second time while it does.
 
         Args:
             rows: numbers of sequences, `(B',)`, int32 or int64; one may be there several times.
@@ -182,6 +193,7 @@ class ShardedCache:
         """
         self._turns.check_complete("select sequences")
         _check_rows(rows, self.batch)
+        rows = rows.clone()  # which the caller may change before a layer is used
         for layer in self._layers:
             layer.select(rows)
         self._turns.batch = None if self.batch is None else len(rows)
@@ -238,6 +250,8 @@ def _check_rows(rows: Tensor, batch: int | None) -> None:
         raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
     if rows.ndim != 1 or rows.dtype not in INTEGERS:
         raise ValueError(f"rows must be int32 or int64, (B,), got {rows.dtype} {tuple(rows.shape)}")
+    if rows.is_meta:
+        raise ValueError("rows must have content, got a tensor on meta; make it on the CPU")
     wrong = [row for row in rows.tolist() if not 0 <= row < (batch or 0)]
     # A cache without tokens has no sequences that could be elsewhere.
     if wrong and batch is not None:

@@ -26,13 +26,16 @@ class CacheLayer:
     def reset(self) -> None:
         """Forget all columns, and give their memory back."""
         self._buffers: tuple[Tensor, ...] = ()
+        self._rows: Tensor | None = None
+        """Of the batch, which `select` wants; memory has them from the next use on."""
         self.capacities: tuple[int, ...] = (0,) * self._turns.table.world_size
         """By rank: columns that there is memory for."""
 
     @property
     def bytes_per_column(self) -> int:
         """Of keys and values, in all sequences; 0 before the first ones came."""
-        return sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
+        batch = self._turns.batch or 0  # memory has these rows from the next use on
+        return sum(batch * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
 
     @property
     def keys(self) -> Tensor:
@@ -72,6 +75,7 @@ class CacheLayer:
         for name, x in (("key", key), ("value", value)):
             _check(name, x, turn.num_given)
         self._check_known(key, value)
+        self._reorder()
         with torch.no_grad():
             self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
             for buffer, x in zip(self._buffers, given, strict=True):
@@ -84,13 +88,37 @@ class CacheLayer:
         return self._columns()
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._buffers = tuple(x.index_select(0, rows.to(x.device)) for x in self._buffers)
+        """Keep these rows of the batch, in this order.
+
+        Nothing is copied before the layer is used again, so this cannot fail in some layers only,
+        for want of memory; and one layer at a time has its rows twice.
+        """
+        if self._buffers:
+            before = self._rows
+            self._rows = rows if before is None else before[rows.to(before.device)]
+
+    def shrink(self, capacities: tuple[int, ...]) -> None:
+        """Give back the memory that a turn took which is taken back."""
+        if not any(capacities):  # there was none before
+            self.reset()
+        elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = capacities[self._turns.rank]
+                self._buffers = tuple(_cols(x, 0, kept).clone() for x in self._buffers)
+        self.capacities = capacities
+
+    def _reorder(self) -> None:
+        """Put the rows of the batch where `select` wants them."""
+        if self._rows is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                rows = self._rows
+                self._buffers = tuple(x.index_select(0, rows.to(x.device)) for x in self._buffers)
+            self._rows = None
 
     def _columns(self) -> tuple[Tensor, Tensor]:
         if not self._buffers:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
+        self._reorder()
         num_cols = self._turns.num_cols(self.number)
         keys, values = self._buffers
         return _cols(keys, 0, num_cols), _cols(values, 0, num_cols)

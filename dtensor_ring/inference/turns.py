@@ -27,6 +27,10 @@ class Turn(NamedTuple):
     """The new columns, after which there are no others."""
     capacities: tuple[int, ...]
     """By rank: columns that each layer has memory for after the turn."""
+    capacities_before: tuple[int, ...]
+    """And before it."""
+    batch_before: int | None
+    """Sequences before the turn."""
 
 
 class Turns:
@@ -75,10 +79,13 @@ class Turns:
             kept = ((0, num_given),)
         cols = before.num_local[self.rank], table.num_local[self.rank]
         # Memory that was needed once is kept.
-        self._capacities = tuple(map(max, self._capacities, table.num_reserved))
+        capacities = tuple(map(max, self._capacities, table.num_reserved))
         self.last = Turn(
-            before.seq_len, layout is not None, num_given, kept, cols, self._capacities
+            before.seq_len,
+            *(layout is not None, num_given, kept, cols, capacities),
+            *(self._capacities, self.batch),
         )
+        self._capacities = capacities
         self.table, self._behind = table, set(range(self.num_layers))
 
     def of_layer(self, number: int) -> Turn:
@@ -119,13 +126,22 @@ class Turns:
             "takes it back"
         )
 
-    def crop(self, seq_len: int) -> None:
-        """Drop the last positions; a turn that is not complete can only be dropped whole.
+    def taken_back(self, seq_len: int) -> Turn | None:
+        """The last turn, if a crop to that length drops it whole.
+
+        Whether it was complete does not matter: of a turn that failed, some ranks may have it.
 
         Raises:
-            ValueError: if it is negative, more than there is, or within such a turn.
+            ValueError: if the length is negative, more than there is, or within such a turn.
         """
         table = self.table.crop(seq_len)
         if self.last is None or table.seq_len > self.last.begin:
             self.check_complete(f"crop to {table.seq_len} tokens")
-        self.table, self.last, self._behind = table, None, set()
+        return self.last if self.last is not None and table.seq_len <= self.last.begin else None
+
+    def crop(self, seq_len: int) -> None:
+        """Drop the last positions; a turn that is not complete can only be dropped whole."""
+        dropped = self.taken_back(seq_len)
+        if dropped is not None:  # what it needed is not what the next turn needs
+            self._capacities, self.batch = dropped.capacities_before, dropped.batch_before
+        self.table, self.last, self._behind = self.table.crop(seq_len), None, set()

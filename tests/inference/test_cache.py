@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,7 +93,9 @@ class World:
     ) -> None:
         for cache in self.caches:
             what(cache)
-        if self.caches[0].batch is not None:
+        if self.caches[0].batch is None:
+            self.wholes = empty(self.batch)  # before the first turn, or it was taken back
+        else:
             self.wholes = [tuple(map(whole, pair)) for pair in self.wholes]
             self.batch = len(self.wholes[0][0])
 
@@ -318,6 +322,11 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
         ValueError,
         "rows must be int32 or int64",
     ),
+    "rows without content": (
+        lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1], device="meta"))),
+        ValueError,
+        "rows must have content, got a tensor on meta; make it on the CPU",
+    ),
     "rows in a list": (
         lambda cache: (cache.crop(6), cache.select([0])),
         TypeError,
@@ -376,6 +385,60 @@ def taken_back() -> None:
     cache.crop(6)
     assert all(map(torch.equal, own(cache[0]), before))
     assert cache[1].keys.shape[2] == 6
+
+
+def test_a_turn_that_failed_leaves_nothing(pool: Pool) -> None:
+    pool.run(1, left_over)
+
+
+def left_over() -> None:
+    """No memory, no promise of it, and no number of sequences, if it was the first."""
+    for layout, num_before, fits in (("zigzag", 6, 2), ("zigzag", 0, 3), ("contiguous", 1, 2)):
+        world = World(3, layout)
+        if num_before:
+            world.dealt(num_before)
+        before = [cache.usage() for cache in world.caches]
+        for rank, cache in enumerate(world.caches):
+            cache.begin(600, dealt=True)
+            for layer, shape in list(zip(cache, LAYERS, strict=True))[
+                : 1 + rank
+            ]:  # the last rank has all
+                layer.append(*tokens(shape, 2, 200))
+            cache.crop(num_before)
+        assert [cache.usage() for cache in world.caches] == before
+        if not num_before:
+            world.batch, world.wholes = fits, empty(fits)
+        world.check()
+        world.single(2)
+        world.check()
+        assert max(world.caches[0][0].capacities) <= num_before + BLOCK
+
+
+def test_rows_of_all_layers_or_of_none(pool: Pool) -> None:
+    pool.run(1, short_of_memory)
+
+
+def short_of_memory() -> None:
+    world = World(1)
+    (cache,), calls, copied = world.caches, count(), Tensor.index_select
+
+    def short(*args: Any) -> Tensor:
+        if next(calls) == 2:  # the keys of the second layer
+            raise MemoryError
+        return copied(*args)
+
+    world.dealt(6)
+    rows = torch.tensor([1, 1, 0])
+    with patch.object(Tensor, "index_select", short):
+        cache.select(rows)
+        cache.reorder(torch.tensor([2, 0, 1]))
+        rows.zero_()  # nothing is read later
+        assert cache[0].keys.shape[0] == 3
+        with pytest.raises(MemoryError):
+            own(cache[1])
+    world.batch = 3
+    world.wholes = [tuple(x[[0, 1, 1]] for x in pair) for pair in world.wholes]
+    world.check()
 
 
 def test_the_layout_is_the_axis_own(pool: Pool) -> None:

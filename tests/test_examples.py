@@ -59,7 +59,8 @@ def test_generate(tmp_path: Path) -> None:
     assert (tmp_path / "generate_hf.pt").exists()
     found = json.loads((tmp_path / "generated.json").read_text())
     pair = 4 * 2 * 2 * 32 * 4  # layers, heads, keys and values, head dim, bytes
-    assert found["cache_bytes"] == [pair * 256] * 2  # 152 tokens, in blocks
+    # Half the prompt on each rank, and on one of them a block for what is decoded.
+    assert sorted(found["cache_bytes"]) == [pair * 150, pair * (150 + 256)]
 
 
 def test_profile(tmp_path: Path) -> None:

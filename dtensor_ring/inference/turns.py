@@ -29,8 +29,8 @@ class Turn(NamedTuple):
     """By rank: columns that each layer has memory for after the turn."""
     capacities_before: tuple[int, ...]
     """And before it."""
-    batch_before: int | None
-    """Sequences before the turn."""
+    is_first: bool
+    """Whether it says how many sequences there are."""
 
 
 class Turns:
@@ -83,7 +83,7 @@ class Turns:
         self.last = Turn(
             before.seq_len,
             *(layout is not None, num_given, kept, cols, capacities),
-            *(self._capacities, self.batch),
+            *(self._capacities, self.batch is None),
         )
         self._capacities = capacities
         self.table, self._behind = table, set(range(self.num_layers))
@@ -143,5 +143,7 @@ class Turns:
         """Drop the last positions; a turn that is not complete can only be dropped whole."""
         dropped = self.taken_back(seq_len)
         if dropped is not None:  # what it needed is not what the next turn needs
-            self._capacities, self.batch = dropped.capacities_before, dropped.batch_before
+            self._capacities = dropped.capacities_before
+            if dropped.is_first:  # others leave as many sequences as there are by now
+                self.batch = None
         self.table, self.last, self._behind = self.table.crop(seq_len), None, set()

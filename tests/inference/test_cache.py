@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,6 +155,7 @@ def test_caches_hold_what_was_appended(pool: Pool) -> None:
 
 
 def any_steps() -> None:
+    @example([("dealt", 1), ("dealt", 1), ("repeat", 2), ("crop", 1)], 1, "zigzag")
     @settings(deadline=None, max_examples=40, database=None)
     @given(STEPS, st.integers(1, 4), st.sampled_from(["zigzag", "contiguous", "block_cyclic:2"]))
     def check(steps: list[tuple[str, Any]], world_size: int, layout: str) -> None:

@@ -119,34 +119,17 @@ def _decode_word(
     agree: str,
     *asked: Any,
 ) -> Word:
-    batch, num_heads, num_queries, head_dim, num_key_heads, value_head_dim = shapes
+    batch, num_heads, num_queries, *dims = shapes
     question = DecodeQuestion(*asked)
-    layout = question.layout
-    fields = {
-        "direction": "decode",
-        "dtype": dtype,
-        "device": device,
-        "batch": batch,
-        "query heads": num_heads,
-        "key heads": num_key_heads,
-        "head dim": head_dim,
-        "value head dim": value_head_dim,
+    own: dict[str, object] = {
         "tokens of queries": num_queries,
-        "tokens": question.seq_len,
         "agree": agree,
         "query_starts": _numbers(np.array(question.starts, dtype=np.int64)),
-        "mask": question.mask,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "kernel": kernel,
-        "layout": layout.name if layout.per_batch else layout.spec,
         "merge": merge,
-        "cu_seqlens": _boundaries(question.documents),
-        "slices": _tables(question.slices),
-        "key_runs": _runs(layout),
+        "key_runs": _runs(question.layout),
     }
-    return Word({name: str(value) for name, value in fields.items()})
+    facts = "decode", dtype, device, (batch, num_heads, *dims), sinks, scale, softcap, kernel
+    return _word_of(*facts, question, own)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
@@ -162,8 +145,33 @@ def _word(
     policy: TransferPolicy,
     *asked: Any,
 ) -> Word:
-    batch, num_heads, head_dim, num_key_heads, value_head_dim = shapes
     question = Question(*asked)
+    own: dict[str, object] = {
+        "tokens of keys": question.key_seq_len,
+        "strategy": question.strategy,
+        "policy": policy,
+        "key_cu_seqlens": _boundaries(question.key_documents),
+        "runs": _runs(question.layout),
+        "key_runs": _runs(question.key_layout),
+    }
+    facts = direction, dtype, device, shapes, sinks, scale, softcap, kernel
+    return _word_of(*facts, question, own)
+
+
+def _word_of(
+    direction: str,
+    dtype: torch.dtype,
+    device: str,
+    shapes: tuple[int, ...],
+    sinks: torch.dtype | None,
+    scale: float,
+    softcap: float,
+    kernel: str | None,
+    question: Question | DecodeQuestion,
+    own: dict[str, object],
+) -> Word:
+    """What calls of all ops have, and what is an op's own."""
+    batch, num_heads, head_dim, num_key_heads, value_head_dim = shapes
     layout = question.layout
     fields = {
         "direction": direction,
@@ -175,22 +183,16 @@ def _word(
         "head dim": head_dim,
         "value head dim": value_head_dim,
         "tokens": question.seq_len,
-        "tokens of keys": question.key_seq_len,
         "mask": question.mask,
         "scale": scale,
         "softcap": softcap,
         "sinks": sinks,
         "kernel": kernel,
         "layout": layout.name if layout.per_batch else layout.spec,
-        "strategy": question.strategy,
-        "policy": policy,
         "cu_seqlens": _boundaries(question.documents),
-        "key_cu_seqlens": _boundaries(question.key_documents),
         "slices": _tables(question.slices),
-        "runs": _runs(layout),
-        "key_runs": _runs(question.key_layout),
     }
-    return Word({name: str(value) for name, value in fields.items()})
+    return Word({name: str(value) for name, value in (fields | own).items()})
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)  # once for forward and backward

@@ -93,7 +93,7 @@ class ShardedCache:
         """The layer of that number.
 
         Raises:
-            IndexError: if there is none.
+            IndexError: if the cache has no layer of that number.
         """
         if not 0 <= as_int("number", number) < len(self._layers):
             raise IndexError(
@@ -148,7 +148,7 @@ class ShardedCache:
         return torch.from_numpy(self.table.positions(self._turns.rank))
 
     def begin(self, num_tokens: int, *, dealt: bool) -> None:
-        """Begin a turn: each layer appends so many tokens next.
+        """Begin a turn: each layer appends its tokens next.
 
         Args:
             num_tokens: of each sequence, on all ranks together.
@@ -205,7 +205,7 @@ class ShardedCache:
             rows: the number of the sequence that comes into each place, `(B,)`, int32 or int64.
 
         Raises:
-            ValueError: if they are not as many as there are, or as `select` does.
+            ValueError: if `rows` has another length than the batch, or as `select` does.
             TypeError: if `rows` is not a tensor.
         """
         if isinstance(rows, Tensor) and self.batch not in (None, rows.numel()):
@@ -216,7 +216,7 @@ class ShardedCache:
         self.select(rows)
 
     def repeat(self, times: int) -> None:
-        """Put so many copies of each sequence side by side.
+        """Repeat each sequence of the batch; its copies are neighbours.
 
         Raises:
             ValueError: if there is to be none, or a turn is not complete.

@@ -139,7 +139,7 @@ class ContextParallelCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Put so many copies of each row next to each other."""
+        """Repeat each row of the batch; its copies are neighbours."""
         rows = torch.arange(max(0, self._memory.batch))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 

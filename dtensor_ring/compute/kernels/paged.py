@@ -84,7 +84,7 @@ class PagedKernel(ABC):
 
     @abstractmethod
     def supports(self, problem: Problem, block: int) -> str | None:
-        """Why this kernel cannot serve the problem, or blocks of so many keys; `None` if it can."""
+        """The reason why this kernel cannot serve a problem with this block size, or `None`."""
 
     @abstractmethod
     def forward(
@@ -106,7 +106,7 @@ class PagedKernel(ABC):
 
 
 def whole_pages(block: int, multiple: int) -> str | None:
-    """Why a kernel of blocks of a multiple of so many keys cannot; `None` if it can."""
+    """The reason why a kernel whose blocks need a multiple of keys refuses this size, or `None`."""
     if block % multiple == 0:
         return None
     return (

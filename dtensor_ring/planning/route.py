@@ -167,6 +167,24 @@ class DirectRoute(Route):
         return Hop(sends, self._transfers(source, self._seen.get(source, Cols()), source))
 
 
+class GatheredRoute(DirectRoute):
+    """All that a rank sees of others comes while it works on its own shard.
+
+    So only one hop has to be waited for. The steps after it have one source each, as on the other
+    routes: in one step for all of them, what came would have to be copied together first, as each
+    message lies in its own memory. Sums go straight home, each as soon as it is complete.
+    """
+
+    def shards(self, step: int) -> Hop:
+        if step:
+            return Hop()
+        hops = [self._exchanged(number) for number in range(1, len(self._distances))]
+        return Hop(
+            tuple(x for hop in hops for x in hop.sends),
+            tuple(x for hop in hops for x in hop.receives),
+        )
+
+
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
     """Around the ring, unless the load is less by more than a fifth if all goes directly.
 
@@ -187,6 +205,7 @@ ROUTES: dict[str, Callable[[int, Needs], Route]] = {
     "ring": ring_unless_sparse,
     "around": RingRoute,
     "direct": DirectRoute,
+    "all_gather": GatheredRoute,
 }
 """Factories of routes, by the name that `plan` takes as `route` and an axis as `strategy`."""
 

@@ -14,7 +14,15 @@ from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.needs import Needs
 from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.planning.route import ROUTES, DirectRoute, Hop, RingRoute, Route, Transfer
+from dtensor_ring.planning.route import (
+    ROUTES,
+    DirectRoute,
+    GatheredRoute,
+    Hop,
+    RingRoute,
+    Route,
+    Transfer,
+)
 from dtensor_ring.planning.span import Span
 from tests.columns import cols_of, indices_of, union
 from tests.layouts import LAYOUTS
@@ -228,6 +236,13 @@ def straight(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
     return sources, [*shards, Hop()], sums
 
 
+def gathered(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
+    """The same of a rank that gets everything at once."""
+    sources, shards, sums = straight(table, rank)
+    at_once = Hop(*(sum((hop[side] for hop in shards), ()) for side in (0, 1)))
+    return sources, [at_once, *(Hop() for _ in shards[1:])], sums
+
+
 def route_of(route: Route) -> tuple[list[int], list[Hop], list[Hop]]:
     steps = range(len(route.sources))
     shards, sums = ([mail(step) for step in steps] for mail in (route.shards, route.sums))
@@ -242,6 +257,7 @@ def test_routes_are_those_written_out(table: Table) -> None:
     for rank in range(len(table)):
         assert route_of(RingRoute(rank, needs)) == around(table, rank)
         assert route_of(DirectRoute(rank, needs)) == straight(table, rank)
+        assert route_of(GatheredRoute(rank, needs)) == gathered(table, rank)
         expected = straight if needs.direct_is_lighter else around
         assert route_of(ROUTES["ring"](rank, needs)) == expected(table, rank)
 

@@ -35,6 +35,15 @@ def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
         packed.copy_(x.index_select(2, _index(cols, x.device)))
 
 
+def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
+    """Copy columns that lie side by side to these columns of `x`."""
+    if len(cols.spans) <= FEW:
+        for span, part in _parts(packed, cols):
+            part_of(x, region(None, span)).copy_(part)
+    else:
+        x.index_copy_(2, _index(cols, x.device), packed)
+
+
 def add(total: Tensor, filled: WriteTracker, packed: Tensor, cols: Cols) -> None:
     """Add columns that lie side by side to these columns of a sum, rounded once.
 

@@ -1,0 +1,223 @@
+"""The messages of an exchange of tokens and heads: one to each peer, with its part of all tensors.
+
+Note [Copies]: what leaves is packed once, into its message, and what comes is unpacked once, to
+where it belongs. What stays on this rank is copied while the messages travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, part_of, region, strides
+from dtensor_ring.compute.ranges import pack, unpack
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.exchange import Exchange
+from dtensor_ring.planning.span import Span, length
+from dtensor_ring.transport.protocol import P2P, Transport
+
+ALIGNED = 16
+"""Bytes that messages and tensors within them begin at a multiple of: any dtype can be there."""
+
+
+class Leg(NamedTuple):
+    """One side of a message: the tokens, and the heads of each tensor, that it has."""
+
+    peer: int
+    cols: Cols
+    heads: tuple[Span, ...]
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """All tokens of the heads of tensor number `number`."""
+        begin, end = self.heads[number]
+        return x.narrow(1, begin, end - begin)
+
+
+class Traded(NamedTuple):
+    """An exchange of tensors: what leaves, what comes, and how many tokens and heads result."""
+
+    sends: tuple[Leg, ...]
+    receives: tuple[Leg, ...]
+    num_tokens: int
+    num_heads: tuple[int, ...]
+
+
+def traded(
+    exchange: Exchange, num_heads: Sequence[int], num_key_heads: int, is_back: bool = False
+) -> Traded:
+    """The exchange of tensors that have so many heads before it, or after it if it goes back.
+
+    Raises:
+        ValueError: if the heads cannot be dealt.
+    """
+
+    def spans(rank: int) -> tuple[Span, ...]:
+        share = exchange.share(rank, num_key_heads)
+        return tuple(share.span(count, num_key_heads) for count in num_heads)
+
+    own = tuple((0, length(span)) for span in spans(exchange.rank))
+    whole = tuple(Leg(peer, cols, spans(peer)) for peer, cols in exchange.sends)
+    parts = tuple(Leg(peer, cols, own) for peer, cols in exchange.receives)
+    before, after = exchange.num_tokens
+    if is_back:
+        return Traded(parts, whole, before, tuple(num_heads))
+    return Traded(whole, parts, after, tuple(end for _, end in own))
+
+
+def exchange_tensors(
+    tensors: Sequence[Tensor], rank: int, plan: Traded, transport: Transport, label: Label
+) -> list[Tensor]:
+    """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
+
+    Args:
+        tensors: `(B, N, L, H)`, on one device; dtypes and head dims may differ.
+        rank: this rank's index on the axis.
+        plan: what leaves, and what comes.
+        transport: what moves the messages.
+        label: of the exchange, in a profile.
+    """
+    device = tensors[0].device
+    transport.prepare(device)
+    transport.at(label)
+    outgoing = _Messages(transport, tensors, [x for x in plan.sends if x.peer != rank], device)
+    incoming = _Messages(transport, tensors, [x for x in plan.receives if x.peer != rank], device)
+    with label("pack"):
+        outgoing.fill(tensors)
+    works = transport.start(incoming.messages(), outgoing.messages())
+    transport.at(label)
+    results = [
+        empty(x, (x.shape[0], heads, plan.num_tokens, x.shape[3]), TOKEN_MAJOR)
+        for x, heads in zip(tensors, plan.num_heads, strict=True)
+    ]
+    arrived = dict(incoming.views)
+    for leg in plan.sends:
+        if leg.peer == rank:  # what stays has no message
+            arrived[rank] = [_taken(leg.part(i, x), leg.cols) for i, x in enumerate(tensors)]
+    regions = _regions(plan.receives, len(tensors))
+    with label("unpack"):
+        _unpack(results, [x for x in regions if x.peers == [rank]], arrived)
+    with label("wait"):
+        for work in works:
+            work.wait()
+    with label("unpack"):
+        _unpack(results, [x for x in regions if x.peers != [rank]], arrived)
+    outgoing.free()
+    incoming.free()
+    return results
+
+
+class _Region(NamedTuple):
+    """Tokens and heads of one result, and the peers that they come from."""
+
+    number: int
+    leg: Leg
+    peers: list[int]
+
+
+def _regions(legs: Sequence[Leg], num_tensors: int) -> list[_Region]:
+    """What the results consist of; on the way back, copies of a key head come from several."""
+    found: dict[tuple[int, Cols, Span], _Region] = {}
+    for number in range(num_tensors):
+        for leg in legs:
+            what = number, leg.cols, leg.heads[number]
+            found.setdefault(what, _Region(number, leg, [])).peers.append(leg.peer)
+    return list(found.values())
+
+
+def _unpack(
+    results: Sequence[Tensor], regions: Sequence[_Region], arrived: dict[int, list[Tensor]]
+) -> None:
+    for number, leg, peers in regions:
+        part = _sum([arrived[peer][number] for peer in peers])
+        unpack(leg.part(number, results[number]), part, leg.cols)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """The sum in the order of the ranks, rounded once."""
+    first, *others = parts
+    if not others:
+        return first
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for part in others:
+        total += part
+    return total.to(first.dtype)
+
+
+def _taken(x: Tensor, cols: Cols) -> Tensor:
+    """Columns of a tensor side by side: a view if they lie so."""
+    if len(cols.spans) == 1:
+        return part_of(x, region(None, cols.spans[0]))
+    packed = empty(x, (*x.shape[:2], len(cols), x.shape[3]), TOKEN_MAJOR)
+    pack(packed, x, cols)
+    return packed
+
+
+class _Messages:
+    """Messages to peers or from them, in one buffer.
+
+    Args:
+        transport: what allocates it.
+        tensors: whose batch, head dims and dtypes the messages have.
+        legs: what each of them has.
+        device: of the buffer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tensors: Sequence[Tensor],
+        legs: Sequence[Leg],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._legs = transport, legs
+        shapes = [
+            [(x.shape[0], length(span), len(leg.cols), x.shape[3])
+             for x, span in zip(tensors, leg.heads, strict=True)]
+            for leg in legs
+        ]  # fmt: skip
+        sizes = [
+            [prod(shape) * x.itemsize for shape, x in zip(row, tensors, strict=True)]
+            for row in shapes
+        ]
+        # Wide dtypes first: then each begins where it may without gaps.
+        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
+        self._buffer = transport.allocate(sum(_aligned(sum(row)) for row in sizes), device)
+        self._flats: list[Tensor] = []
+        self.views: dict[int, list[Tensor]] = {}
+        """By peer, the part of each tensor in its message, `(B, n, C, H)`."""
+        offset = 0
+        for leg, row, of_leg in zip(legs, shapes, sizes, strict=True):
+            flat = self._buffer[offset : offset + sum(of_leg)]
+            offset += _aligned(sum(of_leg))
+            views, begin = [tensors[0]] * len(tensors), 0
+            for i in order:
+                part = flat[begin : begin + of_leg[i]].view(tensors[i].dtype)
+                views[i] = part.as_strided(row[i], strides(row[i], TOKEN_MAJOR))
+                begin += of_leg[i]
+            self._flats.append(flat)
+            self.views[leg.peer] = views
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy what leaves."""
+        for leg in self._legs:
+            for number, view in enumerate(self.views[leg.peer]):
+                pack(view, leg.part(number, tensors[number]), leg.cols)
+
+    def messages(self) -> list[P2P]:
+        """Nothing empty travels."""
+        found = zip(self._flats, self._legs, strict=True)
+        return [P2P(flat, leg.peer, source=leg.peer) for flat, leg in found if flat.numel()]
+
+    def free(self) -> None:
+        """Give the buffer back."""
+        self.views, self._flats = {}, []
+        self._transport.free(self._buffer)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED

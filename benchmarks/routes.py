@@ -50,7 +50,7 @@ class Case:
         return [
             plan(
                 *(ZigZag(), mask, rank, self.world_size, SEQ_LEN, as_documents(documents)),
-                route=ROUTES[route],
+                strategy=ROUTES[route],
             )
             for rank in range(self.world_size)
         ]

@@ -23,6 +23,7 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible
 from tests.slices import shown
@@ -93,8 +94,11 @@ class Ring:
 
     def positions(self, rank: int, of_keys: bool = False) -> Tensor:
         seq_len, layout = self.seq_lens[of_keys], self.key_layout if of_keys else None
-        layout = layout or self.layout
-        return torch.tensor(layout.positions(rank, self.world_size, seq_len)).long()
+        layout, heads = layout or self.layout, as_strategy(self.route, self.world_size).heads
+        # Where tokens are traded for heads, a rank has all of its group, and here all heads, too.
+        ranks = range(rank // heads * heads, (rank // heads + 1) * heads)
+        held = [x for rank in ranks for x in layout.positions(rank, self.world_size, seq_len)]
+        return torch.tensor(held if heads == 1 else sorted(held)).long()
 
     def cu_seqlens(self, of_keys: bool = False) -> Tensor | None:
         """One row is for the whole batch."""

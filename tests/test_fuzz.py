@@ -25,6 +25,7 @@ from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
@@ -101,7 +102,13 @@ def run_tables(draw: st.DrawFn, world_size: int, begin: int, end: int) -> RunTab
 def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
     """A ring of that layout; four of five have slices, one in twenty is cross attention."""
     found = draw(seen_by_rings(layout, world_size, batch))
-    return replace(found, route=draw(st.sampled_from(list(ROUTES))))
+    return replace(found, route=draw(st.sampled_from([*ROUTES, *among_groups(world_size)])))
+
+
+def among_groups(world_size: int) -> list[str]:
+    """Strategies that trade tokens for heads: over all ranks, or groups of each size."""
+    sizes = [n for n in range(2, world_size) if world_size % n == 0]
+    return ["ulysses", *(f"ulysses:{n}+{way}" for n in sizes for way in ("ring", "all_gather"))]
 
 
 @st.composite
@@ -137,6 +144,8 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
     }
     special = options["softcap"] or len(set(options["head_dims"])) > 1
     ring = draw(rings(layout, world_size, batch))
+    if not with_turns and ring.route not in ROUTES:
+        ring = replace(ring, route="ring")
     if with_turns and ring.key_seq_len is None and draw(st.integers(0, 3)) == 0:
         ring = draw(turns(ring))
     sinks = st.lists(st.floats(-3, 3, width=32), min_size=heads[0], max_size=heads[0])
@@ -223,6 +232,8 @@ def plain_results(case: Case, setting: Setting) -> list[Tensor]:
     results = _results(case, setting, case.attend)
     if case.sinks:
         dist.all_reduce(results[-1])
+        # The ranks of a group have the same tokens.
+        results[-1] /= as_strategy(case.ring.route, setting.world_size).heads
     return results
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
 from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
 
@@ -24,11 +24,7 @@ class AxisConfig:
     """The layout's spelling, which the ops take; not computed in each call."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strategy, str):
-            raise TypeError(f"strategy must be a name, a str, got {self.strategy!r}")
-        if self.strategy not in ROUTES:
-            known = ", ".join(ROUTES)
-            raise ValueError(f"unknown strategy {self.strategy!r}; known strategies: {known}")
+        check_strategy(self.strategy)
         check_kernel(self.kernel)
         if not isinstance(self.policy, TransferPolicy):
             raise TypeError(

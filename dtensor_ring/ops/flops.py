@@ -71,8 +71,9 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
             for tile in step.tiles
         )
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
-    world_size = call.group.size() if is_placed else 1
-    num_queries, num_keys = _lengths(query, key, call, world_size)
+    # Where tokens were traded for heads, the ranks of a group have parts of the heads.
+    num_parts = call.group.size() // call.strategy.heads if is_placed else 1
+    num_queries, num_keys = _lengths(query, key, call, num_parts)
     # The queries of a turn are the last tokens of a longer sequence.
     begin = 0 if call.batch.key_runs is None else num_keys - num_queries
     slices = call.slices(batch) if is_known else None
@@ -81,19 +82,19 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
         slices = slices_of(call.scores.mask, (begin + num_queries, num_keys), *documents)
     pairs = visible_pairs(slices, (begin, begin + num_queries))
     # Slices by row are summed over the rows already.
-    return heads * pairs * (1 if len(slices) > 1 else batch) // world_size
+    return heads * pairs * (1 if len(slices) > 1 else batch) // num_parts
 
 
 def _tensors(call: Call) -> tuple[Any, ...]:
     return tuple(call.batch)
 
 
-def _lengths(query: Tensor, key: Tensor, call: Call, world_size: int) -> tuple[int, int]:
-    """Global lengths; where only runs would say them, as if all ranks had as many tokens."""
+def _lengths(query: Tensor, key: Tensor, call: Call, num_parts: int) -> tuple[int, int]:
+    """Global lengths; where only runs would say them, as if all parts had as many tokens."""
     place = call.place
     if place.seq_len is not None and place.key_seq_len is not None:
         return _number(place.seq_len), _number(place.key_seq_len)
-    return _number(query.shape[2]) * world_size, _number(key.shape[2]) * world_size
+    return _number(query.shape[2]) * num_parts, _number(key.shape[2]) * num_parts
 
 
 def _number(length: Any) -> int:

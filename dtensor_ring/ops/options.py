@@ -22,6 +22,7 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
 Length = int
@@ -72,7 +73,7 @@ class Question(NamedTuple):
     documents: Documents | None
     key_seq_len: int
     key_documents: Documents | None
-    strategy: str | None
+    strategy: Strategy
     slices: Slices | None = None
     key_layout: Layout | None = None
 
@@ -128,6 +129,12 @@ class Call(NamedTuple):
         """The process group of the axis."""
         return _resolve_process_group(self.place.group_name)  # type: ignore[arg-type]
 
+    @property
+    def strategy(self) -> Strategy:
+        """How the attention is made parallel."""
+        spelling: Any = self.place.strategy
+        return as_strategy(spelling, self.group.size())
+
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
         """Boundaries of the queries and of the keys, as the planner wants them."""
         queries, keys = self.batch.cu_seqlens, self.batch.key_cu_seqlens
@@ -145,12 +152,12 @@ class Call(NamedTuple):
 
     def question(self, batch: int) -> Question:
         """What the planner is asked."""
-        place, group = self.place, self.group
+        group = self.group
         documents, key_documents = self.documents(batch)
         layout, key_layout, seq_len, key_seq_len = self._dealt()
         return Question(
             *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
-            *(key_seq_len, key_documents, place.strategy, self.slices(batch), key_layout),
+            *(key_seq_len, key_documents, self.strategy, self.slices(batch), key_layout),
         )
 
     def _dealt(self) -> tuple[Layout, Layout | None, int, int]:

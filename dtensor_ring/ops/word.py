@@ -54,7 +54,10 @@ def turn(
     direction = "forward" if lse is None else "backward"
     # The mask is in the question. All ranks' sinks have the shape of the query's heads.
     _, scale, softcap, sinks, kernel = call.scores
-    shapes = *query.shape[:2], query.shape[3], value.shape[1], value.shape[3]
+    heads = query.shape[1], value.shape[1]
+    if question.strategy.heads > 1:
+        heads = 0, 0  # the ranks of a group may have different numbers of them
+    shapes = query.shape[0], heads[0], query.shape[3], heads[1], value.shape[3]
     word = _word(
         *(direction, query.dtype, query.device.type, shapes),
         *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
@@ -148,7 +151,7 @@ def _word(
     question = Question(*asked)
     own: dict[str, object] = {
         "tokens of keys": question.key_seq_len,
-        "strategy": question.strategy,
+        "strategy": question.strategy.spec,
         "policy": policy,
         "key_cu_seqlens": _boundaries(question.key_documents),
         "runs": _runs(question.layout),

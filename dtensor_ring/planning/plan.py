@@ -7,21 +7,23 @@ no layout: it runs the tiles it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.dealing import Dealing, deal
 from dtensor_ring.planning.documents import Documents
+from dtensor_ring.planning.joined import Joined
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.needs import Needs
 from dtensor_ring.planning.pairs import PairedNeeds
 from dtensor_ring.planning.pieces import pieces_of
-from dtensor_ring.planning.route import Hop, Route, route_named
+from dtensor_ring.planning.route import ROUTES, Hop, Route, Transfer
 from dtensor_ring.planning.rows import rows_of, slices_of
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.planning.sweep import SweptNeeds
 from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, shard_tiles
 
@@ -100,11 +102,15 @@ def plan(
     documents: Documents | None = None,
     key_seq_len: int | None = None,
     key_documents: Documents | None = None,
-    route: str = "ring",
+    strategy: Strategy | str = Strategy.default,
     slices: Slices | None = None,
     key_layout: Layout | None = None,
 ) -> Plan:
     """Plan of one rank.
+
+    Where a strategy trades tokens for heads, the plan is of what comes after that: a rank has all
+    tokens of its group then, and exchanges keys and values with those ranks of other groups that
+    have the same heads.
 
     It takes time in proportion to the runs of all ranks and the documents (for layouts whose runs
     have gaps, to the pairs of runs), and to the tiles of this rank. At most 256 MiB of plans are
@@ -120,7 +126,7 @@ def plan(
             last boundary see nothing.
         key_seq_len: global length of keys and values, for cross attention.
         key_documents: their boundaries: document number d of the queries sees number d of these.
-        route: how keys and values travel, a name in `ROUTES`.
+        strategy: how the attention is made parallel, see `as_strategy`.
         slices: what a query sees, in place of mask and documents.
         key_layout: how the keys are dealt, if not as the queries: of one sequence, of which the
             queries may be the end only.
@@ -128,18 +134,43 @@ def plan(
     Raises:
         ValueError: if a layout cannot deal the length or breaks its promise, the documents are not
             boundaries, cross attention has a mask that is not full, slices do not fit the
-            sequences or come beside a mask or documents, or the route is unknown.
+            sequences or come beside a mask or documents, or the strategy is unknown.
     """
-    make_route = route_named(route)
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
+    strategy = as_strategy(strategy, world_size)
     queries, keys = (
-        deal(side, world_size, num_tokens)
+        deal(_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
         for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
     )
     # Shared by the plans of all ranks, as a printed schedule asks for every one.
     needs = _needs(queries, keys, slices)
-    return _planned(make_route(rank, needs), queries, keys, slices)
+    group, member = divmod(rank, strategy.heads)
+    planned = _planned(ROUTES[strategy.way](group, needs), queries, keys, slices)
+    return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
+
+
+def _of_groups(layout: Layout, strategy: Strategy) -> Layout:
+    """How tokens are dealt once those of a group are together."""
+    return layout if strategy.heads == 1 else Joined(layout, strategy.heads)
+
+
+def _among(planned: Plan, member: int, heads: int) -> Plan:
+    """The plan of a group as that of one of its ranks, all of them counted along the axis."""
+
+    def on_axis(group: int) -> int:
+        # Only ranks of one number in their groups have the same heads.
+        return group * heads + member
+
+    def moved(side: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(Transfer(on_axis(x.source), x.cols, on_axis(x.peer)) for x in side)
+
+    shards, sums = (
+        tuple(Hop(moved(x.sends), moved(x.receives), tuple(map(on_axis, x.releases))) for x in hops)
+        for hops in (planned.shards, planned.sums)
+    )
+    steps = tuple(replace(step, source=on_axis(step.source)) for step in planned.steps)
+    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local)
 
 
 def checked_slices(

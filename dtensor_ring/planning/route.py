@@ -207,15 +207,4 @@ ROUTES: dict[str, Callable[[int, Needs], Route]] = {
     "direct": DirectRoute,
     "all_gather": GatheredRoute,
 }
-"""Factories of routes, by the name that `plan` takes as `route` and an axis as `strategy`."""
-
-
-def route_named(name: str) -> Callable[[int, Needs], Route]:
-    """The factory of the routes of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    if name not in ROUTES:
-        raise ValueError(f"unknown route {name!r}; known routes: {', '.join(ROUTES)}")
-    return ROUTES[name]
+"""Factories of routes, by their names in the spelling of a strategy."""

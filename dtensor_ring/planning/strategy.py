@@ -49,13 +49,14 @@ class _Spelled(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # the ops spell their strategy in every call
-def as_strategy(spelling: str, world_size: int) -> Strategy:
-    """The strategy of that spelling.
+def as_strategy(strategy: Strategy | str, world_size: int) -> Strategy:
+    """The strategy itself, or the one of that spelling.
 
     Args:
-        spelling: `"ring"`, `"around"`, `"direct"` or `"all_gather"` say how keys and values travel.
-            `"ulysses"` trades tokens for heads over all ranks, `"ulysses:4"` over four, and a ring
-            runs among the groups; `"ulysses:4+all_gather"` has another way than the ring.
+        strategy: a strategy or its spelling. `"ring"`, `"around"`, `"direct"` and `"all_gather"`
+            say how keys and values travel. `"ulysses"` trades tokens for heads over all ranks,
+            `"ulysses:4"` over groups of four, among which a ring runs; `"ulysses:4+all_gather"` has
+            another way among the groups.
         world_size: ranks of the axis.
 
     Raises:
@@ -67,12 +68,14 @@ def as_strategy(spelling: str, world_size: int) -> Strategy:
     >>> as_strategy("ulysses:4+all_gather", 8)
     Strategy(heads=4, way='all_gather')
     """
-    heads, way = _spelled(spelling)
+    if isinstance(strategy, Strategy):
+        strategy = strategy.spec
+    heads, way = _spelled(strategy)
     heads = world_size if heads is None else heads
     if world_size % heads:
         fitting = [f"{TRADED}:{n}" for n in range(2, world_size + 1) if world_size % n == 0]
         raise ValueError(
-            f"{spelling!r} trades tokens for heads over groups of {heads} ranks, which do not "
+            f"{strategy!r} trades tokens for heads over groups of {heads} ranks, which do not "
             f"divide the {world_size} of the axis; these do: {', '.join(fitting) or 'ring'}"
         )
     # One group has nobody to exchange keys and values with: all ways are the same.

@@ -13,6 +13,7 @@ from dtensor_ring.ops.scattered import MANY, warn_of_tiles
 from dtensor_ring.planning.documents import as_documents
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.strategy import Strategy
 
 CAUSAL, SEQ_LEN = Mask.causal(), 2**14
 
@@ -23,7 +24,7 @@ def asked(layout: str, num_documents: int, world_size: int, as_slices: bool = Fa
     slices = Slices.documents(ends, CAUSAL) if as_slices else None
     mask = Mask.full() if as_slices else CAUSAL
     where = as_layout(layout), mask, 0, world_size, SEQ_LEN, documents
-    return Question(*where, SEQ_LEN, None, "ring", slices)
+    return Question(*where, SEQ_LEN, None, Strategy(), slices)
 
 
 def warned(question: Question) -> list[str]:

@@ -49,7 +49,7 @@ def schedule(found: Slices, world_size: int, partition: Partition) -> Schedule:
     runs, seq_len = partition.runs(world_size), int(partition.ends[-1])
     layout = RunTable(tuple(tuple((run.start, run.length) for run in row) for row in runs))
     plans = tuple(
-        plan(layout, FULL, rank, world_size, seq_len, route="around", slices=found)
+        plan(layout, FULL, rank, world_size, seq_len, strategy="around", slices=found)
         for rank in range(world_size)
     )
     return Schedule(layout, FULL, seq_len, None, plans)

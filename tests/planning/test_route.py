@@ -294,9 +294,9 @@ def test_the_route_that_moves_less(ring: Ring, kind: type[Route]) -> None:
 
 
 def test_unknown_routes_are_refused() -> None:
-    message = "unknown route 'gather'; known routes: ring, around, direct"
+    message = "unknown strategy 'gather'; known strategies: ring, around, direct"
     with pytest.raises(ValueError, match=message):
-        plan(Contiguous(), CAUSAL, 0, 2, 8, route="gather")
+        plan(Contiguous(), CAUSAL, 0, 2, 8, strategy="gather")
 
 
 @EACH_NAME

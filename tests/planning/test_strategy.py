@@ -36,7 +36,7 @@ UNKNOWN += ["ring:2", "ulysses:2+", "ulysses:2+tree", "ulysses:2+ring+ring", "Ul
 @pytest.mark.parametrize("spelling", UNKNOWN)
 def test_unknown_spellings(spelling: str) -> None:
     for check in (check_strategy, lambda spelling: as_strategy(spelling, 4)):
-        with pytest.raises(ValueError, match="known strategies: ring, .*all_gather, ulysses, uly"):
+        with pytest.raises(ValueError, match=r"known strategies: ring, .*all_gather, ulysses"):
             check(spelling)
 
 

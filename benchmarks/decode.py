@@ -65,14 +65,12 @@ class Measurement:
         return 1e6 * median(self.of(name))
 
     def of(self, name: str) -> list[float]:
-        """Times of a contender; what we add is our call without the kernel of the same round."""
-        if name == "added":
-            pairs = zip(self.seconds["ours"], self.seconds["kernel"], strict=True)
-            return [ours - kernel for ours, kernel in pairs]
-        if name == "host":
-            pairs = zip(self.seconds["alone"], self.seconds["kernel"], strict=True)
-            return [alone - kernel for alone, kernel in pairs]
-        return self.seconds[name]
+        """What a contender takes without the attention on one rank, of the same round."""
+        whole, part = {"added": ("ours", "alone"), "host": ("alone", "kernel")}.get(
+            name, (name, "alone")
+        )
+        pairs = zip(self.seconds[whole], self.seconds[part], strict=True)
+        return [seconds - without for seconds, without in pairs]
 
     def ratio(self, name: str, other: str) -> float:
         return median(x / y for x, y in zip(self.of(name), self.of(other), strict=True))
@@ -134,6 +132,17 @@ def kernel(query: Tensor, key: Tensor, value: Tensor) -> Call:
     return lambda: attend(folded, key, value)
 
 
+def in_turn(attend: Call, merge: Call) -> Call:
+    """The attention of one rank, then a merge: messages after work take longer than those in a
+    row, because cores have gone to sleep meanwhile."""
+
+    def both() -> None:
+        attend()
+        merge()
+
+    return both
+
+
 def time_in_turns(contenders: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     """Seconds of one call, by contender and repeat: of this rank, after all ranks have met."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -157,17 +166,21 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     options = {"mask": Mask.full(), "return_lse": True}
     out, lse = decode_attention(query, key, value, **options)
     ours = partial(decode_attention, query, key, value, mesh=mesh, **options)
-    contenders = {
-        "ours": ours,
-        "kernel": kernel(query, key, value),
-        "alone": partial(decode_attention, query, key, value, **options),
+    merges = {
         "bare": gathered(torch.cat([out, lse.unsqueeze(-1)], -1)),
         "gather + reduce": gathered_and_reduced(out, lse),
         "3 reduces": three_reductions(out, lse),
     }
     # All of them must do the same work.
     for name in ("gather + reduce", "3 reduces"):
-        torch.testing.assert_close(contenders[name](), ours()[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merges[name](), ours()[0], atol=1e-4, rtol=1e-4)
+    alone = partial(decode_attention, query, key, value, **options)
+    contenders = {
+        "ours": ours,
+        "alone": alone,
+        "kernel": kernel(query, key, value),
+        **{name: in_turn(alone, merge) for name, merge in merges.items()},
+    }
     return Measurement(case, time_in_turns(contenders, case.repeats), seconds_per_key())
 
 
@@ -191,9 +204,11 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     """Print what was measured, in Markdown."""
     console.print(
         f"\nOne token of {HEADS} heads of {HEAD_DIM} for each sequence, {NUM_KEYS} keys a rank, "
-        "gloo, one thread a rank.\nMicroseconds of a call, medians; ratios are medians of the "
-        "ratios of neighbouring times. `added` is our call\nwithout the kernel, `host` our call "
-        "without ranks and without the kernel, `bare` one all-gather of the same bytes.\n"
+        "gloo, one thread a rank, each\nrank on a core of its own if there are as many. "
+        "Microseconds of a call, medians; ratios are medians of the ratios of\nneighbouring times. "
+        "Each follows the same attention on one rank, whose time is\ntaken off: `added` is our "
+        "call, `bare` one all-gather of the same bytes. `host` is our call on one rank\n"
+        "without the kernel.\n"
         f"`break-even` is the number of float32 keys of a layer of {LAYER[0]} and {LAYER[1]} heads "
         f"of {LAYER[2]}\nfrom which the ranks are faster than one of them with all keys.\n"
     )
@@ -219,7 +234,7 @@ def main() -> None:
         now = [case for case in todo if case.world_size == world_size]
         measurements += [
             Measurement(Case(**r["case"]), r["seconds"], r["per_key"])
-            for r in spawn(world_size, measure, now)
+            for r in spawn(world_size, measure, now, bind=True)
         ]
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)

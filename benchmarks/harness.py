@@ -59,8 +59,12 @@ def op_stages(shards: list[Tensor], call: Call) -> Stages:
     return forward, backward
 
 
-def work(rank: int, world_size: int, folder: str, measure: Measure, todo: list[Any]) -> None:
+def work(
+    rank: int, world_size: int, folder: str, measure: Measure, todo: list[Any], bind: bool
+) -> None:
     """Measure the cases of one world size; rank 0 leaves the results in the folder."""
+    if bind and world_size <= (os.cpu_count() or 1):
+        os.sched_setaffinity(0, {rank})  # threads that come inherit it
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store{world_size}", world_size)
     dist.init_process_group(
@@ -74,11 +78,17 @@ def work(rank: int, world_size: int, folder: str, measure: Measure, todo: list[A
     dist.destroy_process_group()
 
 
-def spawn(world_size: int, measure: Measure, todo: list[Any]) -> list[dict[str, Any]]:
-    """Measure each case in a new group of processes of one thread each."""
+def spawn(
+    world_size: int, measure: Measure, todo: list[Any], bind: bool = False
+) -> list[dict[str, Any]]:
+    """Measure each case in a new group of processes of one thread each.
+
+    With `bind`, each process stays on a core of its own, if there are as many: else threads of the
+    transport may move between cores at each message, which takes longer than a small message.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (world_size, folder, measure, todo), nprocs=world_size)
+        mp.spawn(work, (world_size, folder, measure, todo, bind), nprocs=world_size)
         return json.loads(Path(folder, "results.json").read_text())
 
 

@@ -38,3 +38,11 @@ def test_benchmark_of_decoding(tmp_path: Path) -> None:
     measurements = json.loads((tmp_path / "out" / "decode.json").read_text())["measurements"]
     assert [m["case"]["world_size"] for m in measurements] == [2, 2]
     assert all(len(times) == 5 for m in measurements for times in m["seconds"].values())
+
+
+def test_benchmark_of_generation(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "generate.py", "--quick"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    (found,) = json.loads((tmp_path / "out" / "generate.json").read_text())["measurements"]
+    names = {"1 process", "2 ranks"}
+    assert found["first"].keys() == found["steps"].keys() == found["cache_bytes"].keys() == names

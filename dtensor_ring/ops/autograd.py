@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dtensor_ring.ops import decode
+from dtensor_ring.ops import decode, exchange
 from dtensor_ring.ops.arguments import Leaf
 from dtensor_ring.ops.decode import DECODE, decode_op
 from dtensor_ring.ops.decode_options import DECODE_LEAVES
+from dtensor_ring.ops.exchange import exchange_op
+from dtensor_ring.ops.exchange_options import Dealt, flatten_trade, unflatten_trade
 from dtensor_ring.ops.options import LEAVES
 from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
+from dtensor_ring.transport.session import session_of
 
 Result = tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
 _PLAIN = tuple(
@@ -75,7 +79,7 @@ class _RingFunction(torch.autograd.Function):
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
 
 
-def _below_autograd(op: Any, run: Callable[..., Result], keyset: Any, *inputs: Any) -> Result:
+def _below_autograd(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -> T:
     """The results of an op, whose implementation on plain tensors is `run`."""
     below = keyset & torch._C._after_autograd_keyset
     # Nor are views tracked. Outputs are views of fresh memory in another order, and autograd
@@ -83,9 +87,14 @@ def _below_autograd(op: Any, run: Callable[..., Result], keyset: Any, *inputs: A
     with torch._C._AutoDispatchBelowADInplaceOrView():
         # Plain tensors outside of any mode: the dispatcher would do no more than convert each
         # argument twice.
-        if below.raw_repr() in _PLAIN:
+        if _is_plain(keyset):
             return run(*inputs)
         return op.redispatch(below, *inputs)
+
+
+def _is_plain(keyset: Any) -> bool:
+    """Whether a call is on plain tensors outside of any mode."""
+    return (keyset & torch._C._after_autograd_keyset).raw_repr() in _PLAIN
 
 
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
@@ -116,6 +125,48 @@ NO_GRADIENT = (
 )
 
 
+class _ExchangeFunction(torch.autograd.Function):
+    """The autograd node of an exchange, which is linear: backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = _below_autograd(exchange_op, exchange.forward, keyset, [*tensors], *options)
+        trade = unflatten_trade(options)
+        ctx.save_for_backward(*trade.dealt)
+        # A compiler makes no call now, so that there is no number of it.
+        origin = session_of(trade.group).number if _is_plain(keyset) else 0
+        ctx.trade = trade._replace(
+            dealt=Dealt(),
+            is_back=not trade.is_back,
+            num_tokens=tensors[0].shape[2],
+            origin=0 if trade.origin else origin,
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        results: list[Any] = [None] * len(grads)
+        if given:
+            trade = ctx.trade._replace(
+                dealt=Dealt(*ctx.saved_tensors),
+                num_heads=tuple(ctx.trade.num_heads[i] for i in given),
+            )
+            found = exchange_op([grads[i] for i in given], *flatten_trade(trade))
+            for i, grad in zip(given, found, strict=True):
+                results[i] = grad
+        return None, None, *results
+
+
+def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return list(_ExchangeFunction.apply(keyset, options, *tensors))
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tuple(tensors))
+    return _below_autograd(exchange_op, exchange.forward, keyset, tensors, *options)
+
+
 def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
     """Without this they would be dropped silently; with grad enabled autograd raises itself."""
     for x in inputs:
@@ -133,6 +184,7 @@ torch.library.register_autograd(BACKWARD, _refuse_second)
 
 
 _LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
+_LIBRARY.impl("exchange", _exchange, "Autograd", with_keyset=True)
 
 
 def _autocast(device_type: str) -> None:

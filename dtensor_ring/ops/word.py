@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from dtensor_ring.ops.boundaries import check_integers, on_host
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
+from dtensor_ring.ops.exchange_options import Trade
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
@@ -93,6 +94,59 @@ def decode_turn(
     size = first_bytes(query, value, merge, question.world_size)
     turn = turn_of(group, word, "decode", query.device, place=CALLER.place, first_bytes=size)
     return _combining(turn, question, merge)
+
+
+def exchange_turn(trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]) -> Turns:
+    """The transport of an exchange, which begins and ends with the context."""
+    group, first = trade.group, tensors[0]
+    if group.size() == 1:
+        return nullcontext(transport_of(group))  # nobody to agree with
+    dims = tuple((x.shape[3], x.dtype) for x in tensors)
+    word = _exchange_word(
+        *(trade.is_back, first.device.type, first.shape[0], dims, tuple(trade.num_heads)),
+        *(trade.num_key_heads, trade.heads, trade.seq_len, *layouts),
+    )
+    direction = _direction(trade.is_back)
+    return turn_of(group, word, direction, first.device, trade.origin, CALLER.place)
+
+
+def _direction(is_back: bool) -> str:
+    return "exchange back" if is_back else "exchange"
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+def _exchange_word(
+    is_back: bool,
+    device: str,
+    batch: int,
+    dims: tuple[tuple[int, torch.dtype], ...],
+    num_heads: tuple[int, ...],
+    num_key_heads: int,
+    heads: int,
+    seq_len: int,
+    before: Layout,
+    after: Layout,
+) -> Word:
+    fields: dict[str, object] = {
+        "direction": _direction(is_back),
+        "device": device,
+        "batch": batch,
+        "dtypes": ", ".join(str(dtype) for _, dtype in dims),
+        "head dims": [head_dim for head_dim, _ in dims],
+        "heads": list(num_heads),
+        "key heads": num_key_heads,
+        "ranks that share the heads": heads,
+        "tokens": seq_len,
+        "layout": _spelled(before),
+        "layout after": _spelled(after),
+        "runs": _runs(before),
+        "runs after": _runs(after),
+    }
+    return Word({name: str(value) for name, value in fields.items()})
+
+
+def _spelled(layout: Layout) -> str:
+    return layout.name if layout.per_batch else layout.spec
 
 
 @contextmanager
@@ -191,7 +245,7 @@ def _word_of(
         "softcap": softcap,
         "sinks": sinks,
         "kernel": kernel,
-        "layout": layout.name if layout.per_batch else layout.spec,
+        "layout": _spelled(layout),
         "cu_seqlens": _boundaries(question.documents),
         "slices": _tables(question.slices),
     }

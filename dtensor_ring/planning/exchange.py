@@ -17,6 +17,7 @@ from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing, deal
 from dtensor_ring.planning.heads import Share, share_of
+from dtensor_ring.planning.joined import Joined
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.span import length
 
@@ -111,8 +112,10 @@ def exchange_of(
             f"heads must be a number of ranks that divides the {world_size} of the axis, got "
             f"{heads}; these do: {fitting}"
         )
-    before, after = deal(layout, world_size, seq_len), deal(to, world_size, seq_len)
-    cells = _cells(before, after, heads, seq_len)
+    joined = to if heads == 1 else Joined(to, heads)
+    cells = _cells(
+        deal(layout, world_size, seq_len), deal(joined, world_size // heads, seq_len), seq_len
+    )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
     sends = [
         Parcel(group * heads + member, cols)
@@ -134,13 +137,22 @@ class _Cells(NamedTuple):
     """The group that has them after."""
 
 
-def _cells(before: Dealing, after: Dealing, heads: int, seq_len: int) -> _Cells:
-    (starts, owners), (other_starts, new_owners) = _runs(before), _runs(after)
+def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
+    """Cut positions wherever a run of either side begins.
+
+    Raises:
+        ValueError: if the sides begin at different positions, as those of runs may.
+    """
+    (starts, owners), (other_starts, groups) = _runs(before), _runs(after)
+    if starts[:1].tolist() != other_starts[:1].tolist():
+        raise ValueError(
+            "tokens can be exchanged for the same ones only, but the layouts begin at position "
+            f"{starts[:1].tolist()} and {other_starts[:1].tolist()}: runs must hold all of them"
+        )
     bounds = np.union1d(starts, other_starts)
     # The run of each side that a cell is in is the last one that begins no later.
     here, there = (np.searchsorted(x, bounds, "right") - 1 for x in (starts, other_starts))
-    lengths = np.diff(bounds, append=seq_len)
-    return _Cells(lengths, owners[here], new_owners[there] // heads)
+    return _Cells(np.diff(bounds, append=seq_len), owners[here], groups[there])
 
 
 def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:

@@ -189,7 +189,6 @@ CALLED: Right = {
     **OPTIONS,
     "kernel": _just(None, "reference"),
     "return_lse": _just(False, True),
-    "strategy": _just(None, "all_gather", "ulysses"),
     "validate": _just(False, True),
 }
 DECODED: Right = {
@@ -204,7 +203,7 @@ DECODED: Right = {
 }
 AXIS: Right = {
     "layout": _just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
-    "strategy": _just(None, "ring", "direct", "ulysses"),
+    "strategy": _just(None, "ring", "direct"),
     "kernel": _just(None, "reference"),
     "policy": _just(None, ring.TransferPolicy(torch.bfloat16)),
 }

@@ -22,6 +22,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from dtensor_ring import (
     Balanced,
@@ -133,7 +134,8 @@ def printed(module: GraphModule) -> str:
     names: dict[Node, str] = {}
     lines: list[str] = []
     for node in module.graph.nodes:
-        arguments = [names[x] for x in node.args if isinstance(x, Node) and x in names]
+        leaves = tree_leaves(node.args)  # an op may take a list of tensors
+        arguments = [names[x] for x in leaves if isinstance(x, Node) and x in names]
         if node.op == "placeholder":
             names[node] = f"in{len(names)}"
         elif node.op == "call_function" and node.target is getitem:

@@ -1,0 +1,50 @@
+"""The exchange op: tokens of each rank for heads of all tokens of a group, or for other tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.check import check_exchanged
+from dtensor_ring.ops.exchange_options import TRADE_SCHEMA, Trade, unflatten_trade
+from dtensor_ring.ops.schema import check_batch
+from dtensor_ring.ops.word import exchange_turn
+from dtensor_ring.transport.exchange import exchange_tensors, traded
+
+EXCHANGE = "dtensor_ring::exchange"
+
+torch.library.define(EXCHANGE, f"(Tensor[] tensors, {TRADE_SCHEMA}) -> Tensor[]")
+exchange_op = torch.ops.dtensor_ring.exchange.default
+
+
+def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
+    """The exchange op on plain tensors."""
+    trade = unflatten_trade(options)
+    check_exchanged(tensors)
+    layouts, rank = trade.layouts(), trade.group.rank()
+    with exchange_turn(trade, layouts, tensors) as transport:
+        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+        plan = trade.plan(tensors, layouts)
+        legs = traded(plan, trade.num_heads, trade.num_key_heads, trade.is_back)
+        return exchange_tensors(tensors, rank, legs, transport, Label("exchange", 0, rank))
+
+
+torch.library.impl(EXCHANGE, "CompositeExplicitAutograd")(forward)
+
+
+@torch.library.register_fake(EXCHANGE)
+def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
+    trade: Trade = unflatten_trade(options)
+    check_exchanged(tensors)
+    check_batch(tensors[0], trade.dealt)
+    group = trade.group
+    num_tokens = trade.tokens_after(group.rank(), group.size())
+    # As `exchange_tensors` makes them: compilers rely on the strides.
+    return [
+        empty(x, (x.shape[0], heads, num_tokens, x.shape[3]), TOKEN_MAJOR)
+        for x, heads in zip(tensors, trade.heads_after(group.rank()), strict=True)
+    ]

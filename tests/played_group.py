@@ -1,0 +1,57 @@
+"""Process groups whose ranks are threads: ops run over any number of them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+from unittest.mock import patch
+
+import torch
+
+from dtensor_ring.ops import exchange_options, options
+from dtensor_ring.transport import process_group, session
+from dtensor_ring.transport.session import Session
+from tests.played import PlayedTransport, play
+
+Result = TypeVar("Result")
+
+
+class PlayedGroup:
+    """What the ops ask of a process group."""
+
+    def __init__(self, rank: int, size: int, transport: PlayedTransport) -> None:
+        self._rank, self._size, self.transport = rank, size, transport
+        self.group_name = f"played {rank}"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Result]:
+    """What `run(group)` returns on each rank, with gradients; the ops know groups by their name."""
+    groups: dict[str, PlayedGroup] = {}
+
+    def of_rank(rank: int, transport: PlayedTransport) -> Result:
+        group = PlayedGroup(rank, world_size, transport)
+        groups[group.group_name] = group
+        process_group._TRANSPORTS[group] = transport  # type: ignore[index]
+        # Threads have no words: those are for processes that could differ.
+        session._SESSIONS[group] = Session(tuple(range(world_size)), has_words=False)  # type: ignore[index]
+        with torch.enable_grad():
+            return run(group)
+
+    with _resolving(groups):
+        return play(world_size, of_rank)
+
+
+@contextmanager
+def _resolving(groups: dict[str, PlayedGroup]) -> Iterator[None]:
+    with (
+        patch.object(options, "_resolve_process_group", groups.__getitem__),
+        patch.object(exchange_options, "_resolve_process_group", groups.__getitem__),
+    ):
+        yield

@@ -143,13 +143,14 @@ SequenceAxis(mesh: 'DeviceMesh', layout: 'Layout | str' = 'zigzag', *, strategy:
         None, cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float |
         None' = None, softcap: 'float' = 0.0, key_cu_seqlens: 'Tensor | None' = None, runs:
         'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, seq_len: 'int | None' =
-        None, key_runs: 'Tensor | None' = None) -> 'Tensor'
+        None, key_runs: 'Tensor | None' = None, strategy: 'str | None' = None) -> 'Tensor'
     .kernel
     .layout
     .policy
     .positions(self, seq_len: 'int') -> 'Tensor'
     .prepare(self, seq_len: 'int', *, mask: 'Mask | None' = None, cu_seqlens: 'Tensor | None' =
-        None, runs: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None) -> 'None'
+        None, runs: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, strategy:
+        'str | None' = None) -> 'None'
     .shard(self, tensor: 'Tensor', dim: 'int', layout: 'Balanced | None' = None) -> 'DTensor'
     .strategy
     .sum(self, local: 'Tensor') -> 'Tensor'
@@ -248,7 +249,8 @@ ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask |
         = None, softcap: 'float' = 0.0, kernel: 'str | None' = None, mesh: 'DeviceMesh | None' =
         None, return_lse: 'bool' = False, key_cu_seqlens: 'Tensor | None' = None, runs: 'Tensor
         | None' = None, slices: 'Slices | Tensor | None' = None, key_runs: 'Tensor | None' =
-        None, validate: 'bool' = False) -> 'Tensor | tuple[Tensor, Tensor]'
+        None, strategy: 'str | None' = None, validate: 'bool' = False) -> 'Tensor |
+        tuple[Tensor, Tensor]'
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
 sequence_slices(slices: 'Slices', num_slices: 'int | None' = None) -> 'Tensor'

@@ -46,7 +46,10 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
     for group in groups:
         axis = annotation_of(group)
         how = axis.config_or_default
-        here = {"layout": axis.layout and axis.layout.spec, "strategy": how.strategy}
+        here = {
+            "layout": axis.layout and axis.layout.spec,
+            "strategy": call.get("strategy") or how.strategy,
+        }
         here |= {"policy": how.policy, "kernel of the axis": how.kernel, "kernels": kernels}
         here |= {"shards of another length": _odd_shards(call, group)}
         check_call(group, call | here)

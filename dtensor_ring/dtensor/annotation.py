@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.planning.strategy import as_strategy
 
 
 @dataclass
@@ -89,6 +90,8 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     here = annotation_of(axis_group(mesh))
     before = here.config
     given = {name: value for name, value in how.items() if value is not None}
+    if "strategy" in given:  # spelled in one way, so that equal ones are equal
+        given["strategy"] = as_strategy(given["strategy"], len(here.ranks)).spec
     # Checks the values before anything is recorded.
     config = configured(layout, **_recorded(before) | given)
     if before is not None:

@@ -26,9 +26,10 @@ from dtensor_ring.dtensor.arguments import (
 )
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
-from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, Place, flatten
+from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import check_strategy
 
 
 @overload
@@ -49,6 +50,7 @@ def ring_attention(
     runs: Tensor | None = ...,
     slices: Slices | Tensor | None = ...,
     key_runs: Tensor | None = ...,
+    strategy: str | None = ...,
     validate: bool = ...,
 ) -> Tensor: ...
 @overload
@@ -69,6 +71,7 @@ def ring_attention(
     runs: Tensor | None = ...,
     slices: Slices | Tensor | None = ...,
     key_runs: Tensor | None = ...,
+    strategy: str | None = ...,
     validate: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
@@ -88,6 +91,7 @@ def ring_attention(
     runs: Tensor | None = None,
     slices: Slices | Tensor | None = None,
     key_runs: Tensor | None = None,
+    strategy: str | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded over the ranks of a mesh axis.
@@ -135,6 +139,8 @@ def ring_attention(
             the form of `runs`, which then says it of the queries: the last tokens of one sequence,
             such as a turn at its end. Ranks may hold any number of either, and none. Mask,
             boundaries and slices are in positions of the sequence.
+        strategy: how this attention is made parallel, see `SequenceAxis`; by default as the axis
+            says. So layers with windows may have another one than the rest.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ, where a ring would hang or be wrong. Costs a few small messages; for
             eager calls. A call that is not a ring (no sharded sequence, a mesh of several axes)
@@ -162,9 +168,12 @@ def ring_attention(
         arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
         arguments |= batch._asdict()
         arguments |= {"scale": scale, "softcap": softcap, "kernel": kernel}
+        arguments |= {"strategy": strategy}
         validate_call(arguments | {"return_lse": return_lse}, mesh)
     check_tensors(query, key, value)
-    place, of_axis = _placed(query, key, mesh, batch)
+    if strategy is not None:
+        check_strategy(strategy)
+    place, of_axis = _placed(query, key, mesh, batch, strategy)
     kernel = of_axis if kernel is None else kernel
     scores = scores_of(query, mask, scale, softcap, sinks, kernel)
     call = Call(batch, scores, place)
@@ -181,7 +190,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tenso
 
 
 def _placed(
-    query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch
+    query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch, strategy: str | None
 ) -> tuple[Place, str | None]:
     """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
     if isinstance(query, DTensor):
@@ -189,7 +198,7 @@ def _placed(
             raise ValueError(
                 "mesh is for local tensors, and query is a DTensor, which has its own; leave it out"
             )
-        return ON_DTENSORS, None
+        return on_dtensors(strategy), None
     if mesh is None:
         raise ValueError(
             "query is a plain tensor, so ring_attention needs mesh=, the 1-D mesh that it is a "
@@ -198,7 +207,7 @@ def _placed(
     group = axis_group(mesh)
     if batch.key_runs is not None:  # the layout of the axis has no say
         config = annotation_of(group).config_or_default
-        return config.place(group.group_name, None, None), config.kernel
+        return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
-    place = config.place(group.group_name, query.shape[2] * size, key.shape[2] * size)
-    return place, config.kernel
+    lengths = query.shape[2] * size, key.shape[2] * size
+    return config.place(group.group_name, *lengths, strategy), config.kernel

@@ -23,7 +23,7 @@ from dtensor_ring.dtensor.sequence import (
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.ops.options import ON_DTENSORS, Call
+from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.balanced import Balanced
 from dtensor_ring.planning.count import as_count
 from dtensor_ring.planning.layout import Layout
@@ -32,6 +32,7 @@ from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import set_transport
 from dtensor_ring.transport.protocol import Transport
@@ -48,8 +49,11 @@ class SequenceAxis:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
         layout: how tokens are dealt: a layout or its spelling ("contiguous", "striped", "zigzag",
             "block_cyclic:128"); "balanced", or a `Balanced` one, if it belongs to a batch.
-        strategy: how keys and values travel: "ring" takes whichever of "around" (from neighbour
-            to neighbour) and "direct" (straight to the ranks that see them) moves less.
+        strategy: how attention is made parallel. Keys and values travel: "ring" takes whichever of
+            "around" (from neighbour to neighbour) and "direct" (straight to the ranks that see
+            them) moves less, "all_gather" brings all that is seen at once. "ulysses" trades tokens
+            for heads over all ranks, "ulysses:4" over groups of four, with a ring among the groups,
+            "ulysses:4+all_gather" with an all-gather. See `docs/strategies.md`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         policy: the dtypes in which messages travel.
         transport: what moves the messages; by default the mesh's process group.
@@ -97,7 +101,7 @@ class SequenceAxis:
 
     @property
     def strategy(self) -> str:
-        """How keys and values travel."""
+        """How attention is made parallel."""
         return self._config.strategy
 
     @property
@@ -130,6 +134,7 @@ class SequenceAxis:
         slices: Slices | Tensor | None = None,
         seq_len: int | None = None,
         key_runs: Tensor | None = None,
+        strategy: str | None = None,
     ) -> Tensor:
         """`ring_attention` over this axis; see there for arguments and errors.
 
@@ -148,11 +153,14 @@ class SequenceAxis:
             slices: what queries see, in place of mask and boundaries.
             seq_len: S of local shards, if not all ranks have as many tokens, as it does not divide.
             key_runs: which positions the keys of each rank have, where `runs` says it of queries.
+            strategy: how this attention is made parallel; by default as the axis says.
 
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, as the query is.
         """
         check_tensors(query, key, value)
+        if strategy is not None:
+            check_strategy(strategy)
         mask = mask_of(mask, slices)
         batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
         if seq_len is not None and (isinstance(query, DTensor) or key_runs is not None):
@@ -164,7 +172,7 @@ class SequenceAxis:
         if isinstance(query, DTensor):
             # The kernel is that of the axis that the tensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
-            return attend(query, key, value, Call(batch, scores, ON_DTENSORS))[0]
+            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
         scores = scores_of(query, mask, scale, softcap, sinks, self.kernel)
         lengths: tuple[int | None, int | None] = (None, None)
         if key_runs is None:  # else the layout has no say
@@ -172,7 +180,7 @@ class SequenceAxis:
             lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
-        place = self._config.place(self._group_name, *lengths)
+        place = self._config.place(self._group_name, *lengths, strategy)
         return attend(query, key, value, Call(batch, scores, place))[0]
 
     def prepare(
@@ -183,6 +191,7 @@ class SequenceAxis:
         cu_seqlens: Tensor | None = None,
         runs: Tensor | None = None,
         slices: Slices | Tensor | None = None,
+        strategy: str | None = None,
     ) -> None:
         """Plan the attention of a batch before its first call, which then finds the plan.
 
@@ -197,6 +206,7 @@ class SequenceAxis:
             cu_seqlens: boundaries of documents, `(D+1,)`, or `(B, D+1)` of this rank's batch rows.
             runs: the runs of this batch, for a layout that belongs to it.
             slices: what queries see, in place of mask and boundaries.
+            strategy: of the attention; by default the axis's.
 
         Raises:
             TypeError: if an argument is of another type.
@@ -208,10 +218,13 @@ class SequenceAxis:
             >>> axis.prepare(8, cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32))
         """
         length = as_count("seq_len", seq_len)
+        if strategy is not None:
+            check_strategy(strategy)
         batch = batch_of(cu_seqlens, None, runs, slices)
         empty = torch.empty(0)  # plans do not depend on the tensors
         scores = scores_of(empty, mask_of(mask, slices), 1.0, 0.0, None, None)
-        call = Call(batch, scores, self._config.place(self._group_name, length, length))
+        place = self._config.place(self._group_name, length, length, strategy)
+        call = Call(batch, scores, place)
         check_options(empty, call)
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
@@ -262,7 +275,7 @@ def set_sequence_layout(
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
         layout: a layout or its spelling, see `SequenceAxis`; with "balanced", or the `Balanced`
             one of a batch, attention is `ring_attention(..., runs=...)` only.
-        strategy: how keys and values travel, see `SequenceAxis`.
+        strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
 

@@ -32,9 +32,19 @@ class AxisConfig:
             )
         object.__setattr__(self, "spec", self.layout.spec)
 
-    def place(self, group_name: str, seq_len: int | None, key_seq_len: int | None) -> Place:
-        """Where the tokens of a call are; lengths are global, `None` if runs say them."""
-        return Place(self.spec, self.strategy, seq_len, key_seq_len, group_name, self.policy)
+    def place(
+        self,
+        group_name: str,
+        seq_len: int | None,
+        key_seq_len: int | None,
+        strategy: str | None = None,
+    ) -> Place:
+        """Where the tokens of a call are; lengths are global, `None` if runs say them.
+
+        A call may have a strategy of its own.
+        """
+        strategy = strategy or self.strategy
+        return Place(self.spec, strategy, seq_len, key_seq_len, group_name, self.policy)
 
     def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
         """Refuse a call whose batch brings runs that the layout does not ask for, or the opposite.

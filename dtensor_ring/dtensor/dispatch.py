@@ -128,7 +128,7 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     return Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         _local_scores(call.scores, ring),
-        config.place(ring.group.group_name, *lengths),
+        config.place(ring.group.group_name, *lengths, call.place.strategy),
     )
 
 

@@ -39,7 +39,7 @@ class ContextParallel(ParallelStyle):
 
     Args:
         layout: order in which the tokens are dealt; a layout or its spelling.
-        strategy: how keys and values travel, see `SequenceAxis`.
+        strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
         inputs: names of the arguments of `forward` that become DTensors.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
+from dtensor_ring.dtensor.arguments import as_flag
 from dtensor_ring.inference.cache_layer import CacheLayer
 from dtensor_ring.inference.turns import Turns
 from dtensor_ring.ops.boundaries import INTEGERS
@@ -159,7 +160,7 @@ class ShardedCache:
                 layout cannot deal them.
             TypeError: if the number is not an integer.
         """
-        self._turns.begin(num_tokens, self.layout if dealt else None)
+        self._turns.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
 
     def crop(self, seq_len: int) -> None:
         """Keep the first tokens of each sequence only; memory stays for those that follow.
@@ -210,7 +211,7 @@ class ShardedCache:
         """
         if isinstance(rows, Tensor) and self.batch not in (None, rows.numel()):
             raise ValueError(
-                f"reorder takes a number for each of {self.batch} sequences, got {rows.numel()}; "
+                f"rows must be a number for each of {self.batch} sequences, got {rows.numel()}; "
                 "select takes any"
             )
         self.select(rows)

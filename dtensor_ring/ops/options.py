@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 class Place(NamedTuple):
     """Where the tokens are, and how they get to where they are needed.
 
-    On DTensors, placements and the axis say it: then only a default `Place` is given. Where the
+    On DTensors, placements and the axis say it: then only a strategy may be given. Where the
     batch has runs of queries and of keys, they say the lengths.
     """
 
@@ -60,6 +60,11 @@ class Place(NamedTuple):
 
 ON_DTENSORS = Place()
 """The place of a call on DTensors. A compiler cannot follow a default that is an object."""
+
+
+def on_dtensors(strategy: str | None) -> Place:
+    """The place of a call on DTensors, which may have a strategy of its own."""
+    return ON_DTENSORS if strategy is None else ON_DTENSORS._replace(strategy=strategy)
 
 
 class Question(NamedTuple):

@@ -62,7 +62,7 @@ def context_parallel_plan(
             `ForTokenClassification` or `ForSequenceClassification`, whose logits are whole.
         layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
             deals each batch anew by its documents (not under `torch.compile`).
-        strategy: how keys and values travel, see `SequenceAxis`.
+        strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         policy: the dtypes in which messages travel, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.

@@ -189,6 +189,7 @@ CALLED: Right = {
     **OPTIONS,
     "kernel": _just(None, "reference"),
     "return_lse": _just(False, True),
+    "strategy": _just(None, "all_gather", "ulysses"),
     "validate": _just(False, True),
 }
 DECODED: Right = {
@@ -203,7 +204,7 @@ DECODED: Right = {
 }
 AXIS: Right = {
     "layout": _just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
-    "strategy": _just(None, "ring", "direct"),
+    "strategy": _just(None, "ring", "direct", "ulysses"),
     "kernel": _just(None, "reference"),
     "policy": _just(None, ring.TransferPolicy(torch.bfloat16)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +44,7 @@ SEQ_LEN = 24
 POLICY = TransferPolicy(kv_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "around", "direct"])
+@pytest.mark.parametrize("strategy", ["ring", "around", "direct", "all_gather"])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "block_cyclic:3"])
 def test_dense_result(pool: Pool, layout: str, strategy: str) -> None:
     pool.run(3, _check_dense, layout, strategy)
@@ -173,9 +174,55 @@ def _check_once() -> None:
     assert (axis.layout, axis.kernel) == (BlockCyclic(4), "reference")
 
 
+def test_strategies_of_one_spelling(pool: Pool) -> None:
+    pool.run(2, _check_spellings)
+
+
+def _check_spellings() -> None:
+    """However they are spelled, equal strategies configure an axis alike."""
+    mesh = init_device_mesh("cpu", (2,))
+    for spelling in ("ulysses", "ulysses:2", "ulysses:2+direct"):
+        assert SequenceAxis(mesh, strategy=spelling).strategy == "ulysses:2"
+
+
+def test_strategies_of_calls(pool: Pool) -> None:
+    pool.run(3, _check_calls)
+
+
+def _check_calls() -> None:
+    """A call may have another strategy than its axis."""
+    mesh = init_device_mesh("cpu", (3,))
+    transport = Loud(mesh.get_group())
+    axis = SequenceAxis(mesh, "zigzag", strategy="around", transport=transport)
+    sharded = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
+    shards = [x.to_local() for x in sharded]
+    expected = axis.attention(*shards)
+    for attend, given in (
+        (axis.attention, shards),
+        (axis.attention, sharded),
+        (partial(ring_attention, mesh=mesh), shards),
+        (ring_attention, sharded),
+    ):
+        # All at once is one hop with messages, and a ring of three has two.
+        for strategy, num_hops in ((None, 2), ("all_gather", 1)):
+            before = transport.num_hops
+            out = attend(*given, strategy=strategy)
+            assert transport.num_hops == before + num_hops
+            out = out.to_local() if isinstance(out, DTensor) else out
+            torch.testing.assert_close(out, expected)
+        for wrong, match in (("tree", "unknown strategy 'tree'"), ("ulysses:2", "do not divide")):
+            with pytest.raises(ValueError, match=match):
+                attend(*given, strategy=wrong)
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "layout": ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'; known layouts: contig"),
     "strategy": ({"strategy": "tree"}, ValueError, "unknown strategy 'tree'; known .*ring"),
+    "groups": (
+        {"strategy": "ulysses:2"},
+        ValueError,
+        "do not divide the 1 of the axis; these.*ring",
+    ),
     "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
     "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
     "mesh": ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),

@@ -336,7 +336,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
     "more rows than there are": (
         lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1, 1]))),
         ValueError,
-        "reorder takes a number for each of 2 sequences, got 3; select takes any",
+        "rows must be a number for each of 2 sequences, got 3; select takes any",
     ),
     "no copies": (
         lambda cache: (cache.crop(6), cache.repeat(0)),

@@ -26,6 +26,15 @@ class P2P(NamedTuple):
     source: int | None = None
 
 
+class Chain(NamedTuple):
+    """Messages that go along the ranks and not around them, between two calls of one order."""
+
+    step: int
+    """1 to the next rank, -1 to the one before; the last and the first have no neighbour there."""
+    tag: int
+    """Of the messages: what one call sends, another one receives."""
+
+
 class Work(Protocol):
     """A message in flight."""
 

@@ -15,7 +15,7 @@ from dtensor_ring.transport.board import Board
 from dtensor_ring.transport.error import LONGEST, RingError, reason_of
 from dtensor_ring.transport.inbox import MOST_CARRIED
 from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
-from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
 from dtensor_ring.transport.word import Word, differences, flat
@@ -31,6 +31,7 @@ def turn_of(
     origin: int = 0,
     place: str = "",
     first_bytes: int | None = None,
+    chain: Chain | None = None,
 ) -> Turns:
     """A context that gives the transport for one call over a group.
 
@@ -43,6 +44,7 @@ def turn_of(
         place: in the code of the caller; empty if not known.
         first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
             words may carry them then; 0 if all ranks get the words, and there are no messages.
+        chain: if words and messages go along the ranks, from one to the next.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
@@ -52,7 +54,8 @@ def turn_of(
     # Another transport than that of words moves messages in its own way, if there are any.
     is_plain = keeps_tags and type(transport) is ProcessGroupTransport
     carries = is_small and (is_plain or not first_bytes)
-    return Turn(group, session, transport, keeps_tags, word, direction, origin, place, carries)
+    how = word, direction, origin, place, carries, chain
+    return Turn(group, session, transport, keeps_tags, *how)
 
 
 class Turn(Transport):
@@ -69,10 +72,11 @@ class Turn(Transport):
         origin: int,
         place: str,
         carries: bool = False,
+        chain: Chain | None = None,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
         self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
-        self._direction, self._carries = direction, carries
+        self._direction, self._carries, self._chain = direction, carries, chain
         self._step: int | None = None
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
@@ -91,6 +95,8 @@ class Turn(Transport):
         try:
             self._mine = self._word.message(self._number, self._origin, self._place)
             self._tag = self._word.tag(self._number, self._origin)
+            if self._chain is not None:
+                self._tag = self._chain.tag
             self._listen()
             if not self._carries:
                 self._tell()
@@ -148,11 +154,7 @@ class Turn(Transport):
 
     def _listen(self) -> None:
         """Get ready for the words of others: what is awaited comes without a question before."""
-        rank, size = self._group.rank(), self._group.size()
-        # Along the ring each rank hears the one before it; of a message for all, everybody.
-        peers = [other % size for other in range(rank + 1, rank + size)]
-        peers = peers if self._carries else peers[-1:]
-        for index, peer in enumerate(peers):
+        for index, peer in enumerate(self._neighbours(-1)):
             inbox = self._session.inbox(index)
             message = P2P(inbox.flat, peer)
             with self._naming(message):
@@ -160,10 +162,20 @@ class Turn(Transport):
             self._answers[peer] = Answer(self, work, message, inbox)
         self._in_flight = [*self._answers.values()]
 
+    def _neighbours(self, side: int) -> list[int]:
+        """Those that this rank tells its word (1), or whose words it hears (-1)."""
+        rank, size = self._group.rank(), self._group.size()
+        if self._chain is not None:
+            peer = rank + side * self._chain.step
+            return [peer] if 0 <= peer < size else []
+        # Along the ring each rank hears the one before it; of a message for all, everybody.
+        if self._carries:
+            return [other % size for other in range(rank + 1, rank + size)]
+        return [(rank + side) % size]
+
     def _tell(self, carried: Mapping[int, Tensor] | None = None) -> None:
         """Send the word to those who listen, and after it what goes to them."""
-        rank, size = self._group.rank(), self._group.size()
-        peers = [*self._answers] if self._carries else [(rank + 1) % size]
+        peers = self._neighbours(1)
         carried, self._carries = carried or {}, False
         word, joined = flat(self._mine), dict[int, Tensor]()
         for x in carried.values():  # what goes to several peers is joined once

@@ -1,0 +1,160 @@
+"""States that a layer hands from the rank with earlier tokens to the rank with the next ones.
+
+Note [Order of states]: a layer receives, computes, and sends; so its states go along the ranks one
+after another, while other ranks are in layers before or after it. The backward of a receive is a
+send the other way, and that of a send is a receive. Both directions are in order without waiting
+in circles: of a layer, the backward of the send comes before that of the receive, because what was
+sent was computed from what was received; between layers, the backward of a receive comes before
+that of the layer before it, because the receive takes this layer's input as its `anchor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.transport.process_group import transport_of
+from dtensor_ring.transport.protocol import P2P, Chain, Transport
+from dtensor_ring.transport.turn import turn_of
+from dtensor_ring.transport.word import Word
+
+RECEIVE = "dtensor_ring::receive_state"
+SEND = "dtensor_ring::send_state"
+
+torch.library.define(
+    RECEIVE, "(Tensor anchor, SymInt rows, SymInt numbers, int step, str group_name) -> Tensor"
+)
+torch.library.define(SEND, "(Tensor state, int step, str group_name) -> Tensor")
+receive_op = torch.ops.dtensor_ring.receive_state.default
+send_op = torch.ops.dtensor_ring.send_state.default
+
+
+@torch.library.impl(RECEIVE, "CompositeExplicitAutograd")
+def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
+    """`(rows, numbers)` from the rank `step` before this one; zeros, if there is none.
+
+    Args:
+        anchor: decides dtype, device and when the backward runs; its gradient is none.
+        rows: of the batch.
+        numbers: of a row's state.
+        step: 1 along the ranks, -1 against them.
+        group_name: of the ranks.
+    """
+    group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
+    state = _empty(anchor, rows, numbers)
+    peer = group.rank() - step
+    with _turn(group, "receive_state", state, step) as transport:
+        if 0 <= peer < group.size():
+            _move(transport, state, [P2P(state.view(-1), peer)], [])
+        else:
+            state.zero_()
+    return state
+
+
+@torch.library.impl(SEND, "CompositeExplicitAutograd")
+def send(state: Tensor, step: int, group_name: str) -> Tensor:
+    """Send a state to the rank `step` after this one, if there is one.
+
+    Args:
+        state: `(rows, numbers)`, float32 or float64.
+        step: 1 along the ranks, -1 against them.
+        group_name: of the ranks.
+
+    Returns:
+        An empty tensor. What is computed from it later makes the backward run, see `attached`.
+    """
+    group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
+    peer = group.rank() + step
+    with _turn(group, "send_state", state, step) as transport:
+        if 0 <= peer < group.size():
+            _move(transport, state, [], [P2P(state.contiguous().view(-1), peer)])
+    return state.new_empty(0)
+
+
+@contextmanager
+def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Transport]:
+    """The transport of a call; words go the way of the states, so that no rank waits in circles."""
+    if group.size() == 1:
+        yield transport_of(group)
+        return
+    rows, numbers = state.shape
+    facts = {"dtype": state.dtype, "device": state.device.type, "rows": rows, "numbers": numbers}
+    fields = {name: str(x) for name, x in (facts | {"step": step}).items()}
+    # What is sent in one call is received in another: both know the tag.
+    chain = Chain(step, Word(fields).tag(0, 0))
+    direction = "forward" if step > 0 else "backward"
+    word = Word({"direction": direction, "op": op} | fields)
+    with turn_of(group, word, direction, state.device, chain=chain) as transport:
+        yield transport
+
+
+def _move(transport: Transport, state: Tensor, receives: list[P2P], sends: list[P2P]) -> None:
+    transport.at(Label("state", 0, 0))
+    transport.prepare(state.device)
+    for work in transport.start(receives, sends):
+        work.wait()
+
+
+def _empty(anchor: Tensor, rows: int, numbers: int) -> Tensor:
+    """States travel in float32 at least: sums of many tokens."""
+    dtype = torch.promote_types(anchor.dtype, torch.float32)
+    return anchor.new_empty((rows, numbers), dtype=dtype)
+
+
+@torch.library.register_fake(RECEIVE)
+def _fake_receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
+    return _empty(anchor, rows, numbers)
+
+
+@torch.library.register_fake(SEND)
+def _fake_send(state: Tensor, step: int, group_name: str) -> Tensor:
+    return state.new_empty(0)
+
+
+def _keep_place(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.step, ctx.group_name = inputs[-2:]
+
+
+def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _keep_place(ctx, inputs, output)
+    ctx.shape = inputs[0].shape
+    # Checkpointing repeats a forward as far as its last saved tensor: the send must be in it.
+    ctx.save_for_backward(output)
+
+
+def _send_gradient(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    send_op(grad, -ctx.step, ctx.group_name)
+    return (None,) * 5
+
+
+def _receive_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (anchor,) = ctx.saved_tensors
+    return receive_op(anchor, *ctx.shape, -ctx.step, ctx.group_name), None, None
+
+
+torch.library.register_autograd(RECEIVE, _send_gradient, setup_context=_keep_place)
+torch.library.register_autograd(SEND, _receive_gradient, setup_context=_keep_shape)
+
+
+def attached(x: Tensor, token: Tensor) -> Tensor:
+    """The same tensor, whose backward comes before that of what made the token."""
+    return _Attached.apply(x, token) if token.requires_grad else x
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (token,) = ctx.saved_tensors
+        return grads[0], torch.zeros_like(token)

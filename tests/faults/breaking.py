@@ -42,21 +42,27 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@contextmanager
-def at_launch(direction: str, number: int, fault: Callable[[], object]) -> Iterator[None]:
+def at_launch(
+    direction: str, number: int, fault: Callable[[], object]
+) -> AbstractContextManager[object]:
     """Call `fault()` before that launch of the reference kernel in that direction.
 
     Without mask and with whole shards, a step has one launch.
     """
-    kernel = type(KERNELS["reference"])
-    launch, numbers = getattr(kernel, direction), count()
+    return at_call((type(KERNELS["reference"]), direction), number, fault)
+
+
+@contextmanager
+def at_call(method: tuple[type, str], number: int, fault: Callable[[], object]) -> Iterator[None]:
+    """Call `fault()` before that call of a method, a class and a name."""
+    called, numbers = getattr(*method), count()
 
     def faulty(*args: Any) -> Any:
         if next(numbers) == number:
             fault()
-        return launch(*args)
+        return called(*args)
 
-    with patch.object(kernel, direction, faulty):
+    with patch.object(*method, faulty):
         yield
 
 

@@ -167,8 +167,8 @@ class Ending:
     failure: Failure | None = None
     error: float = 0.0
 
-    def is_right(self, call: Call) -> bool:
-        """Whether nothing failed, and nothing is NaN or far from exact."""
+    def is_right(self, call: Any) -> bool:
+        """Whether nothing failed, and nothing is NaN or farther from exact than its `tolerance`."""
         return self.failure is None and self.error <= call.tolerance
 
 
@@ -217,12 +217,16 @@ def make(
     call, way = calls[dist.get_rank()], ways[dist.get_rank()]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     configure(call, mesh)
+    return ending_of(log, lambda: step(call, WAYS[way], mesh, training), num_steps)
+
+
+def ending_of(log: Log, one_step: Callable[[], float], num_steps: int = 1) -> Ending:
+    """How so many steps of this rank end; each returns its largest error."""
     ending = Ending()
     log("begins")
     try:
         for _ in range(num_steps):
-            error = step(call, WAYS[way], mesh, training)
-            ending.error = largest([ending.error, error])
+            ending.error = largest([ending.error, one_step()])
     except (RuntimeError, ValueError) as error:
         log("told")
         ending.failure = failure_of(error)

@@ -43,12 +43,16 @@ class Difference:
     def calls(self, layout: str, world_size: int) -> tuple[Call, ...]:
         """By rank; `layout` is that of all, unless they differ in it."""
         other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
-        base = Call(layout=layout)
-        ranks = []
-        for here in (self.odd, *[self.usual] * (world_size - 1)):
-            fields = {name: other if x == OTHER else x for name, x in here.items()}
-            ranks.append(replace(base, **fields))
-        return tuple(ranks)
+        named = [
+            {name: other if x == OTHER else x for name, x in fields.items()}
+            for fields in (self.odd, self.usual)
+        ]
+        return Difference(None, *named).by_rank(Call(layout=layout), world_size)
+
+    def by_rank(self, base: Any, world_size: int, odd: int = 0) -> tuple[Any, ...]:
+        """`base`, a dataclass, as each rank has it, of which one is odd."""
+        fields = [self.odd if rank == odd else self.usual for rank in range(world_size)]
+        return tuple(replace(base, **here) for here in fields)
 
     def expected(self, training: bool) -> str | None:
         """The pattern of what ranks are told."""

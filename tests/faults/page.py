@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults.calls import make
+from tests.faults.decoding import DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES
 from tests.faults.test_faults import FAULTS, VICTIM, suffer
 from tests.faults.worlds import Failure, Fate, Worlds
@@ -27,6 +28,12 @@ SHOWN = (
     "kernel, uncaught",
     "exit, uncaught",
     "stopped, forward",
+    "killed, decoding",
+    "kernel, caught, decoding",
+    "kernel, uncaught, decoding",
+    "stopped, decoding",
+    "append, caught",
+    "append, uncaught",
 )
 """The faults that the page has; the others look alike."""
 BEGINNING = "the ranks of a ring must make the same call, they differ in "
@@ -41,6 +48,7 @@ def tables(worlds: Worlds) -> dict[str, str]:
         "differences": _table(
             ["rank 0, the others", "training", "inference"], _differences(worlds)
         ),
+        "decoding": _table(["rank 0, the others", "what rank 1 is told"], _decoding(worlds)),
     }
 
 
@@ -53,6 +61,13 @@ def _differences(worlds: Worlds) -> Iterator[list[str]]:
             fates = worlds.run(2, make, calls, ("plain",) * 2, training)
             cells.append(_cell(fates[-1].value.failure))
         yield cells if cells[1] != cells[2] else [*cells[:2], SAME]
+
+
+def _decoding(worlds: Worlds) -> Iterator[list[str]]:
+    """What the last of two ranks is told."""
+    for name, difference in DECODED.items():
+        fates = worlds.run(2, decode_as, difference.by_rank(Decoding(), 2))
+        yield [name, _cell(fates[-1].value.failure)]
 
 
 def _faults(worlds: Worlds) -> Iterator[list[str]]:

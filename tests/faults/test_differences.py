@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.faults.calls import WAYS, Ending, make
 from tests.faults.differences import DIFFERENCES, Difference
-from tests.faults.worlds import Worlds
+from tests.faults.worlds import Fate, Worlds
 
 PROMPT = 2.0
 """Seconds within which ranks that differ are told so."""
@@ -75,15 +77,26 @@ def check(
     """All ranks are right, or all are told what differs, soon; `ways` by rank."""
     calls = difference.calls(layout, world_size)
     fates = worlds.run(world_size, make, calls, ways, training)
-    assert [fate.ended for fate in fates] == ["returned"] * world_size, fates
-    pattern = difference.expected(training)
+    spared = [0] if difference.spares_rank_0 else []
+    bound = PROMPT + (COMPILING if "compiled" in ways else 0)
+    check_fates(fates, calls, difference.expected(training), spared, bound)
+
+
+def check_fates(
+    fates: list[Fate],
+    calls: Sequence[Any],
+    pattern: str | None,
+    spared: Sequence[int] = (),
+    bound: float = PROMPT,
+) -> None:
+    """All ranks but the spared ones are told that in time, or all are right if it is `None`."""
+    assert [fate.ended for fate in fates] == ["returned"] * len(fates), fates
+    since = max(fate.events["begins"] for fate in fates)
     for rank, (fate, call) in enumerate(zip(fates, calls, strict=True)):
-        if pattern is None or (difference.spares_rank_0 and rank == 0):
+        if pattern is None or rank in spared:
             assert fate.value.is_right(call), (rank, fate.value)
         else:
             check_told(pattern, fate.value, rank)
-            since = max(fate.events["begins"] for fate in fates)
-            bound = PROMPT + (COMPILING if "compiled" in ways else 0)
             assert fate.events["told"] - since < bound, rank
 
 

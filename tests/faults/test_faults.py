@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic, sleep
 
 import pytest
@@ -13,44 +14,51 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask
-from tests.faults.breaking import at_launch, break_kernel, kill, leave, patience, stop
+from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.inference.cache_layer import CacheLayer
+from tests.faults.breaking import at_call, at_launch, break_kernel, kill, leave, patience, stop
 from tests.faults.calls import Call, make, plain, step
+from tests.faults.decoding import Decoding, decode
 from tests.faults.worlds import TIMEOUT, Failure, Fate, Log, Worlds, failure_of
 
 VICTIM = 1
 PROMPT = 1.0
 """Seconds within which the others know of a rank that died or raised."""
+FORWARD, BACKWARD = ((type(KERNELS["reference"]), name) for name in ("forward", "backward"))
+APPEND = CacheLayer, "append"
 CALL = Call(mask=Mask.full(), kernel="reference")
 """Each step of it is one launch."""
 LARGE = replace(CALL, seq_len=384, head_dim=64)
 """Its messages have hundreds of kilobytes: more than the system takes in on its own."""
+TRAINING, LARGE_TRAINING = (partial(step, call, plain, training=True) for call in (CALL, LARGE))
+DECODING = partial(decode, Decoding(options={"kernel": "reference"}))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to rank 1 in the middle of a ring.
+    """What happens to rank 1 in the middle of a ring, or of a decode call.
 
     Attributes:
-        what: is called before the kernel of the step.
-        direction: "forward" or "backward".
-        number: of the step.
+        what: is called before a call of the method.
+        method: what is called in each step; by default the kernel of a ring's forward.
+        number: of the call.
         told: a pattern in what the others are told.
         own: what rank 1 itself is told, `None` if it dies of it.
         dies: how its process ends otherwise.
         within: seconds until the others are told.
         world_size: the number of ranks.
-        call: what all ranks do, in each step of a training.
+        repeated: what all ranks do over and over, on a mesh.
     """
 
     what: Callable[[], object]
-    direction: str = "forward"
+    method: tuple[type, str] = FORWARD
     number: int = 1
     told: str = "rank 1"
     own: str | None = None
     dies: str = "returned"
     within: float = PROMPT
     world_size: int = 3
-    call: Call = CALL
+    repeated: Callable[[DeviceMesh], object] = TRAINING
 
     @property
     def survivors(self) -> list[int]:
@@ -62,29 +70,40 @@ LEFT = {"told": "rank 1.*step 1.*SystemExit", "own": "SystemExit"}
 KILLED = {"dies": "SIGKILL"}
 STOPPED = {"told": "step", "own": "RingError", "within": TIMEOUT + PROMPT}
 UNCAUGHT = {"own": None, "dies": "raised"}
+DECODE = {"repeated": DECODING}
+BROKEN_DECODE = BROKEN | {"told": "rank 1.*decode, step 0.*Broken.*no memory left"}
+SILENT = {"own": "Broken", "within": TIMEOUT + PROMPT}
+"""The rank lives on, and does not come to the call."""
 FAULTS = {
     "killed, forward": Fault(kill, **KILLED),
     "killed, first step": Fault(kill, number=0, **KILLED),
-    "killed, backward": Fault(kill, "backward", **KILLED),
+    "killed, backward": Fault(kill, BACKWARD, **KILLED),
     "killed, 2 ranks": Fault(kill, world_size=2, **KILLED),
     "killed, 4 ranks": Fault(kill, number=2, world_size=4, **KILLED),
-    "killed, 4 ranks, backward": Fault(kill, "backward", 2, world_size=4, **KILLED),
-    "killed, large messages": Fault(kill, call=LARGE, **KILLED),
-    "killed, large messages, backward": Fault(kill, "backward", call=LARGE, **KILLED),
+    "killed, 4 ranks, backward": Fault(kill, BACKWARD, 2, world_size=4, **KILLED),
+    "killed, large messages": Fault(kill, repeated=LARGE_TRAINING, **KILLED),
+    "killed, large messages, backward": Fault(kill, BACKWARD, repeated=LARGE_TRAINING, **KILLED),
     "kernel, caught": Fault(break_kernel, **BROKEN),
-    "kernel, caught, backward": Fault(break_kernel, "backward", **BROKEN),
+    "kernel, caught, backward": Fault(break_kernel, BACKWARD, **BROKEN),
     "kernel, caught, 2 ranks": Fault(break_kernel, world_size=2, **BROKEN),
     "kernel, caught, 4 ranks": Fault(break_kernel, world_size=4, **BROKEN),
-    "kernel, caught, large messages": Fault(break_kernel, call=LARGE, **BROKEN),
+    "kernel, caught, large messages": Fault(break_kernel, repeated=LARGE_TRAINING, **BROKEN),
     "kernel, caught, large messages, backward": Fault(
-        break_kernel, "backward", call=LARGE, **BROKEN
+        break_kernel, BACKWARD, repeated=LARGE_TRAINING, **BROKEN
     ),
     "kernel, uncaught": Fault(break_kernel, **BROKEN | UNCAUGHT),
-    "kernel, uncaught, backward": Fault(break_kernel, "backward", **BROKEN | UNCAUGHT),
+    "kernel, uncaught, backward": Fault(break_kernel, BACKWARD, **BROKEN | UNCAUGHT),
     "exit, caught": Fault(leave, **LEFT),
-    "exit, uncaught": Fault(leave, "backward", **LEFT | UNCAUGHT),
+    "exit, uncaught": Fault(leave, BACKWARD, **LEFT | UNCAUGHT),
     "stopped, forward": Fault(stop, **STOPPED),
-    "stopped, backward": Fault(stop, "backward", **STOPPED),
+    "stopped, backward": Fault(stop, BACKWARD, **STOPPED),
+    "killed, decoding": Fault(kill, **DECODE | KILLED),
+    "killed, decoding, 2 ranks": Fault(kill, world_size=2, **DECODE | KILLED),
+    "kernel, caught, decoding": Fault(break_kernel, **DECODE | BROKEN_DECODE),
+    "kernel, uncaught, decoding": Fault(break_kernel, **DECODE | BROKEN_DECODE | UNCAUGHT),
+    "stopped, decoding": Fault(stop, **DECODE | STOPPED),
+    "append, caught": Fault(break_kernel, APPEND, **DECODE | SILENT),
+    "append, uncaught": Fault(break_kernel, APPEND, **DECODE | UNCAUGHT),
 }
 
 
@@ -122,7 +141,8 @@ def check_told(fault: Fault, fate: Fate, since: float) -> None:
     assert re.search(fault.told, text)
     assert fields["ring"] == tuple(range(fault.world_size))
     # It may be further: what it needs of rank 1 in this loop may have arrived before.
-    assert f"{fields['direction']}, step {fields['step']}" in text
+    step = "before its first step" if fields["step"] is None else f"step {fields['step']}"
+    assert f"{fields['direction']}, {step}" in text
     assert fields["peer"] in fields["ring"]
     assert fate.events["told"] - since < fault.within
     check_refused(fault, fate)
@@ -151,10 +171,10 @@ def suffer(log: Log, fault: Fault) -> Told:
         log("fault")
         fault.what()
 
-    with at_launch(fault.direction, fault.number, strike) if is_victim else nullcontext():
+    with at_call(fault.method, fault.number, strike) if is_victim else nullcontext():
         try:
             while True:
-                step(fault.call, plain, mesh, training=True)
+                fault.repeated(mesh)
         except (Exception, SystemExit) as error:
             log("told")
             if is_victim and fault.own is None:

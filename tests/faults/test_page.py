@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tests.faults.decoding import DECODED
 from tests.faults.differences import DIFFERENCES
 from tests.faults.page import RIGHT, SAME, SHOWN, rows
 from tests.faults.test_faults import FAULTS
@@ -17,6 +18,13 @@ def test_differences() -> None:
         for text, is_training in zip(told, (True, False), strict=True):
             pattern = DIFFERENCES[name].expected(is_training)
             assert text == RIGHT if pattern is None else re.search(pattern, text), (name, text)
+
+
+def test_decoding() -> None:
+    listed = dict(rows("decoding"))
+    assert list(listed) == list(DECODED)
+    for name, text in listed.items():
+        assert re.search(DECODED[name].told or "", text), (name, text)
 
 
 def test_faults() -> None:

@@ -28,7 +28,7 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=100, help="by layout and ranks: 20 times")
     parser.addoption("--bad-calls", type=int, default=300, help="calls with strange arguments")
-    parser.addoption("--decode-cases", type=int, default=1000, help="random decode calls")
+    parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")

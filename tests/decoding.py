@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Decode:
     merge: str | None = "one_shot"
     seed: int = 1
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         if isinstance(self.runs, Layout):
             return self.runs

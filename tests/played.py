@@ -4,8 +4,9 @@ So a ring of any size runs on one GPU, where its ranks take turns.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from threading import Event, Lock
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from dtensor_ring.transport.protocol import P2P, Transport, Work
 Result = TypeVar("Result")
 TIMEOUT = 300
 """Seconds for the other side of a message to be posted."""
+MOST_RANKS = 64
+"""All of a ring run at once."""
 
 
 class Side:
@@ -92,6 +95,19 @@ class PlayedTransport(Transport):
         return received + [post((rank, x.peer), x.flat, True) for x in sends]
 
 
+_IDLE: list[ThreadPoolExecutor] = []
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads of earlier plays: torch sets up what is a new thread's own, which takes its time."""
+    threads = _IDLE.pop() if _IDLE else ThreadPoolExecutor(MOST_RANKS)
+    try:
+        yield threads
+    finally:
+        _IDLE.append(threads)
+
+
 def play(world_size: int, run: Callable[[int, PlayedTransport], Result]) -> list[Result]:
     """What `run(rank, transport)` returns on each rank.
 
@@ -108,8 +124,9 @@ def play(world_size: int, run: Callable[[int, PlayedTransport], Result]) -> list
             exchange.fail(error)
             raise
 
-    with ThreadPoolExecutor(world_size) as threads:
+    with _threads() as threads:
         futures = [threads.submit(of_rank, rank) for rank in range(world_size)]
+        wait(futures)
     errors = [error for error in (future.exception() for future in futures) if error]
     for error in sorted(errors, key=lambda error: isinstance(error, RuntimeError)):
         raise error.__cause__ or error

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.transport.combine import MERGES
 from tests.decoding import TOLERANCES, Decode, check
 from tests.slices import slices
 from tests.test_fuzz import bounds_of
@@ -77,7 +78,6 @@ def calls(draw: st.DrawFn, world_size: int) -> Decode:
         kernel=draw(st.sampled_from([None, "reference"] + ([] if special else ["cpu_flash"]))),
         sinks=tuple(draw(st.just([]) | sinks)),
         softcap=softcap,
-        merge=draw(st.sampled_from(["one_shot", "two_shot"])),
     )
 
 
@@ -87,7 +87,7 @@ def test_random_calls(world_size: int, request: pytest.FixtureRequest) -> None:
     wanted, num_tried = request.config.getoption("--decode-cases") // len(WORLD_SIZES), 0
 
     @settings(
-        max_examples=wanted,
+        max_examples=wanted // len(MERGES),
         deadline=None,
         phases=[Phase.generate, Phase.shrink],
         database=None,
@@ -97,8 +97,9 @@ def test_random_calls(world_size: int, request: pytest.FixtureRequest) -> None:
     @given(calls(world_size))
     def try_one(case: Decode) -> None:
         nonlocal num_tried
-        num_tried += 1
-        check(case)
+        for merge in MERGES:  # to draw a call takes longer than to make it
+            num_tried += 1
+            check(replace(case, merge=merge))
 
     try_one()
     request.node.user_properties.append(("decode calls tried", num_tried))
@@ -107,7 +108,7 @@ def test_random_calls(world_size: int, request: pytest.FixtureRequest) -> None:
 EVEN = tuple(((4 * rank, 4),) for rank in range(4))
 
 
-@pytest.mark.parametrize("merge", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("merge", MERGES)
 def test_every_subset_of_ranks_may_be_empty(merge: str) -> None:
     for held in product([False, True], repeat=4):
         kept = tuple(runs if holds else () for runs, holds in zip(EVEN, held, strict=True))

@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
+    parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")
 
 
@@ -44,15 +45,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--quick"):
-        sample = _sample(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in sample])
-        items[:] = sample
+    kept = _sample(items) if config.getoption("--quick") else list(items)
+    if processes := config.getoption("--processes"):
+        kept = [item for item in kept if _has_workers(item) == (processes == "many")]
+    left = {id(item) for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
+    items[:] = kept
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.filterwarnings("default"))  # packages have theirs
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_workers(item: pytest.Item) -> bool:
+    """Whether worker processes run the test, while pytest's own waits."""
+    return not {"pool", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel_plans.huggingface.dropout import no_dropout
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.given import GivenMask, ModelMask
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks, Pattern, is_pattern
@@ -127,7 +128,7 @@ def _refuse(
     frame: Frame,
 ) -> None:
     if dropout:
-        raise ValueError(f"a ring has no attention dropout, got {dropout}; set attention_dropout=0")
+        raise ValueError(f"{type(module).__name__}: {no_dropout(module, dropout)}")
     if query.shape[2] != key.shape[2] and frame.key_runs is None:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "

@@ -22,7 +22,8 @@ WHOLE = (*BOUNDARIES, "num_items_in_batch")
 LOGITS_TO_KEEP = "logits_to_keep"
 SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
-    "data-parallel ranks only)"
+    "data-parallel ranks only) and have the same weights (seeded before the model is made, or "
+    "loaded, and gradients averaged over them)"
 )
 
 

@@ -77,7 +77,7 @@ def call_with_cache(
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not of the new tokens.
     """
-    sharding.agree(given)
+    sharding.agree(model, given)
     batch = dict(given)
     for name in ("past_key_values", "use_cache", "output_logits"):
         batch.pop(name, None)

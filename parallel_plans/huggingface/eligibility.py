@@ -18,10 +18,18 @@ from parallel_plans.huggingface.positions import (
 )
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+WITHOUT_STATE = (*ATTENTION_LAYERS, "moe", "mlp", "dense", "sparse")
+"""Types of layers whose tokens meet in attention, or not at all."""
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
 HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that peft has put adapters into, which a `PeftModel` wraps."""
+    base_of = getattr(model, "get_base_model", None)
+    return model if base_of is None else base_of()
 
 
 def check_model(model: Any) -> None:
@@ -30,6 +38,7 @@ def check_model(model: Any) -> None:
     Raises:
         ValueError: naming what stands in the way, and the nearest fix.
     """
+    model = without_adapters(model)
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(
@@ -42,15 +51,13 @@ def check_model(model: Any) -> None:
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
     """Reasons that stand in the way of a plan."""
+    if reason := _of_several_parts(model, config):
+        yield reason
+        return
     if layers := _stateful_layers(model, config):
         yield (
             f"{', '.join(layers)} carry a state along the sequence, or choose among its tokens, "
             "which a ring of attention does not do"
-        )
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        yield (
-            "it has an encoder beside its decoder; apply the plan, with unshard_outputs=True, to "
-            "its language model alone"
         )
     if not getattr(model, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' attention interface"
@@ -88,6 +95,32 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         )
 
 
+def _of_several_parts(model: Any, config: Any) -> str | None:
+    """Why a model is not one stack of layers over one sequence, and what to do instead."""
+    if getattr(config, "is_encoder_decoder", False):
+        return (
+            "its decoder attends to what an encoder makes of another sequence, and cross attention "
+            "of Hugging Face models is not supported over a sharded sequence"
+        )
+    modules = dict(model.named_modules())
+    models = {name: x for name, x in modules.items() if hasattr(x, "set_attn_implementation")}
+    others = [name for name, x in models.items() if type(x.config) is not type(config)]
+    if not others and config.get_text_config() is config:
+        return None
+    decoder = model.get_decoder()
+    path = next((name for name, x in models.items() if x is decoder), "")
+    beside = ", ".join(name for name in others if name != path)
+    what = f"its language model is a part of it, beside {beside or 'what makes its inputs'}"
+    if not path:
+        return f"{what}, and no module of its own"
+    if reason := next(_reasons(decoder, decoder.config), None):
+        return f"{what}; that part, {path}, has no plan either: {reason}"
+    return (
+        f"{what}; apply the plan, with unshard_outputs=True, to its {path} alone, and if the "
+        'model makes its masks, set model.config.text_config._attn_implementation = "ring"'
+    )
+
+
 def _has_known_head(model: Any) -> bool:
     name = type(model).__name__
     is_base = "labels" not in signature(model.forward).parameters
@@ -98,21 +131,18 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     """Names of layers that carry state from token to token, by their kind or by their parts."""
     modules = dict(model.named_modules())
     kinds = enumerate(getattr(config, "layer_types", None) or ())
-    stateful = {f"layers.{i}": kind for i, kind in kinds if kind not in ATTENTION_LAYERS}
+    stateful = {f"layers.{i}": kind for i, kind in kinds if kind not in WITHOUT_STATE}
     if stateful:
         paths = {
             layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful
         }
         return [f"{paths[layer]} ({kind})" for layer, kind in stateful.items()]
-    parts = [
+    return [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
         if (STATEFUL.search(type(module).__name__) and not hasattr(module, "config_class"))
         or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
     ]
-    if not parts and getattr(model, "_is_stateful", False):
-        return [f"the layers of {type(model).__name__}"]
-    return parts
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtensor_ring.planning.areas import visible_pairs
 from dtensor_ring.planning.slices import Slices
-from parallel_plans.huggingface.patterns import MaskFunction, Pattern, is_pattern, pattern_of
+from parallel_plans.huggingface.patterns import MaskFunction, Pattern, cut, is_pattern, pattern_of
 
 FEW = 512
 """Tokens up to which all pairs are asked whether a mask shows one range of keys to each query."""
@@ -30,6 +30,10 @@ class ModelMask:
     ) -> None:
         self.pattern, self.shape = pattern, shape
         self._function, self._padding = function, padding
+
+    def __getitem__(self, index: Any) -> ModelMask:
+        """What a model cuts from its mask."""
+        return cut(self, index)
 
     def slices(self) -> Slices:
         """What each token of the batch sees.

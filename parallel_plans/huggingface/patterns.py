@@ -17,11 +17,38 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
+from parallel_plans.huggingface.first_attention import first_attention, two_tokens
 
-PROBE = "ring_probe"
+MARKER = "ring pattern"
 
-Pattern = tuple[str, bool, int | None, bool]
-"""A marker, whether it is causal, its window or chunk in tokens, whether the model added to it."""
+
+class Pattern(NamedTuple):
+    """The name of a mask. A tuple, which a compiler follows; not of tensors."""
+
+    marker: str
+    causal: bool
+    size: int | None
+    """Its window or chunk in tokens."""
+    is_extended: bool
+    """Whether the model added to it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """What a model cuts from its mask."""
+        return cut(self, index) if isinstance(index, tuple) else tuple.__getitem__(self, index)
+
+
+def cut(mask: Any, index: tuple[Any, ...]) -> Any:
+    """A mask that stands for one of all tokens: models may cut it, as long as all are left.
+
+    Raises:
+        ValueError: if some are not.
+    """
+    if any(x not in (Ellipsis, slice(None), slice(0, None)) for x in index):
+        raise ValueError(
+            f"the model takes a part of its mask, {list(index)}, which over a sharded sequence is "
+            "a mask of all tokens"
+        )
+    return mask
 
 
 class LayerMask(NamedTuple):
@@ -35,7 +62,6 @@ LayerMasks = dict[Pattern, LayerMask | str]
 """By pattern of a model; a string says why a ring cannot compute it."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-MARKER = "ring pattern"
 
 
 def pattern_of(
@@ -50,7 +76,7 @@ def pattern_of(
     causal = allow_is_bidirectional_skip is None
     # Transformers forbids skipping a mask where the model has added to it.
     plain = allow_is_causal_skip if causal else bool(allow_is_bidirectional_skip)
-    return MARKER, causal, local_size, use_vmap or not plain
+    return Pattern(MARKER, causal, local_size, use_vmap or not plain)
 
 
 def is_pattern(x: Any) -> bool:
@@ -65,13 +91,12 @@ def read_patterns(model: Any) -> LayerMasks:
         ValueError: if the model does not get as far as an attention that goes through the
             attention interface, or does not let the mask interface make its masks.
     """
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    if next(model.parameters()).is_meta:
         raise ValueError(
             f"{type(model).__name__} is on the meta device, but the plan runs a few tokens through "
             "it; give it weights first, by from_pretrained or to_empty"
         )
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    tokens = two_tokens(model)
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
     # The same two tokens as two documents of one: only masks by positions tell.
     restarted = _mask_functions(model, tokens, position_ids=tokens)
@@ -87,7 +112,7 @@ def read_patterns(model: Any) -> LayerMasks:
         # One name, two masks: attention could not tell which is meant.
         if layer_masks.setdefault(pattern, found) != found:
             layer_masks[pattern] = (
-                f"its layers use two patterns of {pattern[2]} tokens, {layer_masks[pattern]} and "
+                f"its layers use two patterns of {pattern.size} tokens, {layer_masks[pattern]} and "
                 f"{found}, which transformers does not tell apart"
             )
     return layer_masks
@@ -98,42 +123,18 @@ def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
-class _Reached(Exception):
-    """The model arrived at its first attention."""
-
-
 def _mask_functions(
     model: Any, tokens: Tensor, **inputs: Tensor
 ) -> list[tuple[Pattern, MaskFunction]]:
     """The mask functions that the model makes on its way to its first attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     functions: list[tuple[Pattern, MaskFunction]] = []
 
     def collect(*, mask_function: MaskFunction, **kwargs: Any) -> Pattern:
         functions.append((pattern_of(**kwargs), mask_function))
         return functions[-1][0]
 
-    def stop(*_: Any, **__: Any) -> None:
-        # The masks are made by now; the rest of the model need not run.
-        raise _Reached
-
-    AttentionInterface.register(PROBE, stop)
-    AttentionMaskInterface.register(PROBE, collect)
-    model.set_attn_implementation(PROBE)
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=False, **inputs)
-    except _Reached:
-        return functions
-    except (AttributeError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"{type(model).__name__} works on its masks by itself, or does not take input_ids and "
-            f"keyword arguments; it has no context-parallel plan ({error})"
-        ) from error
-    raise ValueError(
-        f"no layer of {type(model).__name__} goes through transformers' attention interface"
-    )
+    first_attention(model, collect, input_ids=tokens, **inputs)
+    return functions
 
 
 def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:

@@ -21,7 +21,8 @@ from dtensor_ring.planning.spelling import as_layout
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.cached import cache_of, call_with_cache
 from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
-from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.dropout import check_dropout
+from parallel_plans.huggingface.eligibility import check_model, without_adapters
 from parallel_plans.huggingface.generate import install_generate
 from parallel_plans.huggingface.given import mask_of
 from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
@@ -104,8 +105,8 @@ class ShardedModel(ParallelStyle):
 
         AttentionInterface.register(IMPLEMENTATION, attention)
         AttentionMaskInterface.register(IMPLEMENTATION, mask_of)
-        model: Any = module
-        check_model(model)
+        check_model(module)
+        model: Any = without_adapters(module)
         backbone = backbone_of(model)
         replaced = [x for x in (model, backbone) if "forward" in vars(x)]
         if replaced:
@@ -116,7 +117,7 @@ class ShardedModel(ParallelStyle):
             )
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
-        _own_config(model)
+        _own_config(module, model.config)
         layer_masks, why_not, tail = _examine(backbone)
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
@@ -132,7 +133,7 @@ class ShardedModel(ParallelStyle):
             join_behind(head, sharding.join)
         install_generate(model, sharding)
         model.context_parallel_sharding = sharding
-        return model
+        return module
 
 
 def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tail | None]:
@@ -143,6 +144,7 @@ def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tai
     before = model.config._attn_implementation
     try:
         layer_masks = read_patterns(model)
+        check_dropout(model)
         check_locality(model)
         reasons = other_loss(model), other_balance(model)
         return layer_masks, reasons, None if reasons[0] else find_tail(model)
@@ -159,9 +161,8 @@ def _origin(model: nn.Module, forward: Any) -> str:
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _own_config(model: Any) -> None:
+def _own_config(model: nn.Module, shared: Any) -> None:
     """Copy the config, so that other models that share it keep their attention."""
-    shared = model.config
     own = deepcopy(shared)
     for module in model.modules():
         if getattr(module, "config", None) is shared:

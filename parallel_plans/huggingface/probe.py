@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.attention import at_positions
-from parallel_plans.huggingface.patterns import PROBE, pattern_of
+from parallel_plans.huggingface.first_attention import PROBE
+from parallel_plans.huggingface.patterns import pattern_of
 
 NUM_TOKENS = 8
 ROUTER_LOGITS = "output_router_logits"

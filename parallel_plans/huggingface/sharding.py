@@ -41,6 +41,7 @@ from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
+from parallel_plans.huggingface.weights import checksum
 
 
 class Sharding(Outputs):
@@ -84,7 +85,7 @@ class Sharding(Outputs):
         """This rank's part of the batch, all by keyword."""
         has_logits = pops_logits(model, given) or self.returns_logits
         batch = dict(given)
-        self.agree(batch)
+        self.agree(model, batch)
         masks = batch.pop("attention_mask") if is_given(batch.get("attention_mask")) else None
         seq_len = check_batch(model, batch)
         if "labels" in batch:
@@ -158,13 +159,15 @@ class Sharding(Outputs):
         found = self._counts(batch if mask is None else batch | {"attention_mask": mask})
         return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
 
-    def agree(self, batch: dict[str, Any]) -> None:
-        """Once in training and once without gradients: whether all ranks got the same."""
+    def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Once in training and once without gradients: whether all ranks have the same."""
         # A collective in each forward would cost, and a graph cannot compare.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
             return
         if _has_content(batch):
-            check_agreement(axis_group(self.axis.mesh), described(batch), SAME_BATCH)
+            group = axis_group(self.axis.mesh)
+            here = described(batch) | {"weights": checksum(model, group)}
+            check_agreement(group, here, SAME_BATCH)
             self._agreed.add(torch.is_grad_enabled())
 
     def meet(self, batch: dict[str, Any]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from zlib import crc32
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import check_agreement
+from parallel_plans.huggingface.weights import checksum
 
 DEEPSPEED = (
     "deepspeed shards the model and averages gradients in ways of its own, and knows no ranks that "
@@ -144,12 +143,10 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         ValueError: on every rank.
     """
-    # A few values of each tell models of other seeds apart; reading all would take long.
-    plain = [x for x in model.parameters() if not isinstance(x, DTensor) and not x.is_meta]
-    begins = repr([x.detach().flatten()[:4].tolist() for x in plain])
+    group = dist.distributed_c10d._get_default_group()
     check_agreement(
-        dist.distributed_c10d._get_default_group(),
-        {"weights": f"checksum {crc32(begins.encode()):08x}"},
+        group,
+        {"weights": checksum(model, group)},
         "start from the same weights (set a seed before the model is made, or load them with "
         "fsdp_config={'cpu_ram_efficient_loading': False}, as the plan needs them on every rank)",
     )

@@ -167,18 +167,21 @@ def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
         assert largest(errors) < 1e-5, errors
 
 
-def lora_errors() -> list[float]:
-    """Of the loss and the gradients of adapters."""
+def lora_errors(is_plan_first: bool) -> list[float]:
+    """Of the loss, the gradients of adapters, and the loss after they were merged."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     models, losses, tokens = [], [], batch_of(0)
     for is_ring in (True, False):
         model = small_model("Llama")
-        if is_ring:
+        if is_ring and is_plan_first:
             parallelize_module(model, mesh, context_parallel_plan(model))
         torch.manual_seed(1)
         models.append(get_peft_model(model, adapters))
+        if is_ring and not is_plan_first:
+            plan = context_parallel_plan(models[-1])
+            assert parallelize_module(models[-1], mesh, plan) is models[-1]
         losses.append(models[-1](input_ids=tokens, labels=tokens).loss)
         losses[-1].backward()
     errors = [(losses[0] - losses[1]).abs().item()]
@@ -186,11 +189,13 @@ def lora_errors() -> list[float]:
         if theirs.grad is not None:
             dist.all_reduce(ours.grad)
             errors.append(((ours.grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
-    return errors
+    ours, theirs = (model.merge_and_unload()(input_ids=tokens, labels=tokens) for model in models)
+    return [*errors, (ours.loss - theirs.loss).abs().item()]
 
 
-def test_lora(pool: Pool) -> None:
-    for errors in pool.run(2, lora_errors):
+@pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
+def test_lora(pool: Pool, is_plan_first: bool) -> None:
+    for errors in pool.run(2, lora_errors, is_plan_first):
         assert len(errors) > 4
         assert largest(errors) < 1e-5, errors
 

@@ -9,6 +9,7 @@ import torch
 from transformers import masking_utils
 
 from dtensor_ring import Mask
+from parallel_plans.huggingface.given import ModelMask
 from parallel_plans.huggingface.patterns import LayerMask, pattern_of, read_patterns
 from tests.families import small_model
 
@@ -80,3 +81,15 @@ def test_names_tell_what_the_model_added() -> None:
     assert len({plain, custom, pattern_of(local_size=4)}) == 3
     assert blocks == custom
     assert pattern_of(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)[1] is False
+
+
+def test_models_may_cut_masks_of_which_all_is_left() -> None:
+    """As Gemma 4 does before the layers that share keys and values."""
+    pattern = pattern_of(local_size=4)
+    mask = ModelMask(pattern, lambda *_: True, (1, 8), None)
+    for whole in (pattern, mask):
+        assert whole[:, :, slice(-0, None), :] is whole
+        assert whole[..., :] is whole
+        with pytest.raises(ValueError, match="takes a part of its mask"):
+            whole[:, :, -1:, :]
+    assert pattern[2] == pattern.size == 4

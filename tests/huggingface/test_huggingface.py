@@ -182,6 +182,12 @@ def with_positions() -> Any:
 
 
 UNSUPPORTED = {
+    "T5ForConditionalGeneration: its decoder attends to .* an encoder .* cross attention": lambda: (
+        small("T5", "ForConditionalGeneration")
+    ),
+    "BartForCausalLM: its attention does not go": lambda: small(
+        "Bart", decoder_attention_heads=2, decoder_ffn_dim=8, decoder_layers=1, is_decoder=True
+    ),
     r"BambaForCausalLM: model\.layers\.0 \(linear_attention\) carry a state": lambda: small(
         "Bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=4, mamba_d_state=4
     ),
@@ -197,7 +203,6 @@ UNSUPPORTED = {
     "GPT2DoubleHeadsModel: its head": lambda: transformers.GPT2DoubleHeadsModel(
         transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     ),
-    "T5ForConditionalGeneration: .*has an encoder": lambda: small("T5", "ForConditionalGeneration"),
     "returns tuples.*return_dict = True": lambda: small("Llama", return_dict=False),
     "token_dropout scales embeddings": lambda: small(
         "Esm",
@@ -247,7 +252,7 @@ def build_unsupported() -> None:
         parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
     for layer in ring.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with pytest.raises(ValueError, match=r"no attention dropout, got 0\.5"):
+    with pytest.raises(ValueError, match=r"no attention dropout, and attention_dropout is 0\.5"):
         ring.train()(TOKENS)
     with pytest.raises(ValueError, match="called as a whole"):
         ring.model(TOKENS)
@@ -306,6 +311,27 @@ def differ() -> None:
     assert ring(TOKENS, labels=TOKENS).loss.isfinite()
     with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
         ring(TOKENS + rank)
+
+
+def differ_in_weights() -> None:
+    """In one element of one of them; and again after training."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    weight = ring.model.layers[1].mlp.up_proj.weight.data
+    told = "have the same weights .*, they differ in weights: checksum .* on .0., .* on .1.$"
+    before = weight.clone()
+    weight[-1, -1] += rank
+    with pytest.raises(ValueError, match=told):
+        ring(TOKENS)
+    weight.copy_(before)
+    ring(TOKENS)
+    weight[0, 0] += rank
+    ring(TOKENS)  # compared once
+    with torch.no_grad(), pytest.raises(ValueError, match=told):
+        ring(TOKENS)
+
+
+def test_weights_that_differ(pool: Pool) -> None:
+    pool.run(2, differ_in_weights)
 
 
 def test_batches_that_differ(pool: Pool) -> None:

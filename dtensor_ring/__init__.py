@@ -31,6 +31,8 @@ from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import Transport
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Balanced",
     "BlockCyclic",

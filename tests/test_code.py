@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_public import ROOT
 
-LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference")
+LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
@@ -38,7 +38,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 def _layer(module: str) -> int:
     package, _, name = module.partition(".")
-    if package == "parallel_plans" or not name:
+    if package == "parallel_plans" or name in ("", "__main__"):
         return len(LAYERS)
     return LAYERS.index(name.partition(".")[0])
 

@@ -1,0 +1,66 @@
+"""Values as they are written on a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from dtensor_ring.planning.mask import Mask
+
+
+def number(text: str) -> int:
+    """A positive number, which may have separators: 131072 or 131_072.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+
+    >>> number("131_072")
+    131072
+    """
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return found
+
+
+def mask_of(text: str) -> Mask:
+    """A mask by its builder and its number.
+
+    Raises:
+        ArgumentTypeError: if no mask is written so.
+
+    >>> mask_of("sliding:4096").left
+    4096
+    """
+    match text.split(":"):
+        case ["causal"]:
+            return Mask.causal()
+        case ["full"]:
+            return Mask.full()
+        case ["sliding", size]:
+            return Mask.sliding(number(size))
+        case ["chunked", size]:
+            return Mask.chunked(number(size))
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a mask: causal, full, sliding:<tokens before a query that it sees> or "
+        "chunked:<tokens of a chunk>"
+    )
+
+
+def boundaries(text: str) -> list[int]:
+    """Boundaries of documents, separated by commas.
+
+    Raises:
+        ArgumentTypeError: if a part is not a number.
+
+    >>> boundaries("0,1000,8192")
+    [0, 1000, 8192]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are not boundaries, which are numbers with commas: 0,1000,8192"
+        ) from None

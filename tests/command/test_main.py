@@ -1,0 +1,104 @@
+"""Commands: what they print, and what they return."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dtensor_ring import Mask, describe_schedule
+from dtensor_ring.command.main import main
+from tests.test_public import ROOT
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ((), ("zigzag", Mask.causal(), 1024, 4)),
+        (("--mask", "full", "--layout", "contiguous"), ("contiguous", Mask.full(), 1024, 4)),
+        (("--mask", "sliding:1_00"), ("zigzag", Mask.sliding(100), 1024, 4)),
+        (("--mask", "chunked:256"), ("zigzag", Mask.chunked(256), 1024, 4)),
+        (("--cu-seqlens", "0,24,1024"), ("zigzag", Mask.causal(), 1024, 4, [0, 24, 1024])),
+    ],
+)
+def test_schedule(
+    options: tuple[str, ...], asked: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["schedule", "--seq-len", "1024", "--world-size", "4", *options]
+    expected = describe_schedule(*asked)
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["areas"] == expected.areas
+    assert found["received"] == expected.received
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("", 2, "the following arguments are required: command"),
+        ("schedul", 2, "invalid choice: 'schedul'"),
+        ("schedule --seq-len 8", 2, "required: --world-size"),
+        ("schedule --seq-len 8 --world-size 0", 2, "'0' is not a positive number"),
+        ("schedule --seq-len 8 --world-size 2 --mask slid:4", 2, "sliding:<tokens before"),
+        ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),
+        ("schedule --seq-len 8 --world-size 2 --layout zag", 1, "unknown layout 'zag'"),
+        ("schedule --seq-len 8 --world-size 2 --cu-seqlens 4,8", 1, "cu_seqlens"),
+        ("doctor --fix", 2, "unrecognized arguments: --fix"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    command: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found: Any = main(command.split())
+    except SystemExit as error:
+        found = error.code
+    assert found == status
+    *_, line = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(("kernel", "status"), [(None, 0), ("flash_attn2", 1), ("nobody's", 1)])
+def test_doctor_without_a_launcher(
+    kernel: str | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--kernel", kernel] if kernel else []
+    assert main(["doctor", "--json", *options]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert [what for what, row in found.items() if row["is_bad"]] == [f"kernel {kernel}"] * status
+    assert "torchrun" in found["ring"]["advice"]
+    assert main(["doctor", *options]) == status
+    assert "torchrun" in capsys.readouterr().out
+
+
+def test_doctor_of_two_ranks() -> None:
+    doctor = [*TORCHRUN, "-m", "dtensor_ring", "doctor", "--json"]
+    run = subprocess.run(doctor, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True)
+    found = json.loads(run.stdout)
+    assert found["ranks"]["found"].startswith("2 on ")
+    assert {"ring, causal", "ring, window", "overlap"} <= found.keys()
+    assert not any(row["is_bad"] for row in found.values())
+
+
+def test_doctor_finds_a_wrong_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtensor_ring.command import self_test
+
+    ring = self_test.ring_attention
+    monkeypatch.setattr(self_test, "ring_attention", lambda *x, **y: 1.01 * ring(*x, **y))
+    store = self_test.torch.distributed.HashStore()
+    start = self_test.torch.distributed.init_process_group
+    alone = {"store": store, "rank": 0, "world_size": 1}
+    monkeypatch.setattr(
+        self_test.torch.distributed,
+        "init_process_group",
+        lambda backend, timeout: start(backend, timeout=timeout, **alone),
+    )
+    found = {x.what: x.is_bad for x in self_test.self_test(None)}
+    assert found == {"ranks": False, "ring, causal": True, "ring, window": True}

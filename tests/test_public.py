@@ -327,10 +327,11 @@ def _namespace() -> dict[str, Any]:
     """What the examples do not import."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    from parallel_plans.huggingface import context_parallel_plan
+    from parallel_plans.huggingface import context_parallel_plan, restore_model
 
-    models = LlamaConfig, LlamaForCausalLM, TrainingArguments, context_parallel_plan
-    helpers = (init_device_mesh, parallelize_module, *models)
+    models = LlamaConfig, LlamaForCausalLM, TrainingArguments
+    plans = context_parallel_plan, restore_model
+    helpers = (init_device_mesh, parallelize_module, *models, *plans)
     named = {helper.__name__: helper for helper in helpers}
     return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}
 

@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_plans.huggingface.checkpoint import ring_checkpoint_contexts
 from parallel_plans.huggingface.plan import context_parallel_plan
+from parallel_plans.huggingface.restore import restore_model, stock_model
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
-__all__ = ["ContextParallelCache", "context_parallel_plan", "ring_checkpoint_contexts"]
+__all__ = [
+    "ContextParallelCache",
+    "context_parallel_plan",
+    "restore_model",
+    "ring_checkpoint_contexts",
+    "stock_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, in
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns
+from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
 
@@ -110,14 +111,21 @@ class ShardedModel(ParallelStyle):
         backbone = backbone_of(model)
         replaced = [x for x in (model, backbone) if "forward" in vars(x)]
         if replaced:
-            by = _origin(model, replaced[0].forward)
+            is_ours = bool(shardings_of(model))
+            by = "a context_parallel_plan" if is_ours else origin(replaced[0].forward)
             raise ValueError(
                 f"the forward of this model was replaced already, by {by}; apply "
                 "the plan once, and before other libraries (device_map, mixed precision, trainers)"
             )
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
-        _own_config(module, model.config)
+        with changing(module):
+            _own_config(module, model.config)
+            self._install(model, backbone, device_mesh)
+        return module
+
+    def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
+        """Shard the backbone of a model, and join what is behind it."""
         layer_masks, why_not, tail = _examine(backbone)
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
@@ -133,7 +141,6 @@ class ShardedModel(ParallelStyle):
             join_behind(head, sharding.join)
         install_generate(model, sharding)
         model.context_parallel_sharding = sharding
-        return module
 
 
 def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tail | None]:
@@ -150,15 +157,6 @@ def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tai
         return layer_masks, reasons, None if reasons[0] else find_tail(model)
     finally:
         model.set_attn_implementation(before)
-
-
-def _origin(model: nn.Module, forward: Any) -> str:
-    """Who replaced a forward: this plan, or where the function that did was written."""
-    if shardings_of(model):
-        return "a context_parallel_plan"
-    function = getattr(forward, "__func__", getattr(forward, "func", forward))
-    module = getattr(function, "__module__", type(function).__module__)
-    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _own_config(model: nn.Module, shared: Any) -> None:

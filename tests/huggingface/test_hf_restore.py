@@ -1,0 +1,128 @@
+"""A model whose plan was taken off is the one that it was."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan, restore_model, stock_model
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
+CASES = {
+    "head, generation": ("Gemma 2", ""),
+    "rotary embeddings": ("Phi-3, longrope", ""),
+    "classes": ("Llama", "ForSequenceClassification"),
+    "an encoder": ("RoBERTa", ""),
+}
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that modules have, by identity, and what their configs say."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[f"{name} class"] = type(module)
+        for key, x in vars(module).items():
+            # Dicts may change inside: their items count.
+            found[f"{name} {key}"] = (
+                [(k, id(y)) for k, y in x.items()] if type(x) is dict else id(x)
+            )
+        if hasattr(module, "config"):
+            found[f"{name} config says"] = module.config.to_dict() | {
+                "attention": module.config._attn_implementation
+            }
+    return found
+
+
+def planned(model: Any, **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return parallelize_module(model, mesh, context_parallel_plan(model, **options))
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=TOKENS, use_cache=False).logits
+    return logits.full_tensor() if isinstance(logits, torch.distributed.tensor.DTensor) else logits
+
+
+def restored(family: str, head: str) -> None:
+    model = small_model(family, head)
+    expected = logits_of(model)
+    before = state(model)
+    planned(model, unshard_outputs=True)
+    assert state(model) != before
+    sharded = logits_of(model)
+    copied = deepcopy(model)
+    with stock_model(model):
+        assert torch.equal(logits_of(model), expected)
+    assert torch.equal(logits_of(model), sharded)
+    restore_model(model)
+    assert state(model) == before
+    assert torch.equal(logits_of(model), expected)
+    restore_model(copied)
+    assert torch.equal(logits_of(copied), expected)
+    assert state(copied).keys() == before.keys()
+    assert torch.equal(logits_of(planned(model, unshard_outputs=True)), sharded)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_as_before(pool: Pool, case: str) -> None:
+    pool.run(2, restored, *CASES[case])
+
+
+def refused() -> None:
+    model = small_model("Llama")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is under no context_parallel_plan"):
+        restore_model(model)
+    before = state(model)
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1))
+    with pytest.raises(ValueError, match="depends on tokens"):
+        planned(model)
+    hook.remove()
+    assert state(model) == before, "a plan that was refused leaves no trace"
+    plain = planned(model).forward
+
+    @wraps(type(model).forward)
+    def forward(self: Any, **kwargs: Any) -> Any:
+        return plain(**kwargs)
+
+    forward.__module__ = "trl"
+    model.forward = MethodType(forward, model)
+    with pytest.raises(ValueError, match=r"trl\..*forward was put over the plan's forward"):
+        restore_model(model)
+    model.forward = plain
+    sharded: Any = fully_shard(deepcopy(model), mesh=DeviceMesh("cpu", [0]))
+    with pytest.raises(ValueError, match="fully_shard was applied over the plan"):
+        restore_model(sharded)
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(1, refused)
+
+
+def part() -> None:
+    """A plan on a part, whose config was told of the ring by the model around it."""
+    model = small_model("Gemma 3")
+    planned(model.model, unshard_outputs=True)
+    model.config._attn_implementation = "ring"  # as docs/huggingface.md says of images in text
+    with stock_model(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "ring"
+    restore_model(model)
+    assert model.config._attn_implementation == "eager"
+    assert logits_of(model).isfinite().all()
+
+
+def test_parts(pool: Pool) -> None:
+    pool.run(1, part)

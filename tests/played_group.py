@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 from unittest.mock import patch
 
 import torch
 
-from dtensor_ring.ops import exchange_options, options
+from dtensor_ring.ops import options
 from dtensor_ring.transport import process_group, session
 from dtensor_ring.transport.session import Session
 from tests.played import PlayedTransport, play
@@ -44,14 +43,5 @@ def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Re
         with torch.enable_grad():
             return run(group)
 
-    with _resolving(groups):
+    with patch.object(options, "_resolve_process_group", groups.__getitem__):
         return play(world_size, of_rank)
-
-
-@contextmanager
-def _resolving(groups: dict[str, PlayedGroup]) -> Iterator[None]:
-    with (
-        patch.object(options, "_resolve_process_group", groups.__getitem__),
-        patch.object(exchange_options, "_resolve_process_group", groups.__getitem__),
-    ):
-        yield

@@ -174,8 +174,8 @@ class Case:
         """`(out, lse)` of a rank's shards."""
         return ring_op(query, key, value, *flatten(self.call(sinks)))
 
-    def call(self, sinks: Tensor | None = None) -> Call:
-        """What the op takes after query, key and value."""
+    def call(self, sinks: Tensor | None = None, group_name: str | None = None) -> Call:
+        """What the op takes after query, key and value; over all ranks, or those of a group."""
         ring = self.ring
         seq_lens = (None, None) if ring.key_layout else ring.seq_lens
         return Call(
@@ -188,7 +188,7 @@ class Case:
                 ring.layout.spec,
                 ring.route,
                 *seq_lens,
-                dist.group.WORLD.group_name,
+                group_name or dist.group.WORLD.group_name,
                 self.policy,
             ),
         )

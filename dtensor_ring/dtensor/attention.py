@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from dtensor_ring.dtensor.arguments import (
     mask_of,
     scores_of,
 )
+from dtensor_ring.dtensor.dispatch import traded_dtensors
+from dtensor_ring.dtensor.placement import strategy_of
+from dtensor_ring.dtensor.traded import traded_attention, traded_heads
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.planning.strategy import check_strategy, is_traded
 
 
 @overload
@@ -177,16 +180,33 @@ def ring_attention(
     kernel = of_axis if kernel is None else kernel
     scores = scores_of(query, mask, scale, softcap, sinks, kernel)
     call = Call(batch, scores, place)
-    out, lse = attend(query, key, value, call)
-    return (out, lse) if return_lse else out
+    out, lse = attend(query, key, value, call, return_lse)
+    return out if lse is None or not return_lse else (out, lse)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
     check_options(query, call)
     if torch.compiler.is_compiling():
-        return ring_op(query, key, value, *flatten(call))
-    return called_from(sys._getframe(1), ring_op, query, key, value, *flatten(call))
+        return _attend(query, key, value, call, with_lse)
+    return called_from(sys._getframe(1), _attend, query, key, value, call, with_lse)
+
+
+def _attend(
+    query: Any, key: Any, value: Any, call: Call, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    place: Any = call.place
+    if not isinstance(query, DTensor):
+        if traded_heads(place.strategy, place.group_name) > 1:
+            return traded_attention(query, key, value, call, with_lse)
+    # A compiler cannot follow what DTensors are, so the op on DTensors does it.
+    elif not torch.compiler.is_compiling():
+        strategy = place.strategy or strategy_of(query)
+        if strategy is not None and is_traded(strategy):
+            return traded_dtensors(query, key, value, call, with_lse)
+    return ring_op(query, key, value, *flatten(call))
 
 
 def _placed(

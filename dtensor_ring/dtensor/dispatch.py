@@ -6,14 +6,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.compute.memory import order_of, strides
 from dtensor_ring.dtensor.placement import (
     BATCH,
     HEADS,
     SEQUENCE,
+    Placements,
     Ring,
     describe,
     local_of,
@@ -22,6 +26,7 @@ from dtensor_ring.dtensor.placement import (
     without,
     wrap,
 )
+from dtensor_ring.dtensor.traded import traded_attention, traded_backward, traded_heads
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.decode import decode_op
 from dtensor_ring.ops.decode_options import (
@@ -41,10 +46,14 @@ def ring_forward_dtensor(
 ) -> tuple[DTensor, DTensor]:
     """The ring op on DTensors, whose placements and axis say the call's place."""
     ring = _ring(query, key, value, call)
-    out, lse = ring_op(
-        *(local_of(x, ring) for x in (query, key, value)),
-        *flatten(_local_call(call, query, key, ring)),
-    )
+    tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
+    local = _local_call(call, query, key, ring)
+    results: Any
+    if _trades(local):
+        results = traded_attention(*tensors, call=local)
+    else:
+        results = ring_op(*tensors, *flatten(local))
+    out, lse = results
     shape = tuple(query.shape[:3])
     return wrap(out, (*shape, value.shape[3]), ring), wrap(lse, shape, ring)
 
@@ -61,21 +70,64 @@ def ring_backward_dtensor(
 ) -> tuple[DTensor, DTensor, DTensor, Any]:
     """The ring's backward op on DTensors."""
     ring, sinks = _ring(query, key, value, call), call.scores.sinks
-    *grads, grad_sinks = ring_backward_op(
-        *(local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)),
-        *flatten(_local_call(call, query, key, ring)),
-    )
+    tensors: list[Any] = [
+        local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
+    ]
+    local = _local_call(call, query, key, ring)
+    if _trades(local):
+        *grads, grad_sinks = traded_backward(*tensors, call=local)
+    else:
+        *grads, grad_sinks = ring_backward_op(*tensors, *flatten(local))
     grad_query, grad_key, grad_value = (
         wrap(grad, tuple(x.shape), ring) for grad, x in zip(grads, (query, key, value), strict=True)
     )
     if isinstance(sinks, DTensor):
-        # Each rank has summed over its own tokens only.
-        places = tuple(
-            Partial() if where in (Shard(BATCH), Shard(SEQUENCE)) else of_sinks
-            for where, of_sinks in zip(ring.placements, sinks.placements, strict=True)
-        )
+        places = _of_sinks_gradient(sinks, ring)
         grad_sinks = wrap(grad_sinks, tuple(sinks.shape), ring, places)
     return grad_query, grad_key, grad_value, grad_sinks
+
+
+def _of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
+    """Placements of the gradient: each rank has summed over its own tokens, or heads, only."""
+    return tuple(
+        Partial() if where in (Shard(BATCH), Shard(SEQUENCE)) else of_sinks
+        for where, of_sinks in zip(ring.placements, sinks.placements, strict=True)
+    )
+
+
+def traded_dtensors(
+    query: DTensor, key: DTensor, value: DTensor, call: Call, with_lse: bool
+) -> tuple[DTensor, DTensor | None]:
+    """Attention on DTensors by exchanges that autograd sees.
+
+    The ring op on DTensors keeps their own local tensors for backward, which it exchanges again.
+    """
+    ring = _ring(query, key, value, call)
+    local, sinks = _local_call(call, query, key, ring), call.scores.sinks
+    if isinstance(sinks, DTensor):
+        own = sinks.to_local(grad_placements=_of_sinks_gradient(sinks, ring))
+        local = local._replace(scores=local.scores._replace(sinks=own))
+    tensors = query.to_local(), key.to_local(), value.to_local()
+    out, lse = traded_attention(*tensors, local, with_lse)
+    shape = tuple(query.shape[:3])
+    return (
+        _from_local(out, (*shape, value.shape[3]), ring),
+        None if lse is None else _from_local(lse, shape, ring),
+    )
+
+
+def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
+    """As `wrap`, for autograd."""
+    stride = strides(shape, order_of(local))
+    return DTensor.from_local(
+        *(local, ring.mesh, ring.placements),
+        **{"run_check": False, "shape": torch.Size(shape), "stride": stride},
+    )
+
+
+def _trades(call: Call) -> bool:
+    place: Any = call.place
+    return traded_heads(place.strategy, place.group_name) > 1
 
 
 def decode_dtensor(

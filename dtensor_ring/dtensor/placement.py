@@ -66,6 +66,20 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
     return Ring(spec.mesh, spec.placements, group, config_of_call(group, with_runs))
 
 
+def strategy_of(x: DTensor) -> str | None:
+    """The strategy of the axis that a DTensor's sequence is on, `None` if nobody configured it.
+
+    Raises:
+        ValueError: if it is not on one axis.
+    """
+    spec = x._spec
+    axis, _ = _axes(spec.placements)
+    if spec.mesh.get_coordinate() is None:  # the op says what is wrong
+        return None
+    config = annotation_of(group_of(spec.mesh, axis)).config
+    return None if config is None else config.strategy
+
+
 def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
     """Read the ring off the placements of keys and values; the query is `Replicate` over it.
 

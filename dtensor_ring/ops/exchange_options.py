@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.ops.arguments import Arguments
 from dtensor_ring.ops.boundaries import run_table
-from dtensor_ring.ops.options import Length
+from dtensor_ring.ops.options import Length, group_named
 from dtensor_ring.planning.exchange import Exchange, exchange_of
 from dtensor_ring.planning.heads import share_of
 from dtensor_ring.planning.layout import Layout
@@ -54,7 +53,7 @@ class Trade(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""
-        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+        return group_named(self.group_name)
 
     def layouts(self) -> tuple[Layout, Layout]:
         """How tokens are dealt before, and after."""

@@ -33,6 +33,11 @@ TOKEN_MAJOR_HINT = (
 )
 
 
+def group_named(name: Any) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(name)
+
+
 class Batch(NamedTuple):
     """Options that differ from batch to batch: tensors of integers, see `ring_attention`."""
 
@@ -132,7 +137,7 @@ class Call(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""
-        return _resolve_process_group(self.place.group_name)  # type: ignore[arg-type]
+        return group_named(self.place.group_name)
 
     @property
     def strategy(self) -> Strategy:

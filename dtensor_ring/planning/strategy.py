@@ -92,6 +92,11 @@ def check_strategy(spelling: str) -> None:
     _spelled(spelling)
 
 
+def is_traded(spelling: str) -> bool:
+    """Whether a spelling may trade tokens for heads: on an axis of one rank nothing is traded."""
+    return spelling.startswith(TRADED)
+
+
 def why_not(strategy: Strategy, num_heads: int, num_key_heads: int) -> str | None:
     """Why an attention of so many heads cannot run by a strategy; `None` if it can.
 

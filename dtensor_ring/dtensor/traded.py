@@ -1,0 +1,172 @@
+"""Attention for which ranks trade tokens for heads: an exchange, the ring op, and an exchange.
+
+Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of such ranks,
+Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are ops of their own, so that autograd keeps what
+came by one, and backward exchanges gradients only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.ops.autograd import exchange_op, ring_op
+from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.ops.options import Call, flatten, group_named
+from dtensor_ring.ops.schema import ring_backward_op
+from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+
+# A compiler takes the answers for constants, which they are as long as a group lives.
+
+
+@torch.compiler.assume_constant_result
+def traded_heads(strategy: str, group_name: str) -> int:
+    """Ranks of a group that trades tokens for heads, 1 if none does."""
+    return as_strategy(strategy, group_named(group_name).size()).heads
+
+
+@torch.compiler.assume_constant_result
+def _rank(group_name: str) -> int:
+    return group_named(group_name).rank()
+
+
+class Trading:
+    """The exchanges of one attention, on the tensors of this rank.
+
+    Args:
+        call: of the ring op, as on tensors of all heads.
+        query: `(B, N, L, H)`.
+        key: `(B, Nkv, C, H)`.
+
+    Raises:
+        ValueError: if the strategy cannot deal so many heads.
+    """
+
+    def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
+        place: Any = call.place
+        self._num_heads, self._lengths = (
+            (query.shape[1], key.shape[1]),
+            (query.shape[2], key.shape[2]),
+        )
+        self._heads, self._rank = (
+            traded_heads(place.strategy, place.group_name),
+            _rank(place.group_name),
+        )
+        reason = why_not(Strategy(self._heads), *self._num_heads)
+        if reason is not None:
+            raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
+        (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call)
+        # Keys of another length, or dealt in another way, are exchanged by themselves.
+        self._are_alike = key_runs is runs and seq_len == key_seq_len
+        self._trades = tuple(
+            Trade(
+                *(Dealt(of_side, of_side), place.layout, place.layout, self._heads, ()),
+                *(self._num_heads[1], length, None, place.group_name),
+            )
+            for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
+        )
+
+    def _dealt(self, call: Call) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Runs and global lengths, of queries and of keys."""
+        runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
+        if key_runs is None:
+            return (runs, runs), (place.seq_len, place.key_seq_len)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "key_runs say the lengths of what is exchanged, which a compiler has to know: "
+                f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
+            )
+        seq_len = call.question(1).seq_len  # both are of one sequence
+        return (runs, key_runs), (seq_len, seq_len)
+
+    def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like query and like key, with the group's tokens and a part of the heads."""
+        return self._exchanged(queries, keys, is_back=False)
+
+    def to_tokens(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Tensors like query and like key, with the tokens of this rank and all heads."""
+        return self._exchanged(queries, keys, is_back=True)
+
+    def _exchanged(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], is_back: bool
+    ) -> list[Tensor]:
+        counts = [self._num_heads[0]] * len(queries), [self._num_heads[1]] * len(keys)
+        sides = [(queries, counts[0], 0), (keys, counts[1], 1)]
+        if self._are_alike:  # one message has all of them
+            sides = [([*queries, *keys], [*counts[0], *counts[1]], 0)]
+        results: list[Tensor] = []
+        for tensors, num_heads, side in sides:
+            if tensors:
+                num_tokens = self._lengths[side] if is_back else None
+                trade = self._trades[side]._replace(
+                    num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
+                )
+                results += exchange_op(list(tensors), *flatten_trade(trade))
+        return results
+
+    def with_own_sinks(self, call: Call) -> Call:
+        """The call on the heads of this rank."""
+        sinks = call.scores.sinks
+        if sinks is None:
+            return call
+        return call._replace(scores=call.scores._replace(sinks=sinks[self._span]))
+
+    def all_sinks(self, own: Tensor, sinks: Tensor) -> Tensor:
+        """The gradient of all sinks, which those of this rank's heads have."""
+        grad = torch.zeros_like(sinks)
+        grad[self._span] = own
+        return grad
+
+    @property
+    def _span(self) -> slice:
+        share = share_of(self._rank % self._heads, self._heads, self._num_heads[1])
+        return slice(*share.span(*self._num_heads))
+
+
+def traded_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`(out, lse)` of this rank's tokens; without lse it is not exchanged.
+
+    Raises:
+        ValueError: if the strategy cannot deal so many heads.
+    """
+    trading = Trading(call, query, key)
+    query, key, value = trading.to_heads([query], [key, value])
+    out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))
+    if not with_lse:
+        (out,) = trading.to_tokens([out])
+        return out, None
+    out, lse = trading.to_tokens([out, lse.unsqueeze(-1)])
+    return out, lse.squeeze(-1).contiguous()
+
+
+def traded_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of the ring's backward op, where autograd has kept this rank's tokens only."""
+    trading, sinks = Trading(call, query, key), call.scores.sinks
+    rows = [lse] if grad_lse is None else [lse, grad_lse]
+    like_query = [grad_out, query, out, *(x.unsqueeze(-1) for x in rows)]
+    *traded, key, value = trading.to_heads(like_query, [key, value])
+    grad_out, query, out, *rows = traded
+    rows = [x.squeeze(-1).contiguous() for x in rows]
+    *grads, grad_sinks = ring_backward_op(
+        *(grad_out, rows[1] if grad_lse is not None else None, query, key, value, out, rows[0]),
+        *flatten(trading.with_own_sinks(call)),
+    )
+    grads = trading.to_tokens(grads[:1], grads[1:])
+    if sinks is not None:
+        grad_sinks = trading.all_sinks(grad_sinks, sinks)
+    return grads[0], grads[1], grads[2], grad_sinks

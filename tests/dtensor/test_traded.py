@@ -1,0 +1,275 @@
+"""Attention for which tokens are traded for heads, against dense attention in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx import GraphModule
+
+from dtensor_ring import (
+    Balanced,
+    BlockCyclic,
+    ContextParallel,
+    Contiguous,
+    Mask,
+    Slices,
+    Striped,
+    ZigZag,
+    ring_attention,
+    sequence_runs,
+    set_sequence_layout,
+    shard_sequence,
+    unshard_sequence,
+)
+from dtensor_ring.dtensor.traded import traded_attention, traded_backward
+from dtensor_ring.planning.run_table import RunTable
+from tests.dense import dense_attention, largest
+from tests.ops.test_op import errors
+from tests.played_group import PlayedGroup, play_group
+from tests.pool import Pool
+from tests.rings import Case, Ring, local
+
+CAUSAL, FULL, WINDOW = Mask.causal(), Mask.full(), Mask.sliding(5)
+DOCUMENTS = ((0, 5, 6, 20, 24),)
+BY_ROW = ((0, 7, 24, 24), (0, 3, 9, 20))
+EIGHT = tuple(0.25 * i - 1 for i in range(8))
+SLICES = Slices.prefix([[0, 10, 24], [0, 24, 24]], [[4, 2], [7, 0]])
+
+
+def case(ring: Ring, strategy: str, **options: Any) -> Case:
+    options = {"heads": (8, 4), "head_dims": (4, 4), "grad_lse": True} | options
+    return Case(replace(ring, route=strategy), **options)
+
+
+CASES = {
+    **{
+        f"{layout.spec}, {mask_name}, {strategy} of {size}": case(
+            Ring(layout, size, 24, mask, documents), strategy
+        )
+        for (mask_name, mask, documents), layouts in {
+            ("causal", CAUSAL, None): (ZigZag(), Striped(), Contiguous(), BlockCyclic(2)),
+            ("window", WINDOW, DOCUMENTS): (ZigZag(), Striped()),
+            ("full", FULL, BY_ROW): (ZigZag(), Contiguous()),
+        }.items()
+        for layout in layouts
+        for size, strategy in (
+            (2, "ulysses"),
+            (3, "ulysses"),
+            (4, "ulysses:2"),
+            (6, "ulysses:3+all_gather"),
+            (8, "ulysses:4+direct"),
+        )
+    },
+    "uneven heads": case(
+        Ring(ZigZag(), 4, 24, CAUSAL, BY_ROW), "ulysses", heads=(14, 7), sinks=(0.5, -1.0) * 7
+    ),
+    "28 heads on 8": case(Ring(ZigZag(), 8, 32, CAUSAL), "ulysses", heads=(28, 4)),
+    "multi-query": case(Ring(ZigZag(), 6, 24, CAUSAL), "ulysses", heads=(6, 1), sinks=EIGHT[:6]),
+    "multi-head": case(Ring(ZigZag(), 4, 24, CAUSAL), "ulysses:2", heads=(5, 5)),
+    "sinks": case(Ring(ZigZag(), 4, 24, WINDOW, DOCUMENTS), "ulysses:2", sinks=EIGHT),
+    "sinks, copies": case(Ring(ZigZag(), 8, 32, CAUSAL), "ulysses", sinks=EIGHT),
+    "softcap": case(Ring(ZigZag(), 4, 24, CAUSAL), "ulysses", softcap=1.5, kernel="reference"),
+    "head dims": case(Ring(ZigZag(), 4, 24, CAUSAL), "ulysses:2", head_dims=(6, 3)),
+    "out only": case(Ring(ZigZag(), 4, 24, CAUSAL), "ulysses", grad_lse=False),
+    "slices": case(Ring(ZigZag(), 4, 24, FULL, slices=SLICES), "ulysses:2"),
+    "prefix": case(Ring(Striped(), 4, 24, Mask(3, 0, prefix=2), BY_ROW), "ulysses"),
+    "chunks": case(Ring(ZigZag(), 4, 24, Mask.chunked(7)), "ulysses:2"),
+    "balanced": case(
+        Ring(Balanced(CAUSAL, 24, 4, DOCUMENTS, block=2), 4, 24, CAUSAL, DOCUMENTS), "ulysses:2"
+    ),
+    "uneven tokens": case(Ring(ZigZag(), 4, 19, CAUSAL), "ulysses:2"),
+    "empty ranks": case(Ring(Contiguous(), 4, 5, FULL), "ulysses"),
+    "cross": case(Ring(ZigZag(), 4, 24, FULL, key_seq_len=13), "ulysses:2"),
+    "a turn": case(
+        Ring(
+            *(RunTable([[(20, 2)], [], [(23, 1)], [(22, 1)]]), 4, 24, CAUSAL),
+            key_layout=RunTable([[(0, 9), (20, 1)], [(9, 11)], [(21, 3)], []]),
+            begin=20,
+        ),
+        "ulysses:2",
+    ),
+    "bfloat16": case(Ring(ZigZag(), 8, 32, CAUSAL), "ulysses", dtype=torch.bfloat16),
+}
+
+
+def run_case(case: Case, group: PlayedGroup) -> list[torch.Tensor]:
+    """Results, and gradients by autograd, which are those of the backward that trades anew."""
+    # What a rank has before anything is traded.
+    before = replace(case, ring=replace(case.ring, route="ring"))
+    query, key, value, *sinks = inputs = before.shards(group.rank())
+    given = [x[:, :, before.ring.positions(group.rank())] for x in case.grads()]
+    call = case.call(*sinks or [None], group_name=group.group_name)
+    out, lse = results = traded_attention(query, key, value, call)
+    grads = torch.autograd.grad(results[: len(given)], inputs, given)
+    grad_out, grad_lse = (*given, None)[:2]
+    with torch.no_grad():
+        again = traded_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+    for one, other in zip(grads, again, strict=False):  # that of no sinks is empty
+        assert torch.equal(one, other)
+    return [x.detach() for x in (*results, *grads)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_as_dense(case: Case) -> None:
+    expected = case.expected()  # before there are threads, each of which would compute it
+    by_rank = play_group(case.ring.world_size, lambda group: run_case(case, group))
+    tolerance = {torch.float64: 1e-11, torch.bfloat16: 4e-2}[case.dtype]
+    ring = replace(case.ring, route="ring")
+    if case.sinks:  # a rank has the gradient of its heads and the tokens of its group
+        whole = torch.stack([found[-1] for found in by_rank]).sum(0)
+        by_rank = [[*found[:-1], whole] for found in by_rank]
+    for rank, found in enumerate(by_rank):
+        of = [ring.positions(rank, of_keys=index in (3, 4)) for index in range(len(found))]
+        wanted = [local(x, positions) for x, positions in zip(expected, of, strict=True)]
+        assert largest(errors(found, wanted).values()) < tolerance, f"rank {rank}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ways_to_call_it(pool: Pool, world_size: int) -> None:
+    """Local shards, DTensors, SDPA on DTensors and a module: out, lse and gradients."""
+    for found in pool.run(world_size, _all_ways):
+        assert largest(found.values()) < 1e-5, found
+
+
+def _all_ways() -> dict[str, float]:
+    """By way and result, how far it is from dense attention."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    set_sequence_layout(mesh, "zigzag", strategy=f"ulysses:{max(2, size // 2)}")
+    torch.manual_seed(0)
+    whole = [torch.randn(2, heads, 16, 4) for heads in (8, 4, 4)]
+    sinks, grad = torch.randn(8), torch.randn(2, 8, 16, 4)
+    found: dict[str, float] = {}
+    for way, (attend, sinks_of) in WAYS.items():
+        dense = dense_attention(*whole, CAUSAL, sinks=sinks if sinks_of else None)
+        expected = [dense.out, dense.lse, *dense.backward(grad)]
+        inputs = [shard_sequence(x, mesh, 2).requires_grad_() for x in whole]
+        own_sinks = sinks_of(sinks, mesh).requires_grad_() if sinks_of else None
+        out, *lse = attend(*inputs, own_sinks, mesh)
+        used = [*inputs, *([own_sinks] if sinks_of else [])]
+        grads = torch.autograd.grad(out, used, shard_sequence(grad, mesh, 2))
+        results = [out, *(lse or [None]), *grads[:3]]
+        pairs = [
+            (unshard_sequence(x, 2), y)
+            for x, y in zip(results, expected, strict=False)
+            if x is not None
+        ]
+        if sinks_of:
+            total = grads[3].full_tensor() if isinstance(grads[3], DTensor) else grads[3]
+            if not isinstance(grads[3], DTensor):
+                dist.all_reduce(total)
+            pairs.append((total, expected[-1]))
+        for number, (x, y) in enumerate(pairs):
+            found[f"{way} {number}"] = (x - y).abs().max().item()
+    return found
+
+
+def _local_shards(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    shards = [x.to_local() for x in (query, key, value)]
+    results = ring_attention(*shards, sinks=sinks, mesh=mesh, return_lse=True)
+    return [DTensor.from_local(x, mesh, [Shard(2)]) for x in results]
+
+
+def _dtensors(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> Any:
+    return ring_attention(query, key, value, sinks=sinks, return_lse=True)
+
+
+def _sdpa(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    return [F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)]
+
+
+def _out_only(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    return [ring_attention(query, key, value, strategy="ulysses")]
+
+
+class _Attention(nn.Module):
+    def forward(self, query: Any, key: Any, value: Any) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _module(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    style = ContextParallel("zigzag", strategy="ulysses:2")
+    attention = parallelize_module(_Attention(), mesh, style)
+    out = attention(*(x.to_local() for x in (query, key, value)))
+    return [DTensor.from_local(out, mesh, [Shard(2)])]
+
+
+WAYS: dict[str, Any] = {
+    "local shards": (_local_shards, lambda sinks, mesh: sinks.clone()),
+    "dtensors": (_dtensors, lambda sinks, mesh: distribute_tensor(sinks, mesh, [Replicate()])),
+    "sdpa": (_sdpa, None),
+    "out only": (_out_only, None),
+    "module": (_module, None),
+}
+
+
+def test_too_few_heads_are_refused(pool: Pool) -> None:
+    """On all ranks, before anything is sent; heads that another axis shards do not count."""
+    pool.run(4, _too_few_heads)
+
+
+def _too_few_heads() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    set_sequence_layout(mesh["cp"], "zigzag", strategy="ulysses")
+    match = "the strategy 'ulysses:2' cannot run this attention: 1 query heads cannot be dealt"
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=match):
+        ring_attention(x, x, x, mesh=mesh["cp"])
+    query = distribute_tensor(torch.randn(1, 2, 8, 8), mesh, [Shard(1), Shard(2)])
+    for attend in (ring_attention, F.scaled_dot_product_attention):
+        with pytest.raises(ValueError, match=match):
+            attend(query, query, query)
+
+
+def test_one_node_for_each_exchange_and_five_batches_compile_once(pool: Pool) -> None:
+    """Local shards, and DTensors, whose layouts belong to a batch or do not."""
+    forward, backward = (["exchange", f"ring_attention{x}", "exchange"] for x in ("", "_backward"))
+    for graphs, worst in pool.run(2, _compiled):
+        assert graphs == [forward, backward] * 2
+        assert worst < 1e-5
+
+
+def _compiled() -> tuple[list[list[str]], float]:
+    """Our ops in each graph that was compiled, and how far its results are from eager ones."""
+    graphs: list[list[str]] = []
+
+    def capture(module: GraphModule, _: Any) -> Callable[..., Any]:
+        names = [getattr(node.target, "_opname", "") for node in module.graph.nodes]
+        graphs.append([x for x in names if x.startswith(("exchange", "ring"))])
+        return make_boxed_func(module.forward)
+
+    backend, errors = aot_autograd(fw_compiler=capture, bw_compiler=capture), []
+    compiled = torch.compile(ring_attention, backend=backend, fullgraph=True)
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, "balanced", strategy="ulysses")
+    for end in (6, 10, 13, 22, 32):
+        inputs = [torch.randn(2, heads, 16, 4, requires_grad=True) for heads in (4, 2, 2)]
+        layout = Balanced(CAUSAL, 32, 2, (0, end, 32), block=2)
+        data = {"runs": sequence_runs(layout), "cu_seqlens": torch.tensor([0, end, 32])}
+        outs = [attend(*inputs, mesh=mesh, **data) for attend in (ring_attention, compiled)]
+        grads = [torch.autograd.grad(out.square().sum(), inputs) for out in outs]
+        pairs = zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True)
+        errors += [(x - y).abs().max().item() for x, y in pairs]
+    layout = Balanced(CAUSAL, 32, 2, block=2)
+    runs = sequence_runs(layout)
+    inputs = [
+        shard_sequence(torch.randn(2, heads, 32, 4), mesh, 2, layout).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    outs = [attend(*inputs, runs=runs) for attend in (ring_attention, compiled)]
+    grads = [torch.autograd.grad(out.to_local().square().sum(), inputs) for out in outs]
+    pairs = zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True)
+    errors += [(x - y).to_local().abs().max().item() for x, y in pairs]
+    return graphs, max(errors)

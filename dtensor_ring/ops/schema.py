@@ -10,6 +10,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
+from dtensor_ring.ops.announce import announce
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, unflatten
@@ -43,6 +44,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
         warn_of_tiles(plan, question)
+        announce(call, question, plan, kernel.name, key, value)
         query, key, value = unit_stride(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)

@@ -37,6 +37,7 @@ class Session:
     def __init__(self, ranks: tuple[int, ...], has_words: bool, generation: int = 0) -> None:
         self.ranks, self.has_words, self.generation = ranks, has_words, generation
         self.cause: str | None = None
+        self.is_announced = False
         self.number = 0
         self._lock = Lock()
         self._origins: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
+    parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")
 
 
@@ -45,7 +46,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = _sample(items) if config.getoption("--quick") else list(items)
+    kept = list(items)
+    if not config.getoption("--all-cases"):
+        kept = [item for item in kept if "repeats" not in item.keywords]
+    if config.getoption("--quick"):
+        kept = _sample(kept)
     if processes := config.getoption("--processes"):
         kept = [item for item in kept if _has_workers(item) == (processes == "many")]
     left = {id(item) for item in kept}

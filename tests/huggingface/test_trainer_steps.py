@@ -164,13 +164,16 @@ CASES = [
     Case(SHARDED, "packed", "head", is_sharded=True),
 ]
 SLOW = [
-    Case(DDP, "packed", "head"),
     Case(DDP, "packed", "untied", is_sharded=True),  # sharded over cp, replicated over dp
     Case(DDP, "padded", "lora", resumes=True),
     Case(DDP, "packed", "untied", has_checkpoints=True),
-    Case(SHARDED, "padded", "head", is_sharded=True, has_checkpoints=True),
     Case((("cp", 4),), "padded", "untied", is_sharded=True),
     Case((("cp", 2), ("tp", 2)), "packed", "untied", is_sharded=True),
+]
+REPEATED = [
+    # A head of the user's own is what it is under DDP, and with checkpoints.
+    Case(DDP, "packed", "head"),
+    Case(SHARDED, "padded", "head", is_sharded=True, has_checkpoints=True),
 ]
 
 
@@ -213,7 +216,13 @@ def check(found: Record, expected: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    "case",
+    [
+        *CASES,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(case, marks=pytest.mark.repeats) for case in REPEATED),
+    ],
+    ids=str,
 )
 def test_ten_steps_equal_one_process(
     pool: Pool, tmp_path: Path, tmp_path_factory: Any, case: Case

@@ -68,7 +68,7 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
     ("family", "each_layer"),
     [
         *(("gpt-oss", False), ("Llama", False), ("Gemma 2", False), ("Gemma 2", True)),
-        # Gemma 2 has layers of two kinds, with a softcap; what others have is in their whole graphs.
+        # Gemma 2 has layers of two kinds, with a softcap.
         *(pytest.param(family, True, marks=pytest.mark.repeats) for family in ("gpt-oss", "Llama")),
     ],
 )

@@ -90,8 +90,7 @@ def pokes(mask: Mask, world_size: int) -> Iterator[Poke]:
         ring = Ring(layout, world_size, seq_len, mask, documents)
         dtype, kernel = DTYPES[turn // 2 % len(DTYPES)], KERNELS[turn // 4 % len(KERNELS)]
         token = 7 * turn % seq_len
-        case = Case(ring, dtype, kernel=kernel, heads=(2, 1), batch=1)
-        yield Poke(case, *COMBINATIONS[turn % 9], token)
+        yield Poke(Case(ring, dtype, kernel=kernel), *COMBINATIONS[turn % 9], token)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

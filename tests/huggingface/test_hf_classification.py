@@ -45,11 +45,10 @@ def errors_of(name: str, layout: str, unshards: bool, compiled: bool) -> dict[st
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     family, num_labels, labels = HEADS[name]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    pooling = {"classifier_pooling": "mean"} if name == "mean" else {}
+    changes = {"num_hidden_layers": 1 if compiled else 2, "num_labels": num_labels}
+    changes |= {"classifier_pooling": "mean"} if name == "mean" else {}
     ring, stock = (
-        small_model(
-            family, "ForSequenceClassification", num_labels=num_labels, use_cache=False, **pooling
-        )
+        small_model(family, "ForSequenceClassification", use_cache=False, **changes)
         for _ in range(2)
     )
     parallelize_module(ring, mesh, context_parallel_plan(ring, layout, unshard_outputs=unshards))

@@ -73,7 +73,7 @@ def compiled_losses(family: str) -> list[list[float]]:
     """Eager and compiled, by batch."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    models = [small_model(family) for _ in range(2)]
+    models = [small_model(family, num_hidden_layers=1) for _ in range(2)]
     for model in models:
         parallelize_module(model, mesh, context_parallel_plan(model))
     models[1].compile(backend="eager", fullgraph=True)  # Dynamo is what sees positions

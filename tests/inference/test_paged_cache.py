@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import (
     BlockPool,
     Mask,
-    RingError,
     decode_attention,
     merge_attention,
-    ring_attention,
 )
 from dtensor_ring.compute.kernels import paged_blocks
-from dtensor_ring.compute.paged import PagedStep
 from dtensor_ring.inference.paged_batch import PagedBatch
 from dtensor_ring.inference.paged_cache import PagedCache
 from tests.paged_attention import TOLERANCES, PagedCase, check_paged
-from tests.pool import Pool
 
 CASES = {
     "one": PagedCase(),
@@ -237,204 +230,3 @@ def test_a_dealt_turn_is_written_by_position() -> None:
         )
         here, _ = PagedBatch(dealt, [sequence]).attend(0, query)
         torch.testing.assert_close(here, there, atol=1e-11, rtol=0)
-
-
-def _decoded(case: PagedCase, sinks: list[float] | None) -> tuple[Tensor, Tensor]:
-    mesh = init_device_mesh("cpu", (case.world_size,), mesh_dim_names=("cp",))
-    caches, sequences = case.filled()
-    batch = PagedBatch(caches[mesh.get_local_rank()], sequences, case.num_tokens)
-    given = None if sinks is None else torch.tensor(sinks, dtype=case.dtype)
-    how = {"mask": case.mask, "scale": 0.3, "softcap": case.softcap}
-    return batch.decode(0, case.query(), mesh=mesh, sinks=given, **how)
-
-
-@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 0.0]])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_decode_over_a_mesh(pool: Pool, world_size: int, sinks: list[float] | None) -> None:
-    case = PagedCase(lengths=(30, 3, 17), num_tokens=3, world_size=world_size, mask=Mask.sliding(6))
-    answers = pool.run(world_size, _decoded, case, sinks)
-    out, lse = case.expected()
-    if sinks is not None:
-        sink = torch.tensor(sinks, dtype=torch.float64).view(1, -1, 1)
-        out = out * (lse - torch.logaddexp(lse, sink)).exp().unsqueeze(-1)
-        lse = torch.logaddexp(lse, sink)
-    for found in answers:
-        for x, dense in zip(found, (out, lse), strict=True):
-            torch.testing.assert_close(x, dense.detach(), atol=1e-11, rtol=0)
-    # All ranks sample from the same bits.
-    assert all(
-        torch.equal(x, y) for found in answers for x, y in zip(found, answers[0], strict=True)
-    )
-
-
-def _prefilled(world_size: int, num_cached: int) -> tuple[Tensor, list[int]]:
-    """What the ring gives for the tokens that are not cached, and where this rank's are."""
-    case = PagedCase(lengths=(21,), world_size=world_size)
-    query, key, value = case.inputs()[0]
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    pool = BlockPool(16, block=4, world_size=world_size)
-    cache = case.cache(pool, mesh.get_local_rank())
-    first = pool.add(range(num_cached))
-    if num_cached:
-        cached = slice(num_cached)
-        PagedBatch(cache, [first], num_cached).write(0, key[:, :, cached], value[:, :, cached])
-    pool.commit(first)
-    prompt = pool.add(range(21))
-    assert prompt.num_cached == num_cached
-    runs = pool.runs(prompt, num_cached)
-    mine = [p for start, length in runs[cache.rank].tolist() for p in range(start, start + length)]
-    batch = PagedBatch(cache, [prompt], 21 - num_cached)
-    batch.write(0, key[:, :, mine], value[:, :, mine], dealt=True)
-    out = ring_attention(
-        *(query[:, :, mine], *cache.gather(0, prompt)),
-        runs=torch.from_numpy(runs),
-        key_runs=torch.from_numpy(pool.runs(prompt)),
-        scale=0.3,
-        mesh=mesh,
-    )
-    return out, mine
-
-
-@pytest.mark.parametrize("num_cached", [0, 8, 20])
-def test_the_ring_prefills_what_is_not_cached(pool: Pool, num_cached: int) -> None:
-    dense, _ = PagedCase(lengths=(21,), num_tokens=21).expected()
-    answers = pool.run(3, _prefilled, 3, num_cached)
-    assert sorted(p for _, mine in answers for p in mine) == [*range(num_cached, 21)]
-    for out, mine in answers:
-        torch.testing.assert_close(out, dense[:, :, mine].detach(), atol=1e-11, rtol=0)
-
-
-def _drifted(world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    pool = BlockPool(4, block=2, world_size=world_size)
-    cache = PagedCache(pool, 2, 8, 1, mesh.get_local_rank())
-    sequence = pool.add([1, 2, 3 + mesh.get_local_rank()])  # another token on each rank
-    try:
-        PagedBatch(cache, [sequence]).decode(0, torch.zeros(1, 2, 1, 8), mesh=mesh)
-    except RingError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_that_have_drifted_apart_are_told(pool: Pool) -> None:
-    assert all("agree" in message for message in pool.run(2, _drifted, 2))
-
-
-class Failing(Exception):
-    """What a rank without memory raises."""
-
-
-def _alone_without_memory(world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    cache = PagedCache(BlockPool(4, 2, world_size), 2, 8, 1, mesh.get_local_rank())
-    batch, query = PagedBatch(cache, [cache.pool.add([1, 2, 3])]), torch.zeros(1, 2, 1, 8)
-    batch.decode(0, query, mesh=mesh)
-    if mesh.get_local_rank() == 1:
-        failing = patch.object(PagedStep, "forward", side_effect=Failing("no memory"))
-        with failing, pytest.raises(Failing):
-            batch.decode(0, query, mesh=mesh)
-    with pytest.raises(RingError) as caught:
-        batch.decode(0, query, mesh=mesh)
-    return str(caught.value)
-
-
-def test_a_rank_raises_before_the_merge(pool: Pool) -> None:
-    """The others are told at once: they do not wait for the group's timeout."""
-    texts = pool.run(2, _alone_without_memory, 2)
-    assert all("rank 1 raised, in decode, step 0: Failing: no memory" in text for text in texts)
-
-
-def refused() -> dict[str, tuple[Callable[..., Any], type, str]]:
-    """What is called with a cache, its sequence of 5 tokens, and a valid query; and the error."""
-    query = torch.zeros(1, 2, 1, 8)
-
-    def stale(cache: PagedCache, s: Any) -> None:
-        batch = PagedBatch(cache, [s])
-        cache.pool.append(s, [1])
-        batch.attend(0, query)
-
-    def committed(cache: PagedCache, s: Any) -> None:
-        cache.pool.commit(s, 4)
-        PagedBatch(cache, [s], 3).write(0, torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
-
-    def committed_since(cache: PagedCache, s: Any) -> None:
-        batch, new = PagedBatch(cache, [s]), torch.zeros(1, 2, 1, 8)
-        batch.write(0, new, new)
-        cache.pool.commit(s)
-        batch.write(0, new, new)
-
-    def attend(*shape: int, **how: Any) -> Callable[..., Any]:
-        return lambda cache, s: PagedBatch(cache, [s]).attend(0, torch.zeros(shape), **how)
-
-    def grown(cache: PagedCache, s: Any) -> None:
-        PagedBatch(cache, [s]).attend(0, query.clone().requires_grad_())
-
-    fa2 = r"kernel 'flash_attn2' cannot read these blocks \(flash_attn2: it runs on CUDA"
-    return {
-        "stale": (stale, ValueError, "sequence 0 has changed since this batch was made"),
-        "committed": (committed, ValueError, "4 of 5 tokens .* take num_tokens=1"),
-        "committed since": (
-            committed_since,
-            ValueError,
-            "5 of 5 tokens .* its last 1 cannot be written, append the next tokens first",
-        ),
-        "layer": (
-            lambda c, s: PagedBatch(c, [s]).attend(1, query),
-            ValueError,
-            "layer must be from 0",
-        ),
-        "too many": (
-            lambda c, s: PagedBatch(c, [s], 6),
-            ValueError,
-            "num_tokens must be from 1 to 5",
-        ),
-        "none": (lambda c, s: PagedBatch(c, [s], 0), ValueError, "num_tokens must be from 1 to 5"),
-        "twice": (lambda c, s: PagedBatch(c, [s, s]), ValueError, "sequences must differ"),
-        "no list": (lambda c, s: PagedBatch(c, s), TypeError, "sequences must be a list"),
-        "no sequence": (
-            lambda c, s: PagedBatch(c, [3]),
-            TypeError,
-            "sequence must be one that add",
-        ),
-        "freed": (lambda c, s: [c.pool.free(s), PagedBatch(c, [s])], ValueError, "freed already"),
-        "query": (attend(1, 2, 2, 8), ValueError, r"query must be \(1, 2, 1, 8\) torch.float32"),
-        "heads": (attend(1, 3, 1, 8), ValueError, "query must have a multiple of the 2 heads"),
-        "no tensor": (
-            lambda c, s: PagedBatch(c, [s]).attend(0, 3),
-            TypeError,
-            "query must be a tensor",
-        ),
-        "gradient": (grown, NotImplementedError, "query or sinks needs one"),
-        "kernel": (attend(1, 2, 1, 8, kernel="x"), ValueError, "unknown paged kernel 'x'; known"),
-        "device": (attend(1, 2, 1, 8, kernel="flash_attn2"), ValueError, fa2),
-        "mask": (attend(1, 2, 1, 8, mask="causal"), TypeError, "mask must be"),
-        "dealt": (
-            lambda c, s: PagedBatch(c, [s]).write(0, torch.zeros(1, 2, 2, 8), None, dealt=True),
-            ValueError,
-            r"key must be \(1, 2, 1, 8\)",
-        ),
-        "value": (
-            lambda c, s: PagedBatch(c, [s]).write(
-                0, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 4)
-            ),
-            ValueError,
-            r"value must be \(1, 2, 1, 8\)",
-        ),
-        "mesh": (
-            lambda c, s: PagedBatch(PagedCache(BlockPool(4, 2, 2), 2, 8, 1), []).decode(0, query),
-            ValueError,
-            "make the pool with world_size",
-        ),
-        "rank": (lambda c, s: PagedCache(c.pool, 2, 8, 1, rank=1), ValueError, "rank must be"),
-        "pool": (lambda c, s: PagedCache(4, 2, 8, 1), TypeError, "pool must be a BlockPool"),
-        "gathered": (lambda c, s: c.gather(1, s), ValueError, "layer must be from 0 to 0"),
-    }
-
-
-@pytest.mark.parametrize("name", refused())
-def test_refused(name: str) -> None:
-    call, kind, message = refused()[name]
-    cache = PagedCache(BlockPool(8, block=2), 2, 8, 1)
-    sequence = cache.pool.add(range(5))
-    with pytest.raises(kind, match=message):
-        call(cache, sequence)

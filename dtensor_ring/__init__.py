@@ -27,6 +27,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.pool_usage import OutOfBlocks
 from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.transport.comparison import compare_strategies
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import Transport
@@ -53,6 +54,7 @@ __all__ = [
     "ZigZag",
     "available_kernels",
     "compare_layouts",
+    "compare_strategies",
     "decode_attention",
     "describe_schedule",
     "merge_attention",

@@ -231,6 +231,12 @@ ZigZag() -> None
 available_kernels() -> 'dict[str, str | None]'
 compare_layouts(mask: 'Mask | None', seq_len: 'int', world_size: 'int', cu_seqlens: 'Boundaries
         | None' = None, slices: 'Slices | None' = None) -> 'LayoutComparison'
+compare_strategies(mask: 'Mask | None', seq_len: 'int', world_size: 'int', heads: 'tuple[int,
+        int]' = (32, 8), head_dim: 'int' = 128, cu_seqlens: 'Boundaries | None' = None, *,
+        slices: 'Slices | None' = None, layout: 'Layout | str' = 'zigzag', batch: 'int' = 1,
+        dtype: 'torch.dtype' = torch.bfloat16, policy: 'TransferPolicy' =
+        TransferPolicy(kv_dtype=None, grad_dtype=torch.float32), strategies: 'Sequence[str] |
+        None' = None) -> 'StrategyComparison'
 decode_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' = None,
         cu_seqlens: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, key_runs:
         'Tensor | None' = None, query_starts: 'Tensor | None' = None, sinks: 'Tensor | None' =
@@ -238,8 +244,8 @@ decode_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask
         mesh: 'DeviceMesh | None' = None, return_lse: 'bool' = False, merge: 'str | None' =
         None, agree: 'Tensor | None' = None) -> 'Tensor | tuple[Tensor, Tensor]'
 describe_schedule(layout: 'Layout | str', mask: 'Mask | None', seq_len: 'int', world_size:
-        'int', cu_seqlens: 'Boundaries | None' = None, slices: 'Slices | None' = None) ->
-        'Schedule'
+        'int', cu_seqlens: 'Boundaries | None' = None, slices: 'Slices | None' = None, strategy:
+        'str' = 'ring') -> 'Schedule'
 merge_attention(parts: 'Sequence[tuple[Tensor, Tensor]]') -> 'tuple[Tensor, Tensor]'
 next_token_labels(tokens: 'Tensor', cu_seqlens: 'Tensor | None' = None, ignore_index: 'int' =
         -100) -> 'Tensor'

@@ -13,6 +13,7 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy
 
 MAX_STEPS = 2**20
 """The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
@@ -99,6 +100,7 @@ def describe_schedule(
     world_size: int,
     cu_seqlens: Boundaries | None = None,
     slices: Slices | None = None,
+    strategy: str = Strategy.default,
 ) -> Schedule:
     """The part of the whole work that each rank does at each step of a ring.
 
@@ -109,6 +111,8 @@ def describe_schedule(
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
         slices: what queries see, in place of mask and boundaries.
+        strategy: how the attention is made parallel, see `SequenceAxis`; where tokens are traded
+            for heads, the tokens of a rank are those of its group, with a part of the heads.
 
     Returns:
         A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
@@ -116,8 +120,8 @@ def describe_schedule(
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
-        ValueError: if the layout is unknown or cannot deal the length, or the boundaries do not fit
-            the sequence, or there are too many ranks to describe.
+        ValueError: if the layout or strategy is unknown or cannot deal the length, or the
+            boundaries do not fit the sequence, or there are too many ranks to describe.
 
     Example:
         >>> print(describe_schedule("contiguous", Mask.causal(), 8, 2))
@@ -131,13 +135,13 @@ def describe_schedule(
     asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
     chosen = layout_for(layout, *asked)
     # The first one tells how much there is to plan.
-    num_steps = asked.plan(chosen, 0).num_steps * asked.world_size
+    num_steps = asked.plan(chosen, 0, strategy).num_steps * asked.world_size
     if num_steps > MAX_STEPS:
         raise ValueError(
             f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
             f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
         )
-    plans = tuple(asked.plan(chosen, rank) for rank in range(asked.world_size))
+    plans = tuple(asked.plan(chosen, rank, strategy) for rank in range(asked.world_size))
     return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices)
 
 
@@ -196,11 +200,11 @@ class _Asked(NamedTuple):
     documents: Documents | None
     slices: Slices | None
 
-    def plan(self, layout: Layout, rank: int) -> Plan:
+    def plan(self, layout: Layout, rank: int, strategy: str) -> Plan:
         """The plan of a rank."""
         mask = FULL if self.mask is None else self.mask
         where = rank, self.world_size, self.seq_len, self.documents
-        return plan(layout, mask, *where, slices=self.slices)
+        return plan(layout, mask, *where, strategy=strategy, slices=self.slices)
 
 
 def _checked(

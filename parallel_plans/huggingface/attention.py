@@ -87,8 +87,9 @@ def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame
     given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
     if given is not None:
         return {"slices": given.slices}
-    cu_seqlens, mask = frame.documents.of(_layer_mask(module, attention_mask, ring))
-    return {"mask": mask, "cu_seqlens": cu_seqlens}
+    layer_mask = _layer_mask(module, attention_mask, ring)
+    cu_seqlens, mask = frame.documents.of(layer_mask)
+    return {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": layer_mask.strategy}
 
 
 def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:

@@ -51,8 +51,13 @@ class Decoded:
     agree: Tensor | None = None
     """Integers that must be the same on all ranks."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
-        """From queries `(B, N, M, H)`, the same on all ranks, to outputs, the same on all ranks."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
+    ) -> Tensor:
+        """From queries `(B, N, M, H)`, the same on all ranks, to outputs, the same on all ranks.
+
+        Keys stay where they are, whatever the strategy is.
+        """
         key, value = (x.narrow(2, 0, self.num_columns) for x in (key, value))
         return decode_attention(
             *(query, key, value),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
 from parallel_plans.huggingface.first_attention import first_attention, two_tokens
+from parallel_plans.strategies import Strategies
 
 MARKER = "ring pattern"
 
@@ -56,6 +57,8 @@ class LayerMask(NamedTuple):
 
     mask: Mask
     by_positions: bool
+    strategy: str | None = None
+    """Of the attention; `None` is as the axis says."""
 
 
 LayerMasks = dict[Pattern, LayerMask | str]
@@ -116,6 +119,18 @@ def read_patterns(model: Any) -> LayerMasks:
                 f"{found}, which transformers does not tell apart"
             )
     return layer_masks
+
+
+def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size: int) -> LayerMasks:
+    """The masks of a model's layers, with the strategies that they have on an axis of that size.
+
+    Raises:
+        ValueError: if the model has no layers of a kind, or groups do not divide the axis.
+    """
+    found = {x: mask for x, mask in layer_masks.items() if isinstance(mask, LayerMask)}
+    strategies.check([x.mask for x in found.values()], world_size)
+    chosen = {x: y._replace(strategy=strategies.named(y.mask)) for x, y in found.items()}
+    return layer_masks | chosen
 
 
 def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:

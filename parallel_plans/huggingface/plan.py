@@ -28,17 +28,18 @@ from parallel_plans.huggingface.given import mask_of
 from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
-from parallel_plans.huggingface.patterns import LayerMasks, read_patterns
+from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
+from parallel_plans.strategies import Given, Strategies
 
 
 def context_parallel_plan(
     model: nn.Module,
     layout: Layout | str = "zigzag",
     *,
-    strategy: str | None = None,
+    strategy: Given = None,
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
     unshard_outputs: bool = False,
@@ -64,7 +65,8 @@ def context_parallel_plan(
             `ForTokenClassification` or `ForSequenceClassification`, whose logits are whole.
         layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
             deals each batch anew by its documents (not under `torch.compile`).
-        strategy: how attention is made parallel, see `SequenceAxis`.
+        strategy: how attention is made parallel, see `SequenceAxis`; one for all layers, or by what
+            the config's `layer_types` call them: `{"sliding": "ring", "full": "ulysses"}`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         policy: the dtypes in which messages travel, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
@@ -73,8 +75,8 @@ def context_parallel_plan(
         A plan of one entry for the model itself.
 
     Raises:
-        ValueError: if something in the model but attention reads along the sequence, or the layout
-            or kernel is unknown.
+        ValueError: if something in the model but attention reads along the sequence, or the layout,
+            the kernel or a strategy is unknown, or the model has no layers of a name.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -88,15 +90,23 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
-    how = {"strategy": strategy, "kernel": kernel, "policy": policy}
-    return {"": ShardedModel(layout, how, unshard_outputs)}
+    strategies = Strategies.of(strategy)
+    how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
+    return {"": ShardedModel(layout, how, unshard_outputs, strategies)}
 
 
 class ShardedModel(ParallelStyle):
     """Shards the inputs of a model along the sequence, and joins its outputs."""
 
-    def __init__(self, layout: Layout | str, how: dict[str, Any], unshard_outputs: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout | str,
+        how: dict[str, Any],
+        unshard_outputs: bool,
+        strategies: Strategies,
+    ) -> None:
         super().__init__()
+        self.strategies = strategies
         self.layout, self.how = as_layout(layout), how
         configured(self.layout, **how)  # which refuses them here, not where the plan is applied
         self.unshard_outputs = unshard_outputs
@@ -127,6 +137,7 @@ class ShardedModel(ParallelStyle):
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
         """Shard the backbone of a model, and join what is behind it."""
         layer_masks, why_not, tail = _examine(backbone)
+        layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
         if tail is not None:

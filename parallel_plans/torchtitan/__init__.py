@@ -31,6 +31,7 @@ def ring_attention(
     layout: str = "zigzag",
     kernel: str | None = None,
     grad_dtype: str | None = None,
+    strategy: str | dict[str, str] | None = None,
 ) -> Decoder.Config:
     """Override: ring attention in all layers, see `use_ring`.
 
@@ -38,11 +39,14 @@ def ring_attention(
 
         --override.imports 'parallel_plans.torchtitan.ring_attention={"layout":"zigzag"}'
 
+    and with `"strategy":"ulysses:4"`, or `"strategy":{"sliding":"ring","full":"ulysses:4"}`, tokens
+    are traded for heads, see `use_ring`.
+
     torchtitan's own trainers deal tokens zigzag, or contiguous with
     `--parallelism.context_parallel_load_balancer None`; those of `parallel_plans.torchtitan` in
     any layout.
     """
-    use_ring(config, layout, kernel, grad_dtype)
+    use_ring(config, layout, kernel, grad_dtype, strategy)
     return config
 
 

@@ -55,6 +55,10 @@ class RingAttention(Module):
         """Name of the dtype in which sums of key and value gradients travel: "float32" by default;
         "bfloat16" halves their bytes, see `dtensor_ring.TransferPolicy`."""
 
+        strategy: str | None = None
+        """How attention is made parallel, see `dtensor_ring.SequenceAxis`: "ring" by default,
+        "ulysses:4" trades tokens for heads over groups of four ranks."""
+
         def build(self, **kwargs: Any) -> RingAttention:
             """The module; by now the sharding of the attention that it stands for is set."""
             here = self.sharding_config
@@ -64,9 +68,9 @@ class RingAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.window_size = config.window_size  # models that have windows may compile more often
-        left, right = (None if x == UNBOUNDED else x for x in self.window_size)
-        self.mask = Mask(left, right)
+        self.mask = mask_of(self.window_size)
         self.layout, self.kernel = config.layout, config.kernel
+        self.strategy = config.strategy
         self.policy = _policy(config.grad_dtype)
         self.axis: SequenceAxis | None = None
 
@@ -109,6 +113,8 @@ class RingAttention(Module):
                 sinks=sinks,
                 scale=scale,
                 runs=documents.runs,
+                # Layers share the axis, and may differ in their strategies.
+                strategy=self.strategy,
             ).transpose(1, 2)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(out, get_local_type(q_BLNH), get_partition_spec(q_BLNH))
@@ -121,6 +127,12 @@ class RingAttention(Module):
                 "leaves it out unless training starts from a config of parallel_plans.torchtitan"
             )
         return self.axis
+
+
+def mask_of(window_size: tuple[int, int]) -> Mask:
+    """The mask of a window, see `RingAttention.Config`."""
+    left, right = (None if x == UNBOUNDED else x for x in window_size)
+    return Mask(left, right)
 
 
 def _documents(attention_masks: Any) -> Documents:

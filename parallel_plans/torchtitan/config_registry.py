@@ -29,6 +29,7 @@ def with_ring(
     layout: str = "zigzag",
     kernel: str | None = None,
     grad_dtype: str | None = None,
+    strategy: str | dict[str, str] | None = None,
 ) -> RingTrainer.Config:
     """Any text config of torchtitan with ring attention, and the trainer that deals its tokens.
 
@@ -37,6 +38,7 @@ def with_ring(
         layout: name of the layout.
         kernel: name of the block kernel, see `use_ring`.
         grad_dtype: name of the dtype in which sums of gradients travel, see `use_ring`.
+        strategy: how attention is made parallel, see `use_ring`.
 
     Raises:
         ValueError: if it has no model, one that a ring cannot serve, see `use_ring`, or a trainer
@@ -56,7 +58,7 @@ def with_ring(
                 f"{type(given).__qualname__}; subclass RingTrainer and RingValidator, and put the "
                 "ring into the model by use_ring"
             )
-    use_ring(cast(Decoder.Config, spec.model), layout, kernel, grad_dtype)
+    use_ring(cast(Decoder.Config, spec.model), layout, kernel, grad_dtype, strategy)
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)

@@ -17,7 +17,8 @@ from torchtitan.protocols.module import Module
 
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.planning.spelling import as_layout
-from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention
+from parallel_plans.strategies import Strategies
+from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention, mask_of
 from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
@@ -28,6 +29,7 @@ def use_ring(
     layout: str,
     kernel: str | None = None,
     grad_dtype: str | None = None,
+    strategy: str | dict[str, str] | None = None,
 ) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
@@ -39,27 +41,36 @@ def use_ring(
         kernel: name of the block kernel; by default the first that can.
         grad_dtype: name of the dtype in which sums of key and value gradients travel, see
             `RingAttention.Config`.
+        strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`; by kind of layer,
+            `{"sliding": "ring", "full": "ulysses:4"}`, or one for all.
 
     Raises:
-        ValueError: if there is no such layout or kernel, or a ring cannot replace an attention.
+        ValueError: if there is no such layout, kernel or strategy, the model has no layers of a
+            kind, or a ring cannot replace an attention.
     """
     as_layout(layout)
     check_kernel(kernel)
+    strategies = Strategies.of(strategy)
     if getattr(config, "vision_encoder", None) is not None:
         raise ValueError(
             f"{_owner(type(config)).__name__} puts images into the whole sequence: a ring takes "
             "models of text only"
         )
-    for layer in [*config.layers, *getattr(config, "mtp_layers", [])]:
+    layers = [*config.layers, *getattr(config, "mtp_layers", [])]
+    for layer in layers:
         _check(config, layer)
+    strategies.check([mask_of(_window(layer.attention)) for layer in layers])
+    for layer in layers:
         attention = layer.attention
+        window = _window(attention)
         attention.inner_attention = derive(
             attention.inner_attention,
             RingAttention.Config,
-            window_size=_window(attention),
+            window_size=window,
             layout=layout,
             kernel=kernel,
             grad_dtype=grad_dtype,
+            strategy=strategies.named(mask_of(window)),
         )
     config.__class__ = _with_documents(type(config))
 

@@ -214,6 +214,16 @@ PLANNED: Right = {
     "world_size": _just(1, 2, 4),
     "cu_seqlens": _just(None, (0, 3, 8), [[0, 8], [0, 5]]),
 }
+STRATEGY: Right = {"strategy": _just("ring", "all_gather", "ulysses")}
+COMPARED: Right = {
+    "heads": _just((4, 2), [6, 1]),
+    "head_dim": _just(8),
+    "layout": _just("zigzag", "contiguous"),
+    "batch": _just(1, 2),
+    "dtype": _just(torch.float16, torch.float64),
+    "policy": AXIS["policy"][1:],
+    "strategies": _just(None, ["ulysses", "ring"]),
+}
 TOKENS: Right = {
     "tokens": _made(lambda: torch.arange(8), lambda: torch.ones(1, 8, dtype=torch.int32)),
     "cu_seqlens": _made(lambda: None, lambda: ints(0, 3, 8)),
@@ -302,7 +312,9 @@ FUNCTIONS: dict[str, Function] = {
         lambda _, **given: ring.decode_attention(**given), QKV | DECODED, check_attention
     ),
     "SequenceAxis.attention": Function(
-        _on_axis("attention"), QKV | OPTIONS | {"seq_len": _just(None, 8)}, check_attention
+        _on_axis("attention"),
+        QKV | OPTIONS | {"seq_len": _just(None, 8), "strategy": CALLED["strategy"]},
+        check_attention,
     ),
     "SequenceAxis.shard": Function(
         _on_axis("shard"), {"tensor": QKV["query"], **DIMS}, _check_same("tensor")
@@ -345,8 +357,9 @@ FUNCTIONS |= {
         ("sum_over_sequence", {"local": QKV["query"], **MESH}, _check_same("local")),
         ("sequence_runs", {"layout": _just(ring.Balanced(Mask.causal(), 8, 2))}, _nothing),
         ("slices_of_block_mask", {"block_mask": _made(_block_mask)}, _nothing),
-        ("describe_schedule", {"layout": _just("zigzag"), **PLANNED}, _nothing),
+        ("describe_schedule", PLANNED | {"layout": _just("zigzag"), **STRATEGY}, _nothing),
         ("compare_layouts", PLANNED, _nothing),
+        ("compare_strategies", PLANNED | COMPARED, _nothing),
         ("Balanced", PLANNED | {"block": _just(None, 2)}, _nothing),
         ("BlockCyclic", {"block": _just(2)}, _nothing),
         (

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.strategies import Given
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
@@ -66,11 +67,11 @@ def stock_results(family: str) -> dict[str, tuple[Tensor, Tensor, dict[str, Tens
     return {name: results(stock, batch) for name, batch in batches().items()}
 
 
-def compare(family: str, layout: str) -> dict[str, dict[str, float]]:
+def compare(family: str, layout: str, strategy: Given = None) -> dict[str, dict[str, float]]:
     """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model(family)
-    plan = context_parallel_plan(model, layout, unshard_outputs=True)
+    plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True)
     parallelize_module(model, mesh, plan)
     errors, expected = {}, stock_results(family)
     for name, batch in batches().items():
@@ -99,6 +100,46 @@ def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int)
         for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
             worst = largest(x for error in errors.values() for x in error.values())
             assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+
+
+STRATEGIES: dict[str, Given] = {
+    "Llama": "ulysses:2+all_gather",
+    "Gemma 2": {"sliding": "direct", "full_attention": "ulysses"},
+    "gpt-oss": {"sliding_attention": "ulysses:2", "full": "all_gather"},
+}
+
+
+@pytest.mark.parametrize("family", STRATEGIES)
+def test_strategies(pool: Pool, family: str) -> None:
+    for rank, errors in enumerate(pool.run(4, compare, family, "zigzag", STRATEGIES[family])):
+        worst = largest(x for error in errors.values() for x in error.values())
+        assert worst < 1e-5, f"rank {rank}: {errors}"
+
+
+REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
+    "got chunked; the layers of this model have full": ("Llama", {"chunked": "ring"}, ValueError),
+    "got window; .* have full, sliding": (
+        "Gemma 2",
+        {"window": "ring", "full": "ring"},
+        ValueError,
+    ),
+    "unknown strategy 'tree'": ("Gemma 2", {"sliding": "tree"}, ValueError),
+    "by names such as 'sliding', got 3": ("Gemma 2", {3: "ring"}, TypeError),
+    "strategy must be a name, a str, got 3": ("Gemma 2", {"full": 3}, TypeError),
+    "do not divide the 1 of the axis": ("Gemma 2", {"full": "ulysses:2"}, ValueError),
+}
+
+
+def _refuse_strategies() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for match, (family, strategy, error) in REFUSED_STRATEGIES.items():
+        model = small_model(family)
+        with pytest.raises(error, match=match):
+            parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
+
+
+def test_refused_strategies(pool: Pool) -> None:
+    pool.run(1, _refuse_strategies)
 
 
 def test_the_page_lists_every_family() -> None:

@@ -6,6 +6,7 @@ weights, on packed documents.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,8 +48,12 @@ CP = _degrees(cp=2)
 UNBALANCED = ("--parallelism.context_parallel_load_balancer=None",)
 
 
-def _layout(layout: str = "zigzag") -> tuple[str, ...]:
-    return "--override.imports", f'parallel_plans.torchtitan.ring_attention={{"layout":"{layout}"}}'
+BY_KIND = {"sliding": "direct", "full": "ulysses"}
+
+
+def _layout(layout: str = "zigzag", strategy: Any = None) -> tuple[str, ...]:
+    given = json.dumps({"layout": layout, "strategy": strategy}, separators=(",", ":"))
+    return "--override.imports", f"parallel_plans.torchtitan.ring_attention={given}"
 
 
 def _backend(name: str) -> tuple[str, ...]:
@@ -119,6 +125,8 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "qwen3": (Run("qwen3", 2), {}),
     "gpt_oss": (Run("gpt_oss", 2), {}),
     "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
+    "groups": (Run("llama3", 4, (*_degrees(cp=4), *_layout(strategy="ulysses:2"))), {}),
+    "gpt_oss, strategies": (Run("gpt_oss", 2, _layout(strategy=BY_KIND)), {}),
     "deepseek_v3": (Run("deepseek_v3", 2), {}),
     "override": (Run("llama3", 2, (*CP, *_layout(), *VALIDATE), stock=True), {}),
     "override, contiguous": (

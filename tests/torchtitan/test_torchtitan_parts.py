@@ -164,6 +164,10 @@ def _refuse_configs() -> None:
         use_ring(model(), "zagzig")
     with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
         use_ring(model(), "zigzag", "flesh")
+    with pytest.raises(ValueError, match="unknown strategy 'tree'; known strategies: ring"):
+        use_ring(model(), "zigzag", strategy="tree")
+    with pytest.raises(ValueError, match="got sliding; the layers of this model have full"):
+        use_ring(model(), "zigzag", strategy={"sliding": "ring"})
     with pytest.raises(ValueError, match="got no ring"):
         ring_layout(model())
     mixed = model()

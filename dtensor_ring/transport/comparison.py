@@ -1,0 +1,193 @@
+"""What each strategy costs, for all ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtensor_ring.compute.launches import launches
+from dtensor_ring.planning.count import MAX_RANKS, as_count
+from dtensor_ring.planning.documents import Boundaries
+from dtensor_ring.planning.exchange import exchange_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.schedule import Schedule, describe_schedule
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.transport.cost import Cost, Sizes, by_field, rank_costs
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """What an attention costs by one strategy."""
+
+    strategy: str
+    why_not: str | None = None
+    """Why it cannot be; all numbers are zero then."""
+    forward: Cost = field(default_factory=Cost)
+    """Of each number, that of the rank where it is largest."""
+    backward: Cost = field(default_factory=Cost)
+    launches: int = 0
+    """Of the rank that has most, forward, by a kernel that takes segments."""
+    tiles: int = 0
+    """The same by a kernel that takes one tile at a time."""
+    balance: float = 0.0
+    """Work of the busiest rank over the mean."""
+
+
+@dataclass(frozen=True)
+class StrategyComparison:
+    """What an attention costs by each strategy. Printed, it is a table."""
+
+    rows: tuple[StrategyCost, ...]
+
+    def __str__(self) -> str:
+        names = "sent", "received", "messages", "held"
+        table = [(*names, *names, "launches", "tiles", "balance"), *map(_cells, self.rows)]
+        # A row that says why not has one cell, as wide as it is.
+        widths = [max(len(x[i]) for x in table if len(x) > 1) for i in range(len(table[0]))]
+        titles = ["strategy", *(row.strategy for row in self.rows)]
+        first = max(map(len, titles))
+        lines = [
+            "  ".join([title.ljust(first), *map(str.rjust, cells, widths)])
+            for title, cells in zip(titles, table, strict=True)
+        ]
+        over = "forward, MB".ljust(sum(widths[:4]) + 8) + "backward, MB"
+        return "\n".join([" " * (first + 2) + over, *lines])
+
+
+def _cells(row: StrategyCost) -> tuple[str, ...]:
+    if row.why_not is not None:
+        return (row.why_not,)
+    numbers = []
+    for x in (row.forward, row.backward):
+        sent, received, held = (f"{size / 1e6:.1f}" for size in (x.sent, x.received, x.held))
+        numbers += [sent, received, str(x.messages), held]
+    return *numbers, str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+
+
+def compare_strategies(
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    cu_seqlens: Boundaries | None = None,
+    *,
+    slices: Slices | None = None,
+    layout: Layout | str = "zigzag",
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    policy: TransferPolicy = DEFAULT_POLICY,
+    strategies: Sequence[str] | None = None,
+) -> StrategyComparison:
+    """What one attention costs by each strategy, counted from the plans of all ranks.
+
+    Args:
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
+        head_dim: of queries, keys and values.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+        layout: a layout or its name.
+        batch: rows of the batch, if boundaries do not say it by row.
+        dtype: of query, key and value.
+        policy: the dtypes in which messages travel.
+        strategies: spellings, see `SequenceAxis`; by default every way to travel, and tokens traded
+            for heads over groups of each size.
+
+    Returns:
+        A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, or
+            the boundaries do not fit the sequence.
+
+    Example:
+        >>> found = compare_strategies(Mask.causal(), 8192, 4, strategies=("ring", "ulysses"))
+        >>> [(row.strategy, row.forward.sent, row.launches) for row in found.rows]
+        [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
+    """
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    sizes = _sizes(heads, head_dim, batch, dtype, policy)
+    rows = []
+    for strategy in _strategies(strategies, num_ranks):
+        reason = why_not(strategy, *sizes.heads)
+        if reason is not None:
+            rows.append(StrategyCost(strategy.spec, reason))
+            continue
+        asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
+        rows.append(_cost(describe_schedule(*asked), strategy, sizes))
+    return StrategyComparison(tuple(rows))
+
+
+def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
+    """Those that are compared."""
+    if given is None:
+        sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
+        return [*(Strategy(way=way) for way in ROUTES), *map(Strategy, sizes)]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"strategies must be a list of names, such as ['ring'], got {given!r}")
+    return [as_strategy(name, world_size) for name in given]
+
+
+def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Sizes:
+    """What the tensors are like."""
+    if not isinstance(heads, Sequence) or len(heads) != 2:
+        raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
+    query, key = (as_count("heads", count, 1) for count in heads)
+    if query % key:
+        raise ValueError(f"heads of queries must be a multiple of those of keys, got {heads}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating, such as torch.bfloat16, got {dtype!r}")
+    if not isinstance(policy, TransferPolicy):
+        raise TypeError(
+            f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
+        )
+    dim = as_count("head_dim", head_dim)
+    return Sizes(
+        *((query, key), (dim, dim), as_count("batch", batch), dtype.itemsize),
+        (policy.kv_dtype or dtype).itemsize,
+        policy.sum_dtype(dtype).itemsize,
+    )
+
+
+def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
+    """The cost of the busiest rank."""
+    # Boundaries by row say how many there are.
+    rows = len(schedule.documents or schedule.slices or ())
+    sizes = sizes._replace(batch=max(sizes.batch, rows))
+    layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
+    exchanges = [
+        exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
+    ]
+    pairs = list(zip(schedule.plans, exchanges, strict=True))
+    costs = [rank_costs(plan, exchange, sizes) for plan, exchange in pairs]
+    forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))
+    heads = [sizes.share(exchange)[0] for exchange in exchanges]
+    work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
+    return StrategyCost(
+        strategy.spec,
+        None,
+        forward,
+        backward,
+        max(sum(_num_launches(plan, sizes.batch)) for plan in schedule.plans),
+        max(sum(len(step.tiles) for step in plan.steps) for plan in schedule.plans),
+        max(work) * len(work) / sum(work) if any(work) else 1.0,
+    )
+
+
+def _num_launches(plan: Plan, batch: int) -> Iterator[int]:
+    """Of each step."""
+    for step in plan.steps:
+        shape = batch, plan.num_local[0], len(step.cols)
+        yield len(launches(step, shape, has_segments=True))

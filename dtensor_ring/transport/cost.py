@@ -1,0 +1,108 @@
+"""What one rank sends and holds in an attention by some strategy, read from its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
+
+from dtensor_ring.planning.exchange import Amount, Exchange
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.span import length
+from dtensor_ring.planning.traffic import Traffic, largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.transport.exchange import ALIGNED
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank sends and holds in one direction of an attention; sizes are in bytes."""
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+    """That it sends."""
+    held: int = 0
+    """At most at a time: buffers of messages, and what it has while tokens are traded for heads."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return by_field(sum, [self, other])
+
+
+def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
+    """The sum of each field, or the largest of each."""
+    return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
+
+
+class Sizes(NamedTuple):
+    """What the tensors of an attention are like."""
+
+    heads: tuple[int, int]
+    """Of queries, and of keys and values."""
+    head_dims: tuple[int, int]
+    """Of queries and keys, and of values."""
+    batch: int
+    itemsize: int
+    kv_itemsize: int
+    """Of keys and values on their way."""
+    sum_itemsize: int
+    """Of sums of their gradients."""
+
+    def share(self, exchange: Exchange) -> tuple[int, int]:
+        """Query heads and key heads of a rank after an exchange."""
+        of_rank = exchange.share(exchange.rank, self.heads[1])
+        query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
+        return query, key
+
+
+def rank_costs(plan: Plan, exchange: Exchange, sizes: Sizes) -> tuple[Cost, Cost]:
+    """Forward and backward of one rank, which exchanges before its plan and after it."""
+    num_heads, num_key_heads = sizes.share(exchange)
+    column = sizes.batch * num_key_heads * sum(sizes.head_dims)
+    room = largest_packet(plan)
+    forward = _moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
+    backward = forward + _moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
+    if exchange.heads == 1:
+        return forward, backward
+    # Queries, keys and values go, outputs come back; then gradients, the other way round.
+    (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
+    inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
+    output = ((heads, value_dim),)
+    there, given = (_traded(exchange, sizes, tensors) for tensors in (inputs, output))
+    back, returned = (_traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
+    token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
+    kept = token * exchange.num_tokens[1]
+    # Backward has the gradients beside query, key, value and output.
+    return _around(there, forward, back, kept), _around(given, backward, returned, 2 * kept)
+
+
+def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
+    """All of them, one after the other, and what stays meanwhile."""
+    return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
+
+
+def _moved(traffic: Traffic, column: int, room: int) -> Cost:
+    """Messages of columns of so many bytes, in buffers of so many columns."""
+    held = traffic.num_buffers * room * column
+    return Cost(traffic.sent * column, traffic.received * column, traffic.num_sent, held)
+
+
+def _traded(
+    exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
+) -> Cost:
+    """One exchange of tensors of so many heads and head dim, together in one message to a peer."""
+    num_key_heads = sizes.heads[1]
+    leaving, coming = dict[int, int](), dict[int, int]()
+    for num_heads, head_dim in tensors:
+        size = sizes.batch * head_dim * sizes.itemsize
+        there, here = (leaving, coming) if not is_back else (coming, leaving)
+        _add(there, exchange.sent(num_heads, num_key_heads), size)
+        _add(here, exchange.received(num_heads, num_key_heads), size)
+    held = sum(-(-x // ALIGNED) * ALIGNED for side in (leaving, coming) for x in side.values())
+    sent, received = ([x for x in side.values() if x] for side in (leaving, coming))
+    return Cost(sum(sent), sum(received), len(sent), held)
+
+
+def _add(by_peer: dict[int, int], amounts: dict[int, Amount], size: int) -> None:
+    """Add the bytes that go to each peer, or come from it."""
+    for peer, amount in amounts.items():
+        by_peer[peer] = by_peer.get(peer, 0) + amount.tokens * amount.heads * size

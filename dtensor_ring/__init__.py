@@ -5,9 +5,11 @@ from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
 from dtensor_ring.dtensor.block_mask import slices_of_block_mask
+from dtensor_ring.dtensor.exchange import exchange
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.merge import merge_attention
+from dtensor_ring.dtensor.relayout import relayout
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
     sequence_slices,
@@ -57,9 +59,11 @@ __all__ = [
     "compare_strategies",
     "decode_attention",
     "describe_schedule",
+    "exchange",
     "merge_attention",
     "next_token_labels",
     "register_kernel",
+    "relayout",
     "ring_attention",
     "sequence_layout",
     "sequence_runs",

@@ -246,10 +246,16 @@ decode_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask
 describe_schedule(layout: 'Layout | str', mask: 'Mask | None', seq_len: 'int', world_size:
         'int', cu_seqlens: 'Boundaries | None' = None, slices: 'Slices | None' = None, strategy:
         'str' = 'ring') -> 'Schedule'
+exchange(tensors: 'Sequence[Tensor]', mesh: 'DeviceMesh', *, to: "Literal['heads', 'tokens']" =
+        'heads', heads: 'int | None' = None, num_heads: 'Sequence[int] | None' = None,
+        num_key_heads: 'int | None' = None, seq_len: 'int | None' = None, runs: 'Tensor | None'
+        = None) -> 'list[Tensor]'
 merge_attention(parts: 'Sequence[tuple[Tensor, Tensor]]') -> 'tuple[Tensor, Tensor]'
 next_token_labels(tokens: 'Tensor', cu_seqlens: 'Tensor | None' = None, ignore_index: 'int' =
         -100) -> 'Tensor'
 register_kernel(kernel: 'Kernel', *, before: 'str | None' = None) -> 'None'
+relayout(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', to: 'Layout | str' = 'contiguous', *,
+        layout: 'Layout | str | None' = None, seq_len: 'int | None' = None) -> 'Tensor'
 ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' = None,
         cu_seqlens: 'Tensor | None' = None, sinks: 'Tensor | None' = None, scale: 'float | None'
         = None, softcap: 'float' = 0.0, kernel: 'str | None' = None, mesh: 'DeviceMesh | None' =

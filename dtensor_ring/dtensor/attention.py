@@ -118,7 +118,8 @@ def ring_attention(
             boundary see nothing, and their output is 0. Best on the CPU, where the ring is planned:
             a tensor on a GPU is copied in each call, for which the host waits.
         sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
-            A plain tensor gets the gradient of this rank's queries, a DTensor a `Partial` one.
+            A plain tensor gets a part of the gradient, which the ranks have to sum: that of this
+            rank's queries, or of its heads where those are dealt. A DTensor gets a `Partial` one.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of

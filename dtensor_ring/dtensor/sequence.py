@@ -62,7 +62,7 @@ def shard_sequence(
             f"{type(tensor).__name__}"
         )
     check_strided("tensor", tensor)
-    dim, group = _canonical(dim, "tensor", tensor), axis_group(mesh)
+    dim, group = canonical(dim, "tensor", tensor), axis_group(mesh)
     chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
     local = local_tokens(tensor, mesh, dim, chosen)
     if layout is not None:  # it can deal the length; if it could not, the axis takes another
@@ -132,7 +132,7 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         )
     if layout is not None:
         _check_balanced(layout)
-    dim = _canonical(dim, "dtensor", dtensor)
+    dim = canonical(dim, "dtensor", dtensor)
     axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
     if len(axes) != 1:
         raise ValueError(
@@ -250,7 +250,13 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     return given or here.assumed().layout
 
 
-def _canonical(dim: int, name: str, x: Tensor) -> int:
+def canonical(dim: int, name: str, x: Tensor) -> int:
+    """The dimension of a tensor, counted from the front.
+
+    Raises:
+        TypeError: if it is not an integer.
+        IndexError: if the tensor has no such dimension.
+    """
     dim, ndim = as_int("dim", dim), x.ndim
     if not -ndim <= dim < ndim:
         raise IndexError(

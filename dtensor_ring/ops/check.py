@@ -67,18 +67,22 @@ def check_exchanged(tensors: Sequence[Tensor]) -> None:
     Raises:
         ValueError: with what was given and what is supported.
     """
-    shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
     if not tensors or any(x.ndim != 4 for x in tensors):
-        raise ValueError(f"tensors must be one or more (B, N, L, H), got {shapes or 'none'}")
+        found = _listed(tensors) or "none"
+        raise ValueError(f"tensors must be one or more (B, N, L, H), got {found}")
     first, *others = tensors
     # A compiler's sizes can be compared, but not collected in a set.
     if any(x.shape[0] != first.shape[0] or x.shape[2] != first.shape[2] for x in others):
-        raise ValueError(f"tensors must have one batch size and one length, got {shapes}")
+        raise ValueError(f"tensors must have one batch size and one length, got {_listed(tensors)}")
     if any(x.device != first.device for x in others):
         devices = ", ".join(str(x.device) for x in tensors)
         raise ValueError(f"tensors must be on one device, got {devices}; use .to()")
     for x in tensors:
         check_strided("tensors", x)
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in tensors)
 
 
 def check_num_queries(query: Tensor, largest: int) -> None:

@@ -77,8 +77,9 @@ class Trade(NamedTuple):
         for x, num_heads in zip(tensors, self._heads_before(group.rank()), strict=True):
             if (x.shape[1], x.shape[2]) != (num_heads, expected):
                 raise ValueError(
-                    f"rank {group.rank()} of {group.size()} must have {num_heads} heads of "
-                    f"{expected} tokens of the {seq_len}, got a tensor of shape {tuple(x.shape)}"
+                    f"tensors of rank {group.rank()} of {group.size()} must have {num_heads} heads "
+                    f"(num_heads) of {expected} tokens (seq_len {seq_len}), got a tensor of shape "
+                    f"{tuple(x.shape)}"
                 )
         return plan
 

@@ -81,6 +81,12 @@ def _check_same(name: str) -> Callable[[dict[str, Any], Any], None]:
     return check
 
 
+def _check_exchanged(arguments: dict[str, Any], result: Any) -> None:
+    """One rank has all tokens and all heads."""
+    for given, found in zip(arguments["tensors"], result, strict=True):
+        _check_same("given")({"given": given}, found)
+
+
 def _check_positions(arguments: dict[str, Any], result: Tensor) -> None:
     assert result.tolist() == list(range(arguments["seq_len"]))
 
@@ -343,6 +349,29 @@ FUNCTIONS |= {
             MESH
             | {"num_layers": _just(1, 3), "layout": _just(None, "zigzag"), "block": _just(1, 256)},
             _nothing,
+        ),
+        (
+            "exchange",
+            {
+                "tensors": _made(lambda: [tensor(), tensor(1, 4, 8, 3)], lambda: (tensor(),)),
+                **MESH,
+                "to": _just("heads", "tokens"),
+                "heads": _just(None, 1),
+                "num_heads": _just(None),
+                "num_key_heads": _just(None, 1, 2),
+                "seq_len": _just(None, 8),
+                "runs": _just(None),
+            },
+            _check_exchanged,
+        ),
+        (
+            "relayout",
+            {
+                **{"tensor": [*QKV["query"], dtensor], **MESH, **DIMS, "seq_len": _just(None)},
+                "to": _just("contiguous", "zigzag", ring.Balanced(Mask.causal(), 8, 1)),
+                "layout": _just(None, "zigzag", ring.Striped()),
+            },
+            _check_same("tensor"),
         ),
         (
             "shard_sequence",

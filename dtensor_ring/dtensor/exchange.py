@@ -1,0 +1,138 @@
+"""Tokens of each rank for heads of all tokens, as users call it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.annotation import axis_group, config_of_call
+from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.check import check_exchanged, check_strided
+from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.planning.count import as_count
+from dtensor_ring.planning.heads import share_of
+
+
+def exchange(
+    tensors: Sequence[Tensor],
+    mesh: DeviceMesh,
+    *,
+    to: Literal["heads", "tokens"] = "heads",
+    heads: int | None = None,
+    num_heads: Sequence[int] | None = None,
+    num_key_heads: int | None = None,
+    seq_len: int | None = None,
+    runs: Tensor | None = None,
+) -> list[Tensor]:
+    """Trade tokens for heads among the ranks of an axis, or heads for tokens.
+
+    With `to="heads"`, a rank gives the tokens of its shard and gets all tokens of its group, in the
+    order of their positions, with a part of the heads: what a layer needs that mixes tokens by head
+    and is no attention (Jacobs et al., 2023, arXiv 2309.14509). `to="tokens"` is the way back. Each
+    rank sends one message to each other rank of its group. Differentiable: backward is the exchange
+    the other way round. For attention, the strategy "ulysses" does it all, see `SequenceAxis`.
+
+    Args:
+        tensors: local shards `(B, N, L, H)`, such as query, key and value, of one batch size and
+            one length; or what `to="heads"` made of them. Head dims and dtypes may differ.
+        mesh: the 1-D mesh of the axis. Its layout is that of `set_sequence_layout`, contiguous
+            without.
+        to: what this rank gets, "heads" or "tokens".
+        heads: consecutive ranks of a group, which share the heads; all ranks by default.
+        num_heads: N of each tensor, for the way back; by default as if they were dealt evenly.
+        num_key_heads: heads that are dealt, with as many heads of each tensor as there are for one
+            of them: grouped query heads stay with their key head. By default the fewest of all
+            tensors; the way back takes what the way there took. A tensor with fewer heads than
+            ranks is copied to several.
+        seq_len: tokens of all ranks, if they do not have equally many.
+        runs: which tokens each rank has, for a layout that belongs to a batch, see `sequence_runs`.
+
+    Returns:
+        The tensors after it, in new memory, the head of a token next to its other heads.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the heads cannot be dealt so, or lengths do not fit.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> query, key = torch.randn(1, 8, 6, 4), torch.randn(1, 2, 6, 4)
+        >>> traded = exchange([query, key], mesh)
+        >>> [out] = exchange(traded[:1], mesh, to="tokens", num_key_heads=2)
+        >>> torch.equal(out, query)
+        True
+    """
+    group = axis_group(mesh)
+    _check_tensors(tensors)
+    if to not in ("heads", "tokens"):
+        raise ValueError(f'to must be "heads" or "tokens", got {to!r}')
+    is_back, size = to == "tokens", group.size()
+    num_sharing = size if heads is None else as_count("heads", heads, 1, size)
+    counts = _counts(tensors, num_heads, num_sharing if is_back else 1)
+    num_dealt = min(counts) if num_key_heads is None else num_key_heads
+    num_dealt = as_count("num_key_heads", num_dealt, 1, max(1, *counts))
+    _check_heads(counts, num_dealt, num_sharing, is_back)
+    if runs is not None and (not isinstance(runs, Tensor) or isinstance(runs, DTensor)):
+        raise TypeError(f"runs must be a plain tensor, got {type(runs).__name__}")
+    spec = config_of_call(group, runs is not None).spec
+    num_shards = size // num_sharing if is_back else size
+    length: Any = tensors[0].shape[2] * num_shards
+    if seq_len is not None:
+        length = as_count("seq_len", seq_len)
+    trade = Trade(
+        *(Dealt(runs, runs), spec, spec, num_sharing, tuple(counts), num_dealt, length),
+        *(None, group.group_name, is_back),
+    )
+    if torch.compiler.is_compiling():
+        return exchange_op(list(tensors), *flatten_trade(trade))
+    frame = sys._getframe(0)
+    return called_from(frame, exchange_op, list(tensors), *flatten_trade(trade))
+
+
+def _check_tensors(tensors: Any) -> None:
+    is_list = isinstance(tensors, (list, tuple))
+    if not is_list or not all(isinstance(x, Tensor) for x in tensors):
+        raise TypeError(f"tensors must be a list of tensors, got {type(tensors).__name__}")
+    if any(isinstance(x, DTensor) for x in tensors):
+        raise TypeError("tensors must be local shards, got a DTensor; use .to_local()")
+    for x in tensors:
+        check_strided("tensors", x)
+    check_exchanged(tensors)
+
+
+def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
+    """All heads of each tensor, of which it has one in `factor` if they are dealt evenly."""
+    if given is None:
+        return [x.shape[1] * factor for x in tensors]
+    if not isinstance(given, (list, tuple)) or len(given) != len(tensors):
+        raise TypeError(
+            f"num_heads must be a list of numbers, one for each of {len(tensors)} tensors, got "
+            f"{given!r}"
+        )
+    return [as_count("num_heads", count) for count in given]
+
+
+def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_back: bool) -> None:
+    """Refuse heads that cannot be dealt to ranks, or copies that would come back."""
+    share = share_of(0, num_sharing, num_key_heads)  # no rank has more parts of a key head
+    for count in counts:
+        try:
+            share.span(count, num_key_heads)
+        except ValueError as error:
+            raise ValueError(
+                f"the heads of tensors, num_heads {counts} with num_key_heads {num_key_heads}, "
+                f"cannot be dealt to {num_sharing} ranks, heads: {error}"
+            ) from None
+        if is_back and share.is_copied(count, num_key_heads):
+            raise ValueError(
+                f"heads that were copied to several ranks cannot come back: num_heads is {count} "
+                f"of num_key_heads {num_key_heads}, for {num_sharing} ranks, heads"
+            )

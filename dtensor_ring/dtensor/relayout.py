@@ -1,0 +1,171 @@
+"""Tokens from the order of one layout to that of another."""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
+from dtensor_ring.dtensor.sequence import canonical, sequence_runs
+from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.planning.balanced import Balanced
+from dtensor_ring.planning.count import as_count
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.planning.spelling import as_layout
+
+
+def relayout(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    to: Layout | str = Contiguous.name,
+    *,
+    layout: Layout | str | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """Deal the tokens of a sharded tensor anew, in the order of another layout.
+
+    For models in which some layers need neighbouring tokens on a rank, as convolutions and
+    recurrent layers do, and attention wants its work balanced. Only tokens that change their rank
+    travel, in one message to each rank that gets some. Differentiable: backward brings the
+    gradients back.
+
+    Args:
+        tensor: a local shard with this rank's tokens in `dim`, of any number of dimensions; or a
+            DTensor that is `Shard(dim)` over the axis, and in any way over others.
+        mesh: the 1-D mesh of the axis, which stays as it is annotated: attention takes tokens in
+            that layout.
+        dim: the dimension of the sequence.
+        to: the layout that the tokens come in; a layout or its spelling, or the `Balanced` one of
+            this batch.
+        layout: the layout that they are in now; by default that of the mesh, contiguous if it has
+            none.
+        seq_len: tokens of all ranks, for local shards that are not of one length.
+
+    Returns:
+        A tensor of the same kind. A DTensor has the same placements: they do not say the order, and
+        `unshard_sequence` takes it to be that of the mesh. The tensor itself, if it is in that
+        layout already.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a layout cannot deal the length, belongs to another batch, or the DTensor is
+            not sharded so.
+        IndexError: if the tensor has no such dimension.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> axis = set_sequence_layout(mesh, "zigzag")
+        >>> hidden = torch.randn(2, 8, 16)  # (B, L, features), in zigzag order
+        >>> in_order = relayout(hidden, mesh, 1)
+        >>> back = relayout(in_order, mesh, 1, "zigzag", layout="contiguous")
+        >>> torch.equal(back, hidden)
+        True
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a tensor or a DTensor, got {type(tensor).__name__}")
+    check_strided("tensor", tensor)
+    group, dim = axis_group(mesh), canonical(dim, "tensor", tensor)
+    if isinstance(tensor, DTensor):
+        _check_placed(tensor, dim, group, seq_len)
+        local, length = tensor.to_local(), tensor.shape[dim]
+    else:
+        local, length = tensor, tensor.shape[dim] * group.size()
+    if seq_len is not None:
+        length = as_count("seq_len", seq_len)
+    now = _of_axis(group) if layout is None else layout
+    before, after = _side("layout", now, length, group), _side("to", to, length, group)
+    if before.layout == after.layout:
+        return tensor
+    trade = Trade(
+        *(Dealt(before.runs, after.runs), before.spec, after.spec, 1, (1,), 1, length, None),
+        group.group_name,
+    )
+    result = _exchanged(local, dim, trade)
+    if not isinstance(tensor, DTensor):
+        return result
+    return DTensor.from_local(
+        *(result, tensor.device_mesh, tensor.placements),
+        **{"run_check": False, "shape": tensor.shape, "stride": tensor.stride()},
+    )
+
+
+def _of_axis(group: ProcessGroup) -> Layout:
+    """The layout of the axis; the last batch's would answer for another batch."""
+    layout = annotation_of(group).config_or_default.layout
+    return PerBatch() if layout.per_batch else layout
+
+
+class _Side(NamedTuple):
+    """A layout, as the op takes it."""
+
+    layout: Layout
+    runs: Tensor | None
+
+    @property
+    def spec(self) -> str:
+        return self.layout.name if self.layout.per_batch else self.layout.spec
+
+
+def _side(name: str, given: Any, seq_len: int, group: ProcessGroup) -> _Side:
+    """The layout that an argument says.
+
+    Raises:
+        TypeError: if it is none.
+        ValueError: if it is unknown, or of another batch.
+    """
+    try:
+        layout = as_layout(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be a layout: {error}") from None
+    if not layout.per_batch:
+        return _Side(layout, None)
+    if not isinstance(layout, Balanced):
+        raise ValueError(
+            f"{name} belongs to a batch, so it must be the Balanced layout of this one, got {given}"
+        )
+    if (layout.seq_len, layout.world_size) != (seq_len, group.size()):
+        raise ValueError(
+            f"{name} must deal the {seq_len} tokens to {group.size()} ranks, but this Balanced one "
+            f"deals {layout.seq_len} to {layout.world_size}"
+        )
+    return _Side(layout, sequence_runs(layout))
+
+
+def _check_placed(tensor: DTensor, dim: int, group: ProcessGroup, seq_len: int | None) -> None:
+    """Refuse a DTensor that is not sharded in `dim` over the axis, and nowhere else."""
+    if seq_len is not None:
+        raise ValueError("seq_len is for local shards, and tensor is a DTensor, which has its own")
+    mesh = tensor.device_mesh
+    axes = [axis for axis, where in enumerate(tensor.placements) if where == Shard(dim)]
+    # Meshes of the same ranks are one axis, whatever their groups are.
+    if len(axes) != 1 or annotation_of(group_of(mesh, axes[0])) is not annotation_of(group):
+        raise ValueError(
+            f"tensor must be Shard({dim}) over the axis of mesh and no other, got "
+            f"{tuple(tensor.placements)} on {mesh}"
+        )
+
+
+def _exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
+    """The local tensor after an exchange of its tokens."""
+    before, (length, *after) = local.shape[:dim], local.shape[dim:]
+    # As one head, with whatever belongs to a token as its features.
+    flat = local.reshape(prod(before), 1, length, prod(after))
+    run: Any = exchange_op
+    if torch.compiler.is_compiling():
+        (result,) = run([flat], *flatten_trade(trade))
+    else:
+        (result,) = called_from(sys._getframe(1), run, [flat], *flatten_trade(trade))
+    return result.reshape(*before, result.shape[2], *after)

@@ -20,18 +20,20 @@ from dtensor_ring.ops.schema import ring_backward_op
 from dtensor_ring.planning.heads import share_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
-# A compiler takes the answers for constants, which they are as long as a group lives.
 
-
-@torch.compiler.assume_constant_result
 def traded_heads(strategy: str, group_name: str) -> int:
     """Ranks of a group that trades tokens for heads, 1 if none does."""
     return as_strategy(strategy, group_named(group_name).size()).heads
 
 
-@torch.compiler.assume_constant_result
 def _rank(group_name: str) -> int:
     return group_named(group_name).rank()
+
+
+# A compiler takes their results for constants, which they are while the group lives. So says
+# `torch.compiler.assume_constant_result`, which would load the compiler here.
+for _function in (traded_heads, _rank):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Trading:

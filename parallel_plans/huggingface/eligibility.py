@@ -16,6 +16,7 @@ from parallel_plans.huggingface.positions import (
     counts_mask,
     length_dependent,
 )
+from parallel_plans.huggingface.stateful import stateful_layers
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 WITHOUT_STATE = (*ATTENTION_LAYERS, "moe", "mlp", "dense", "sparse")
@@ -57,9 +58,10 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if layers := _stateful_layers(model, config):
         yield (
             f"{', '.join(layers)} carry a state along the sequence, or choose among its tokens, "
-            "which a ring of attention does not do"
+            "and tell no cache of transformers their state, which could hand it over"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    # Models with states do not say so; what they do instead is found by running them.
+    if not getattr(model, "_supports_attention_backend", False) and not stateful_layers(model):
         yield "its attention does not go through transformers' attention interface"
     if not _has_known_head(model):
         yield (
@@ -130,13 +132,16 @@ def _has_known_head(model: Any) -> bool:
 def _stateful_layers(model: Any, config: Any) -> list[str]:
     """Names of layers that carry state from token to token, by their kind or by their parts."""
     modules = dict(model.named_modules())
+    handing = {part for layer in stateful_layers(model) for part in layer.modules()}
+    # What hands its state over is served, and so is the layer around it.
+    served = {name for name, x in modules.items() if not handing.isdisjoint(x.modules())}
     kinds = enumerate(getattr(config, "layer_types", None) or ())
     stateful = {f"layers.{i}": kind for i, kind in kinds if kind not in WITHOUT_STATE}
-    if stateful:
-        paths = {
-            layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful
-        }
-        return [f"{paths[layer]} ({kind})" for layer, kind in stateful.items()]
+    paths = {layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful}
+    if refused := [layer for layer, path in paths.items() if path not in served]:
+        return [f"{paths[layer]} ({stateful[layer]})" for layer in refused]
+    if served:
+        return []  # whether tokens meet anywhere else is found by running the model
     return [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()

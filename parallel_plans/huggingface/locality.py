@@ -16,27 +16,39 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
+from parallel_plans.huggingface.relay import KeptStates, StateSpecs
+from parallel_plans.huggingface.stateful import relayed, stateful_layers
 
 TOLERANCE = 0.02
 """Relative: beyond what bfloat16 rounds, far below what another token changes."""
 
 SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
+"""As of zigzag: one with a gap, one without the first and last tokens."""
+
+NEIGHBOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
+"""Of a model whose layers hand over a state."""
+
 Outputs = dict[tuple[str, int], Tensor]
 """Outputs by name of the module and number of the call, in the order of execution."""
 
 
-def check_locality(model: Any) -> None:
-    """Refuse a model in which tokens meet outside of attention.
+def check_locality(model: Any) -> StateSpecs:
+    """Refuse a model in which tokens meet outside of attention and of states that are handed over.
+
+    Returns:
+        The states of each layer that has some.
 
     Raises:
         ValueError: naming the first module whose output depends on the other tokens, or if the
             model does not hand what attention needs down to it.
     """
-    with frozen(model):
+    layers, states = stateful_layers(model), KeptStates()
+    with frozen(model), relayed(layers, states):
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
-        # Two shards as of zigzag: one with a gap, one without the first and last tokens.
-        for shard in SHARDS:
+        states.forget()
+        for shard in NEIGHBOURS if layers else SHARDS:
             parts = _outputs(model, shard)
+            _check_states(model, layers, states)
             for (name, call), found in parts.items():
                 if not _agree(found, whole.get((name, call)), shard):
                     raise ValueError(
@@ -44,6 +56,18 @@ def check_locality(model: Any) -> None:
                         f"{name or 'the model'} for a token depends on tokens that a rank does not "
                         "hold, or on how many there are"
                     )
+    return states.specs(len(layers))
+
+
+def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> None:
+    """Refuse a layer that has a state for generation only, of one token at a time."""
+    names = {module: name for name, module in model.named_modules()}
+    for number, (kind, _) in states.unused.items():
+        raise ValueError(
+            f"no context-parallel plan for {type(model).__name__}: {names[layers[number]]} goes on "
+            f"from the {kind} state of its cache with a single token only, and begins anew with "
+            "several"
+        )
 
 
 def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:

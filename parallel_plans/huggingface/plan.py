@@ -29,9 +29,11 @@ from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, in
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
+from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout
 from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
+from parallel_plans.huggingface.stateful import has_attention, relay_states, stateful_layers
 from parallel_plans.strategies import Given, Strategies
 
 
@@ -90,6 +92,7 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
+    check_layout(model, as_layout(layout))
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     return {"": ShardedModel(layout, how, unshard_outputs, strategies)}
@@ -118,6 +121,7 @@ class ShardedModel(ParallelStyle):
         AttentionMaskInterface.register(IMPLEMENTATION, mask_of)
         check_model(module)
         model: Any = without_adapters(module)
+        check_layout(model, self.layout)
         backbone = backbone_of(model)
         replaced = [x for x in (model, backbone) if "forward" in vars(x)]
         if replaced:
@@ -136,7 +140,7 @@ class ShardedModel(ParallelStyle):
 
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
         """Shard the backbone of a model, and join what is behind it."""
-        layer_masks, why_not, tail = _examine(backbone)
+        layer_masks, states, why_not, tail = _examine(backbone)
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)
@@ -146,7 +150,10 @@ class ShardedModel(ParallelStyle):
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any other head gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
-        sharding = Sharding(backbone, axis, layer_masks, loss, unshards)
+        relay = AxisRelay(axis, states) if states else None
+        sharding = Sharding(backbone, axis, layer_masks, loss, unshards, relay)
+        if relay is not None:
+            relay_states(stateful_layers(backbone), relay)
         backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         if head is not None:
             join_behind(head, sharding.join)
@@ -154,18 +161,21 @@ class ShardedModel(ParallelStyle):
         model.context_parallel_sharding = sharding
 
 
-def _examine(model: Any) -> tuple[LayerMasks, tuple[str | None, str | None], Tail | None]:
-    """The masks of layers, why a ring cannot serve the losses, and the tail of the head.
+def _examine(
+    model: Any,
+) -> tuple[LayerMasks, StateSpecs, tuple[str | None, str | None], Tail | None]:
+    """The masks and states of layers, why a ring cannot serve the losses, the tail of the head.
 
     They are that of its labels, and that of its routers. Leaves the model as it was.
     """
     before = model.config._attn_implementation
     try:
-        layer_masks = read_patterns(model)
+        has_masks = has_attention(model) or not stateful_layers(model)
+        layer_masks = read_patterns(model) if has_masks else {}
         check_dropout(model)
-        check_locality(model)
+        states = check_locality(model)
         reasons = other_loss(model), other_balance(model)
-        return layer_masks, reasons, None if reasons[0] else find_tail(model)
+        return layer_masks, states, reasons, None if reasons[0] else find_tail(model)
     finally:
         model.set_attn_implementation(before)
 

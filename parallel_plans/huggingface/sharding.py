@@ -40,6 +40,7 @@ from parallel_plans.huggingface.outputs import Outputs, OutputSpec
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.relay import AxisRelay
 from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
 from parallel_plans.huggingface.weights import checksum
 
@@ -58,13 +59,14 @@ class Sharding(Outputs):
         layer_masks: LayerMasks,
         loss: Loss,
         unshard_outputs: bool,
+        relay: AxisRelay | None = None,
     ) -> None:
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(model)
         super().__init__(axis, unshard_outputs)
         self.returns_logits = False  # beside a loss, without being asked in the call
         self.generates = False  # in a call of `generate`
-        self.layer_masks, self._loss = layer_masks, loss
+        self.layer_masks, self._loss, self._relay = layer_masks, loss, relay
         self._agreed: set[bool] = set()  # with gradients, without
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self.chunks = frozenset(mask.chunk for mask in self._masks if mask.chunk)
@@ -109,6 +111,8 @@ class Sharding(Outputs):
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
+        if self._relay is not None:  # layers with a state mask their own padding
+            ones = batch.get("attention_mask", ones)
         # Layers find theirs in a dict by their type; a single one would be taken for a tensor.
         by_type = seen if isinstance(seen, dict) else ones
         ring = ring._replace(given=seen if by_type is ones else None)
@@ -187,6 +191,10 @@ class Sharding(Outputs):
         axis = self.axis
         length = axis.layout.dealt_length(seq_len, axis.mesh.size())
         documents = find_documents(batch, seq_len, self.chunks)
+        if self._relay is not None:
+            # Of one token alone layers with a state take no state.
+            length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
+            self._relay.begin(documents, length, is_padded="attention_mask" in batch)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout

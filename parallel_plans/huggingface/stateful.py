@@ -1,0 +1,167 @@
+"""Layers that carry a state along the sequence, and the cache through which they hand it over.
+
+Note [States through a cache]: layers with a state go on from that of a cache, for generation. They
+ask it for the state after the tokens before theirs, and tell it the one after their own. Here a
+small object takes the place of that cache in each call of such a layer: what it gives comes from
+the rank with the tokens before, and what it is told goes to the rank with those after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature, unwrap
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+"""What layers with a state call of their cache."""
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the parameter that the cache comes in."""
+
+StateKey = tuple[str, int]
+"""Whether a convolution or a recurrence has the state, and its number within the layer."""
+
+States = dict[StateKey, Tensor]
+"""The states of a layer, `(B, ...)`."""
+
+
+Run = Callable[[States], tuple[Any, States]]
+"""From the states before a layer's tokens to its output and the states after them."""
+
+
+class Relay(Protocol):
+    """Moves states between shards of the sequence."""
+
+    def call(self, number: int, anchor: Tensor, run: Run) -> Any:
+        """The output of a layer for its tokens.
+
+        Args:
+            number: of the layer among those with states.
+            anchor: has the rows, the dtype and the device of the layer's input, and needs a
+                gradient where any of its states does.
+            run: the layer.
+        """
+
+
+@dataclass
+class HandOver:
+    """A cache as one call of one layer sees it."""
+
+    before: States
+    after: States = field(default_factory=dict)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: with one, a layer may take its way for single tokens, which tells no states."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """That after the tokens before."""
+        return self.before.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """These columns `(B, C, L)` after the last ones of the tokens before."""
+        if conv_kernel_size is None:
+            raise ValueError("a convolution does not say how many tokens it sees")
+        key, num_before = ("conv", state_idx), conv_kernel_size - 1
+        tail = self.before.get(key)
+        if tail is None:
+            tail = conv_states.new_zeros(*conv_states.shape[:-1], num_before)
+        whole = torch.cat([tail.to(conv_states.dtype), conv_states], -1)
+        self.after[key] = whole[..., whole.shape[-1] - num_before :]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep the state after these tokens."""
+        self.after["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    # The names of MiniMax, whose cache is its own.
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """As `get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """As `update_recurrent_state`."""
+        self.update_recurrent_state(state, layer_idx)
+
+
+def stateful_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward tells a cache the state after its tokens."""
+    return [module for module in model.modules() if _cache_parameter(module) is not None]
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a module asks transformers for its attention function."""
+    return any("ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x) for x in model.modules())
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The names of what a module's forward calls, and of other things that it reads."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _cache_parameter(module: nn.Module) -> str | None:
+    """The name of the parameter that a module's cache comes in, if it tells that its state."""
+    if set(UPDATES).isdisjoint(_names_in_forward(module)):
+        return None
+    parameters = signature(type(module).forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
+@contextmanager
+def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
+    """Let these layers hand over their states by a relay."""
+    relay_states(layers, relay)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def relay_states(layers: list[nn.Module], relay: Relay) -> None:
+    """Let these layers hand over their states by a relay from now on."""
+    for number, layer in enumerate(layers):
+        layer.forward = MethodType(_forward(layer, number, relay), layer)
+
+
+def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
+    """The layer's forward between what is received and what is sent."""
+    plain, cache = type(layer).forward, _cache_parameter(layer)
+    assert cache is not None, f"{type(layer).__name__} has no state"
+    known = signature(plain)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
+        given = known.bind(self, *args, **kwargs)
+
+        def run(before: States) -> tuple[Any, States]:
+            here = given.arguments[cache] = HandOver(before)
+            return plain(*given.args, **given.kwargs), here.after
+
+        return relay.call(number, _anchor(self, given.args[1]), run)
+
+    return forward
+
+
+def _anchor(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """The layer's input; if it alone has no gradient, something of its kind that has one."""
+    if hidden.requires_grad or not any(x.requires_grad for x in layer.parameters()):
+        return hidden
+    return hidden.detach().requires_grad_(torch.is_grad_enabled())

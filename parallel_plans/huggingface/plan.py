@@ -170,9 +170,10 @@ def _examine(
     """
     before = model.config._attn_implementation
     try:
-        has_masks = has_attention(model) or not stateful_layers(model)
-        layer_masks = read_patterns(model) if has_masks else {}
-        check_dropout(model)
+        layer_masks: LayerMasks = {}
+        if has_attention(model) or not stateful_layers(model):
+            layer_masks = read_patterns(model)
+            check_dropout(model)
         states = check_locality(model)
         reasons = other_loss(model), other_balance(model)
         return layer_masks, states, reasons, None if reasons[0] else find_tail(model)

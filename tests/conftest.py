@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
+    parser.addoption(
+        "--all-hybrids", action="store_true", help="all models whose layers have states"
+    )
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")

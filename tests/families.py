@@ -92,14 +92,94 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "RoBERTa": ("Roberta", NO_DROPOUT),
     "OPT": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
 }
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+    "mamba_expand": 2,
+}
+GRANITE = {"num_local_experts": 2, "output_router_logits": False, "shared_intermediate_size": 24}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-Next": (
+        "Qwen3Next",
+        HEAD_DIM | EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 12},
+    ),
+    "Qwen3.5": ("Qwen3_5", HEAD_DIM | DELTA_NET),
+    "OLMo hybrid": ("OlmoHybrid", DELTA_NET),
+    "Kimi Linear": (
+        "KimiLinear",
+        LATENT
+        | {"q_lora_rank": None, "linear_head_dim": 4, "linear_num_heads": 4}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "Granite 4": ("GraniteMoeHybrid", MAMBA | GRANITE | {"layer_types": ["mamba", "attention"]}),
+    "Granite 4, attention only": (
+        "GraniteMoeHybrid",
+        MAMBA | GRANITE | {"layer_types": ["attention", "attention"]},
+    ),
+    "Nemotron-H": (
+        "NemotronH",
+        {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "head_dim": 4}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6}
+        | {"n_groups": 1, "chunk_size": 4},
+    ),
+    "Falcon-H1": ("FalconH1", MAMBA | {"mamba_d_ssm": 32}),
+    "Bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "Zamba2": (
+        "Zamba2",
+        {"mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_d_state": 6, "chunk_size": 4}
+        | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]}
+        | {"num_hidden_layers": 3, "num_mem_blocks": 1, "use_shared_attention_adapter": False},
+    ),
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "MiniMax-01": (
+        "MiniMax",
+        HEAD_DIM
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_local_experts": 2, "block_size": 4},
+    ),
+    "Mamba 2": (
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 8, "state_size": 6}
+        | {"n_groups": 1, "chunk_size": 4, "expand": 2},
+    ),
+}
+"""Layers with a state, some beside attention."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Jamba": (
+        "Jamba",
+        {"mamba_d_state": 6, "mamba_dt_rank": 4, "num_experts": 2}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+    "RecurrentGemma": (
+        "RecurrentGemma",
+        {"lru_width": 16, "attention_window_size": 8, "num_hidden_layers": 3}
+        | {"block_types": ["recurrent", "attention"]},
+    ),
+    "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
+}
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4")
+TEXT = ("Gemma3", "Llama4", "Qwen3_5")
 """Their configs of language models are named so."""
 
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = FAMILIES[family]
+    name, options = (FAMILIES | HYBRIDS | REFUSED)[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")

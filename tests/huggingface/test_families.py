@@ -61,22 +61,27 @@ def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[
 
 
 @lru_cache(maxsize=1)
-def stock_results(family: str) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+def stock_results(
+    family: str, kinds: tuple[str, ...] | None = None
+) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """By batch, of one process; once for all layouts."""
     stock = small_model(family)
-    return {name: results(stock, batch) for name, batch in batches().items()}
+    return {
+        name: results(stock, x) for name, x in batches().items() if name in (kinds or batches())
+    }
 
 
-def compare(family: str, layout: str, strategy: Given = None) -> dict[str, dict[str, float]]:
+def compare(
+    family: str, layout: str, strategy: Given = None, kinds: tuple[str, ...] | None = None
+) -> dict[str, dict[str, float]]:
     """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model(family)
     plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True)
     parallelize_module(model, mesh, plan)
-    errors, expected = {}, stock_results(family)
-    for name, batch in batches().items():
-        loss, logits, grads = expected[name]
-        our_loss, our_logits, our_grads = results(model, batch)
+    errors, given = {}, batches()
+    for name, (loss, logits, grads) in stock_results(family, kinds).items():
+        our_loss, our_logits, our_grads = results(model, given[name])
         assert our_grads.keys() == grads.keys()
         for grad in our_grads.values():
             dist.all_reduce(grad)

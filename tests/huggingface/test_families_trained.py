@@ -69,11 +69,13 @@ def train(model: Any, rows: slice, steps: range = range(STEPS)) -> tuple[list[fl
     return losses, counts
 
 
-def sharded(family: str, checkpointing: dict[str, Any] | None, **options: Any) -> tuple[Any, int]:
+def sharded(
+    family: str, checkpointing: dict[str, Any] | None, layout: str = "zigzag", **options: Any
+) -> tuple[Any, int]:
     """A model on (dp, cp) ranks under FSDP2, and this rank's index of dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(family).train()
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
     if checkpointing:
         model.activation_checkpointing_enable(checkpointing)
     shards = mesh["dp", "cp"]._flatten("dp_cp")
@@ -85,11 +87,13 @@ def sharded(family: str, checkpointing: dict[str, Any] | None, **options: Any) -
     return model, mesh["dp"].get_local_rank()
 
 
-def train_both(family: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
+def train_both(
+    family: str, checkpointing: dict[str, Any] | None, layout: str = "zigzag"
+) -> dict[str, Any]:
     """Differences of loss and parameters from one process, and ring calls of a step."""
     # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    model, row = sharded(family, checkpointing)
+    model, row = sharded(family, checkpointing, layout)
     stock = small_model(family).train()
     losses, counts = train(model, slice(row, row + 1))
     expected, _ = train(stock, slice(None))

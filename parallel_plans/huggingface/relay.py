@@ -12,7 +12,6 @@ from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.ops.state import attached, receive_op, send_op
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import LAYOUTS
-from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.stateful import Run, StateKey, States, stateful_layers
 
 
@@ -73,6 +72,8 @@ class AxisRelay:
         self.begins: Tensor | None = None
         """Rows of the batch, `(B, 1)`, in which a document begins with this rank's first token."""
 
+    # A compiler would drop the messages of the backward, whose results nobody uses.
+    @torch.compiler.disable
     def call(self, number: int, anchor: Tensor, run: Run) -> Any:
         output, after = run(self._receive(number, anchor))
         wide = torch.promote_types(anchor.dtype, torch.float32)
@@ -81,16 +82,20 @@ class AxisRelay:
         out = attached(first(output), token)
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
-    def begin(self, documents: Documents, length: int, is_padded: bool) -> None:
+    def begin(self, boundaries: Tensor | None, length: int) -> None:
         """Begin a batch of so many tokens.
+
+        Args:
+            boundaries: of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
+            length: of all ranks' tokens, with padding.
 
         Raises:
             ValueError: if a document begins within a shard: the layers would go on over it.
         """
         self.begins = None
-        if documents.packed is None or is_padded:  # layers mask padding by themselves
+        if boundaries is None:
             return
-        bounds = documents.packed.reshape(-1, documents.packed.shape[-1])
+        bounds = boundaries.reshape(-1, boundaries.shape[-1])
         shard = length // self._axis.mesh.size()
         within = (bounds % shard != 0) & (bounds < bounds[:, -1:])
         if within.any():
@@ -100,8 +105,8 @@ class AxisRelay:
                 f"within the shard of a rank, of {shard} tokens: give each document a row of its "
                 "own, or pad documents to whole shards"
             )
-        first = self._axis.mesh.get_local_rank() * shard
-        self.begins = (bounds == first).any(-1, keepdim=True)
+        start = self._axis.mesh.get_local_rank() * shard
+        self.begins = (bounds == start).any(-1, keepdim=True)
 
     def _receive(self, number: int, anchor: Tensor) -> States:
         specs, rows = self._specs[number], anchor.shape[0]

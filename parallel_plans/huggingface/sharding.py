@@ -194,7 +194,7 @@ class Sharding(Outputs):
         if self._relay is not None:
             # Of one token alone layers with a state take no state.
             length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
-            self._relay.begin(documents, length, is_padded="attention_mask" in batch)
+            self._relay.begin(self._boundaries(batch, documents), length)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout
@@ -205,6 +205,13 @@ class Sharding(Outputs):
         local = local_tokens(indices, axis.mesh, 0, layout)
         frame = Dealt(axis, length, documents, documents.runs)
         return RingInputs((frame,), local, self.layer_masks), length, layout
+
+    def _boundaries(self, batch: dict[str, Any], documents: Documents) -> Tensor | None:
+        """Of documents in layers with a state, which mask padding by themselves."""
+        masks = [x for x in self.layer_masks.values() if isinstance(x, LayerMask)]
+        by_positions = not masks or any(x.by_positions for x in masks)
+        is_packed = by_positions and "attention_mask" not in batch
+        return documents.packed if is_packed or "cu_seq_lens_q" in batch else None
 
     def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
         """Even for the mask of most layers, within the documents of this batch."""

@@ -57,7 +57,6 @@ REFUSED = {
     r"beside model\.vision_tower; apply .* to its model\.language_model alone": gemma3,
     r"beside model\.vision_tower, model\.audio_tower; apply .* to its model\.language": gemma4,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
-    r"NemotronHForCausalLM: model\.layers\.1 \(linear_attention\) carry": nemotron,
 }
 
 
@@ -72,10 +71,9 @@ def test_what_is_advised_has_a_plan(build: Any) -> None:
     check_model(build().model.language_model)
 
 
-def test_hybrids_of_attention_only_have_a_plan() -> None:
-    check_model(granite("full_attention", "full_attention"))
-    with pytest.raises(ValueError, match=r"model\.layers\.1 \(linear_attention\) carry"):
-        check_model(granite("full_attention", "linear_attention"))
+def test_hybrids_have_a_plan() -> None:
+    for model in (granite("full_attention", "full_attention"), nemotron()):
+        check_model(model)
 
 
 GPT2 = {"n_embd": 8, "n_head": 2, "n_layer": 1}

@@ -37,7 +37,7 @@ def test_hybrid_equals_the_stock_model(
 ) -> None:
     if family not in SAMPLE and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
-    for rank, errors in enumerate(pool.run(world_size, compare, family, LAYOUT, KINDS)):
+    for rank, errors in enumerate(pool.run(world_size, compare, family, LAYOUT, None, KINDS)):
         assert set(errors) == set(KINDS)
         worst = largest(x for error in errors.values() for x in error.values())
         assert worst < 1e-5, f"rank {rank}: {errors}"

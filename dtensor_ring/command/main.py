@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from dtensor_ring.command.compare import compare
 from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.schedule import schedule
-from dtensor_ring.command.spelling import boundaries, mask_of, number
+from dtensor_ring.command.spelling import heads_of, mask_of, number, numbers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_doctor(commands)
     _add_schedule(commands)
+    _add_compare(commands)
     return parser
 
 
@@ -47,6 +49,22 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     text = "show the part of the work that each rank does at each step"
     command = commands.add_parser("schedule", help=text, description=text)
     command.set_defaults(run=schedule)
+    _add_attention(command)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "show what each strategy sends, holds and launches"
+    command = commands.add_parser("compare", help=text, description=text)
+    command.set_defaults(run=compare)
+    _add_attention(command)
+    command.add_argument(
+        "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
+    )
+    command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
+
+
+def _add_attention(command: argparse.ArgumentParser) -> None:
+    """The options that say what attention it is about."""
     command.add_argument("--seq-len", type=number, required=True, help="tokens of the sequence")
     command.add_argument("--world-size", type=number, required=True, help="ranks on the axis")
     command.add_argument("--layout", help="how tokens are dealt")
@@ -54,6 +72,6 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--mask", type=mask_of, default="causal", help="causal, full, sliding:4096 or chunked:8192"
     )
     command.add_argument(
-        "--cu-seqlens", type=boundaries, help="boundaries of packed documents: 0,1000,8192"
+        "--cu-seqlens", type=numbers, help="boundaries of packed documents: 0,1000,8192"
     )
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")

@@ -49,18 +49,33 @@ def mask_of(text: str) -> Mask:
     )
 
 
-def boundaries(text: str) -> list[int]:
-    """Boundaries of documents, separated by commas.
+def numbers(text: str) -> list[int]:
+    """Numbers, separated by commas.
 
     Raises:
         ArgumentTypeError: if a part is not a number.
 
-    >>> boundaries("0,1000,8192")
+    >>> numbers("0,1000,8192")
     [0, 1000, 8192]
     """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} are not boundaries, which are numbers with commas: 0,1000,8192"
+            f"{text!r} are not numbers with commas between them: 0,1000,8192"
         ) from None
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """Heads of queries, and of keys and values.
+
+    Raises:
+        ArgumentTypeError: if these are not two numbers.
+
+    >>> heads_of("32,8")
+    (32, 8)
+    """
+    match numbers(text):
+        case [queries, keys]:
+            return queries, keys
+    raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")

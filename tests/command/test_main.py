@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtensor_ring import Mask, describe_schedule
+from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.command.main import main
 from tests.test_public import ROOT
 
@@ -39,6 +39,17 @@ def test_schedule(
     assert found["received"] == expected.received
 
 
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare --seq-len 1024 --world-size 4 --mask sliding:100 --heads 8,2 --head-dim 64"
+    expected = compare_strategies(Mask.sliding(100), 1024, 4, (8, 2), 64)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main([*command.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in found] == [row.strategy for row in expected.rows]
+    assert found[0]["forward"]["sent"] == expected.rows[0].forward.sent
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
@@ -50,6 +61,8 @@ def test_schedule(
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),
         ("schedule --seq-len 8 --world-size 2 --layout zag", 1, "unknown layout 'zag'"),
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 4,8", 1, "cu_seqlens"),
+        ("compare --seq-len 8 --world-size 2 --heads 8", 2, "heads of queries and of keys"),
+        ("compare --seq-len 8 --world-size 2 --heads 8,3", 1, "must be a multiple"),
         ("doctor --fix", 2, "unrecognized arguments: --fix"),
     ],
 )

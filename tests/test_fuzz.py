@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs, set_sequence_layout
 from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.traded import traded_attention
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.spelling import as_layout
@@ -50,7 +51,15 @@ class Setting:
         num_replicas = self.num_ranks // self.world_size
         if whole.ndim > 1 and case.batch % num_replicas == 0:
             whole = whole.chunk(num_replicas)[replica]
-        return local(whole, case.ring.positions(ring_rank, of_keys))
+        # Tokens that the attention trades are dealt as without: the op alone has them of a group.
+        ring = replace(case.ring, route="ring") if trades(case) else case.ring
+        return local(whole, ring.positions(ring_rank, of_keys))
+
+
+def trades(case: Case) -> bool:
+    """Whether the attention exchanges tokens for heads itself, of which each rank has to get one."""
+    heads = as_strategy(case.ring.route, case.ring.world_size).heads
+    return 1 < heads <= case.heads[0]
 
 
 SETTINGS = [Setting(1, 1), Setting(2, 2), Setting(3, 3), Setting(4, 4), Setting(4, 2)]
@@ -144,8 +153,6 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
     }
     special = options["softcap"] or len(set(options["head_dims"])) > 1
     ring = draw(rings(layout, world_size, batch))
-    if not with_turns and ring.route not in ROUTES:
-        ring = replace(ring, route="ring")
     if with_turns and ring.key_seq_len is None and draw(st.integers(0, 3)) == 0:
         ring = draw(turns(ring))
     sinks = st.lists(st.floats(-3, 3, width=32), min_size=heads[0], max_size=heads[0])
@@ -229,12 +236,17 @@ def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
 
 def plain_results(case: Case, setting: Setting) -> list[Tensor]:
     """Of this rank, from its shards; the gradient of sinks is that of all ranks."""
-    results = _results(case, setting, case.attend)
+    results = _results(case, setting, partial(_trade, case) if trades(case) else case.attend)
     if case.sinks:
         dist.all_reduce(results[-1])
-        # The ranks of a group have the same tokens.
-        results[-1] /= as_strategy(case.ring.route, setting.world_size).heads
+        if not trades(case):  # the ranks of a group have the same tokens, and all heads
+            results[-1] /= as_strategy(case.ring.route, setting.world_size).heads
     return results
+
+
+def _trade(case: Case, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
+    """`(out, lse)` of a rank's shards, with an exchange before the op and after it."""
+    return traded_attention(query, key, value, case.call(sinks))
 
 
 def mesh_results(case: Case, setting: Setting, mesh: DeviceMesh) -> list[Tensor]:

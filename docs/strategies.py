@@ -32,7 +32,7 @@ def draw() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "strategies"
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(MASKS), figsize=(9, 3), sharey=True, layout="tight")
+    _, panels = pyplot.subplots(1, len(MASKS), figsize=(9, 3), sharey=True, layout="tight")
     for panel, (title, mask) in zip(panels, MASKS.items(), strict=True):
         by_ranks = [sent(mask, num_ranks) for num_ranks in RANKS]
         for i, name in enumerate(STRATEGIES.values()):

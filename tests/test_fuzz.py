@@ -57,7 +57,7 @@ class Setting:
 
 
 def trades(case: Case) -> bool:
-    """Whether the attention exchanges tokens for heads itself, of which each rank has to get one."""
+    """Whether the attention trades tokens for heads itself: then each rank has to get a head."""
     heads = as_strategy(case.ring.route, case.ring.world_size).heads
     return 1 < heads <= case.heads[0]
 

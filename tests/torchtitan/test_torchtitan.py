@@ -107,7 +107,7 @@ def _check(report: Report, reference: Report, first: int = 0, validated: bool = 
 CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "ring of 1": (Run("llama3", 1, _degrees(cp=1)), {}),
     "ring of 2": (Run("llama3", 2, VALIDATE), {}),
-    "ring of 4": (Run("llama3", 4, _degrees(cp=4)), {}),
+    "two groups of 2": (Run("llama3", 4, (*_degrees(cp=4), *_layout(strategy="ulysses:2"))), {}),
     "contiguous": (Run("llama3", 2, _layout("contiguous")), {}),
     "striped": (Run("llama3", 4, (*_layout("striped"), *_degrees(cp=4))), {}),
     "balanced": (Run("llama3", 2, (*_layout("balanced"), *VALIDATE)), {}),
@@ -125,7 +125,6 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "qwen3": (Run("qwen3", 2), {}),
     "gpt_oss": (Run("gpt_oss", 2), {}),
     "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
-    "groups": (Run("llama3", 4, (*_degrees(cp=4), *_layout(strategy="ulysses:2"))), {}),
     "gpt_oss, strategies": (Run("gpt_oss", 2, _layout(strategy=BY_KIND)), {}),
     "deepseek_v3": (Run("deepseek_v3", 2), {}),
     "override": (Run("llama3", 2, (*CP, *_layout(), *VALIDATE), stock=True), {}),

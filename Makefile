@@ -7,11 +7,11 @@ OLDEST := .venv-oldest
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench soak gpu-check clean
+.PHONY: help demo test test-oldest lint format bench census soak gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
-	@echo '  ARGS="..." is passed on to demo, test, test-oldest, bench, soak and gpu-check.'
+	@echo '  ARGS="..." is passed on to demo, test, test-oldest, bench, census, soak and gpu-check.'
 	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
 	@echo '  GPU_PYTHON=python3 makes gpu-check use an environment of yours, as it is.'
 
@@ -45,6 +45,9 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, t
 	$(VENV)/bin/python benchmarks/generate.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
+
+census: $(VENV)/.installed ## try the plan on every model type of transformers, and write docs/models.md
+	$(VENV)/bin/python -m tests.census --write $(ARGS)
 
 soak: $(VENV)/.installed ## random calls and failures for 10 minutes; ARGS="--minutes 60" for an hour
 	$(VENV)/bin/python -m tests.faults.soak $(ARGS)

@@ -1,0 +1,152 @@
+"""A small twin of a model: the same code and kinds of layers, a few numbers wide."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
+SIZES: tuple[tuple[str, int], ...] = (
+    (r".*vocab\w*(size|base)\w*|\w*(^|_)num_embeddings|decoder_vocab_size|n_words", VOCABULARY),
+    (r"(num_|n_)?(local_|routed_|moe_num_)?experts|num_local_experts|n_routed_experts", 4),
+    (r"moe_num_experts|zero_expert_num|num_zero_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|experts_top_k|expert_top_k", 2),
+    (r"num_selected_experts|num_experts_per_token|moe_topk|router_top_k|top_k", 2),
+    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    (r"n_group|num_expert_groups?", 2),
+    (r"topk_group|num_limited_groups|first_k_dense_replace|num_dense_layers", 1),
+    (r"\w*lora_rank|\w*_rank|hc_lowrank|embedding_rank", 8),
+    (r"qk_rope_head_dim|rotary_dim|d_rel", 4),
+    (r"qk_head_dim", 12),
+    (r"\w*_layer_offset", 1),
+    (r"mamba_(d_head|head_dim|headdim)", 16),
+    (r"\w*(num_key_value|kv|key_value)_heads|num_query_groups", 2),
+    (r"\w*(num_|n_)(\w+_)?(attention_)?heads?|\w*attention_heads|n_head|index_n_heads", HEADS),
+    (r"\w*head_?dim|\w*head_size|kv_channels|dim_head|d_head|d_kv|\w*attention_head_dim", HEAD_DIM),
+    (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size", 12),
+    (r"mamba_d_ssm|mamba_intermediate|ssm_intermediate_size", WIDTH),
+    (
+        r"\w*(intermediate|ffn|ff_|mlp|feed_forward)\w*(size|dim)?|\w*ffn_dim|d_inner|dff|dim_ff|d_ff",
+        48,
+    ),
+    (r"hidden_dim|n_inner|inner_size", 48),
+    (r"mamba_d_state|ssm_state_size|state_size|\w*_d_state", 8),
+    (r"\w*chunk_size|\w*_chunk_len\w*", 16),
+    (r"hidden_size_per_layer_input|index_topk\w*|ple_embed_dim|laurel_rank|compress\w*_dim", 8),
+    (r"\w*hidden_size\w*|d_model|n_embd|dim|\w*emb(ed)?(ding)?_(dim|size)|\w*_embed_dim", WIDTH),
+    (
+        r"word_embed_proj_dim|lru_width|prediction_head_size|\w*out_hidden_size|\w*projection_dim",
+        WIDTH,
+    ),
+    (r"\w*(period|interval|every_n_layers|layer_freq|sparse_step|_pattern)", 2),
+    (r"\w*time_step_rank|\w*dt_rank", 4),
+)
+"""By the name of an option: the first that fits."""
+
+FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2}
+"""Options that models compute of others, if their configs do not."""
+
+SAME = {
+    "num_key_value_heads": ("num_attention_heads",),
+    "head_dim": ("qk_rope_head_dim", "qk_head_dim"),
+}
+"""Options that stay equal to others, if they are."""
+SHARED = "num_kv_shared_layers"
+SECTIONS = "mrope_section"
+BY_LAYER, ROTARY = "per_layer_config", ("rope_parameters", "rope_scaling")
+LAYERS = r"(num_|n_)?(hidden_|encoder_|decoder_)?(layers?|groups)|num_blocks|depth"
+TOKEN = re.compile(r"\w*(token|bo[a-z]|eo[a-z])_?(id|index|idx)s?$")
+
+
+def small_config(config: Any, **changes: Any) -> Any:
+    """A copy of a config that makes a model of the same kind, with one layer of each of its kinds.
+
+    What decides how tokens see one another is kept: windows, chunks, kinds of positions, scales.
+
+    Args:
+        config: of the large model.
+        changes: options that get another value.
+    """
+    large = config.to_dict()
+    for name in ("transformers_version", "_name_or_path", "model_type", "architectures"):
+        large.pop(name, None)
+    parts = {name: small_config(x) for name, x in vars(config).items() if hasattr(x, "model_type")}
+    layers = _kept_layers(config, large)
+    small = {name: _small(name, x, large, layers) for name, x in large.items()}
+    if SECTIONS in getattr(config, "ignore_keys_at_rope_validation", ()):
+        small["rope_parameters"] = {SECTIONS: _sections(3)} | (small["rope_parameters"] or {})
+    return type(config).from_dict(small | parts | changes)
+
+
+class Layers(NamedTuple):
+    """How many layers a model has, and which of them its twin has."""
+
+    number: int
+    kept: list[int]
+
+
+def _kept_layers(config: Any, options: dict[str, Any]) -> Layers:
+    """The first layer of each kind, and at least two."""
+    number = getattr(config, "num_hidden_layers", None)
+    if not isinstance(number, int):
+        return Layers(2, [0, 1])
+    by_layer = [x for x in options.values() if isinstance(x, list) and len(x) == number]
+    kinds: dict[str, int] = {}
+    for index in range(number):
+        kinds.setdefault(repr([x[index] for x in by_layer]), index)
+    kept = list(kinds.values())
+    kept += [index for index in range(number) if index not in kept][: max(0, 2 - len(kept))]
+    if options.get(SHARED):  # the last layers take keys and values of those before them
+        kept += [number - 1 - index for index in range(len(kept))]
+    return Layers(number, sorted(kept))
+
+
+def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:
+    """A value of the small config."""
+    number, kept = layers
+    if x is None and name in FILLED:
+        return FILLED[name]
+    if name in ROTARY and isinstance(x, dict):
+        return _rotary(x)
+    if name == BY_LAYER and isinstance(x, dict):
+        parts = {int(index): part for index, part in x.items()}
+        return {
+            str(at): {key: _small(key, y, parts[index], layers) for key, y in parts[index].items()}
+            for at, index in enumerate(kept)
+            if index in parts
+        }
+    if isinstance(x, list) and len(x) == number > 1:
+        return [x[index] for index in kept]
+    if TOKEN.fullmatch(name):
+        return [_token(part) for part in x] if isinstance(x, list) else _token(x)
+    if isinstance(x, bool) or not isinstance(x, int):
+        return x
+    if name == SHARED:
+        return x and len(kept) // 2
+    if x in [options.get(other) for other in SAME.get(name, ())]:
+        # Such as one key head for each query head in latent attention.
+        name = next(other for other in SAME[name] if x == options.get(other))
+    sizes = (size for pattern, size in (*SIZES, (LAYERS, len(kept))) if re.fullmatch(pattern, name))
+    return min(x, next(sizes, x))
+
+
+def _token(x: Any) -> Any:
+    """The id of a token that the small vocabulary has."""
+    return x % VOCABULARY if type(x) is int and x >= 0 else x
+
+
+def _rotary(options: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings of as many frequencies as there are."""
+    half = HEAD_DIM // 2
+    found = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
+    for name, x in options.items():
+        if name == SECTIONS and x:
+            found[name] = _sections(len(x))
+        elif name in ("short_factor", "long_factor") and x:
+            found[name] = x[:half]
+    return found
+
+
+def _sections(number: int) -> list[int]:
+    """Frequencies of each axis of positions, for text and images."""
+    return [HEAD_DIM // 2 - number + 1, *[1] * (number - 1)]

@@ -1,0 +1,273 @@
+"""Every type of model that transformers has, under its plan: equal to the stock model, or refused.
+
+``python -m tests.census`` from the root of the repository tries all of them on two ranks and prints
+a page in Markdown; with ``--write`` it replaces docs/models.md. It takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.eligibility import check_model
+from tests.model_types import KINDS, auto, batches, default_config, small_model, types_of
+from tests.pool import Pool
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+TOLERANCE = {"loss": 2e-5, "gradients": 2e-4}
+"""Relative: beyond what float32 rounds in models of random weights."""
+VERDICTS = ("equal", "refused", "not built", "wrong", "error")
+ABOUT = """\
+# Models
+
+Every causal, masked and image-text model type of transformers {version}, made small, with random
+weights and without dropout, on two ranks: plain, padded and packed batches are compared with the
+stock model, in loss and all gradients. `make census` writes this page.
+
+- *Equal*: no difference but rounding; the number is the largest relative error. *Text*: of a model
+  of several parts, with the plan on the part that is named, and batches of text.
+- *Refused*: an error that says why, when the plan is made or at the first forward.
+- *Not built*: the census does not make a small model of that type.
+"""
+COUNTS = [
+    "| kind | types | equal | refused | not built | wrong | raw errors |",
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+]
+
+Results = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and gradients by name."""
+
+
+class Verdict(NamedTuple):
+    """What became of a type: "equal", "refused", "not built", "wrong" or "error", and why."""
+
+    what: str
+    why: str = ""
+    error: float = 0.0
+    """The largest of loss and gradients, relative."""
+
+
+def verdict(kind: str, name: str) -> Verdict:
+    """Of a type, on each of two ranks."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        stock, ring = small_model(kind, name), small_model(kind, name)
+    except Exception as error:  # whatever its code raises
+        return _unbuilt(kind, name, error)
+    try:
+        check_model(ring)
+    except ValueError as error:
+        if _advised(error) is None:
+            return _refusal(error)
+    expected, left_out = _of_stock(stock)
+    if not expected:
+        return Verdict("not built", f"the small stock model fails: {left_out['plain']}")
+    try:
+        planned = _planned(ring)
+    except Exception as error:
+        return _refusal(error)
+    worst = 0.0
+    for case, results in expected.items():
+        try:
+            found = _results(ring, batches()[case])
+        except Exception as error:
+            return _refusal(error, f"{case}: ")
+        error, what = _difference(found, results)
+        if what:
+            return Verdict("wrong", f"{case}: {what} differs by {error:.1e}", error)
+        worst = max(worst, error)
+    notes = [planned, *(f"the stock model fails on {case}" for case in left_out)]
+    return Verdict("equal", "; ".join(filter(None, notes)), worst)
+
+
+def _of_stock(model: Any) -> tuple[dict[str, Results], dict[str, str]]:
+    """What the stock model makes of the batches, and why it takes no others."""
+    results, refused = {}, {}
+    for case, batch in batches().items():
+        try:
+            results[case] = _results(model, batch)
+            if not results[case][0].isfinite():
+                raise ValueError("its loss is not finite")
+        except Exception as error:  # whatever its code raises
+            results.pop(case, None)
+            refused[case] = _line(f"{type(error).__name__}: {error}")
+    return results, refused
+
+
+def _planned(model: Any) -> str:
+    """Applies the plan to a model, or to what the refusal of the whole model advises."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    try:
+        parallelize_module(model, mesh, context_parallel_plan(model))
+        return ""
+    except ValueError as error:
+        path = _advised(error)
+        if path is None:
+            raise
+    part = model.get_submodule(path)
+    parallelize_module(part, mesh, context_parallel_plan(part, unshard_outputs=True))
+    model.config.get_text_config()._attn_implementation = "ring"
+    return f"text, by a plan on its {path}"
+
+
+def _advised(error: ValueError) -> str | None:
+    """The part of a model that has a plan, where the whole has none."""
+    found = re.search(r"to its (\S+) alone", str(error))
+    return None if found is None else found[1]
+
+
+def _unbuilt(kind: str, name: str, error: Exception) -> Verdict:
+    """Of a type that has no small twin: its refusal, if its default config has one."""
+    why = f"{type(error).__name__}: {error}"
+    try:
+        with torch.device("meta"):
+            model = auto(kind).from_config(default_config(name))
+        check_model(model)
+    except ValueError as refusal:
+        if _is_ours(refusal):
+            return _refusal(refusal)
+    except Exception as by_default:
+        why = f"{type(by_default).__name__}: {by_default}"
+    return Verdict("not built", _line(why))
+
+
+def _refusal(error: Exception, case: str = "") -> Verdict:
+    if isinstance(error, ValueError) and _is_ours(error):
+        text = str(error).partition("no context-parallel plan for ")
+        return Verdict("refused", case + _line(text[2].partition(": ")[2] or text[0]))
+    return Verdict("error", case + _line(f"{type(error).__name__}: {error}"))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this library raised it, and no code of the model."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return "parallel_plans" in last or "dtensor_ring" in last
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")[:400]
+
+
+def _results(model: Any, batch: dict[str, Tensor]) -> Results:
+    """The loss and the gradients of a process."""
+    model.zero_grad()
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return output.loss.detach(), grads
+
+
+def _difference(found: Results, expected: Results) -> tuple[float, str]:
+    """The largest relative error, and what is off, if something is."""
+    (loss, grads), (stock_loss, stock_grads) = found, expected
+    errors = {"loss": float(((loss - stock_loss) / stock_loss).abs())}
+    scale = torch.stack([x.norm() for x in stock_grads.values()]).max() * 1e-2
+    for name, stock in stock_grads.items():
+        grad = grads.get(name, torch.zeros_like(stock)).clone()
+        dist.all_reduce(grad)
+        difference = (grad / dist.get_world_size() - stock).norm()
+        errors[name] = float(difference / stock.norm().clamp(min=scale))
+    # Not by max, which may lose NaN.
+    off = [
+        name
+        for name, x in errors.items()
+        if not x <= TOLERANCE["loss" if name == "loss" else "gradients"]
+    ]
+    return max(errors.values()), off[0] if off else ""
+
+
+def census(pool: Pool, kind: str, names: list[str]) -> Iterator[tuple[str, Verdict]]:
+    """The verdict of each type, which all ranks have to agree in."""
+    for name in names:
+        try:
+            verdicts = pool.run(2, _alone, kind, name, timeout=60)
+        except AssertionError as error:  # a rank died, or waits for ever
+            yield name, Verdict("error", _line(str(error)[-200:]))
+            continue
+        ours = max(verdicts, key=lambda x: ("equal", "not built", "refused").count(x.what) == 0)
+        if len({x.what for x in verdicts}) > 1:
+            ours = Verdict("error", f"ranks differ: {', '.join(x.what for x in verdicts)}")
+        yield name, ours
+
+
+def _alone(kind: str, name: str) -> Verdict:
+    found = verdict(kind, name)
+    gc.collect()
+    return found
+
+
+Rows = dict[str, dict[str, tuple[str, str]]]
+"""What became of each type of each kind, and what there is to say of it."""
+
+
+def rows_of(text: str) -> Rows:
+    """Those of a page."""
+    found: Rows = {}
+    for kind in KINDS:
+        section = text.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| (.+?) \| (\w[\w ]*) \| (.*) \|$", section, re.MULTILINE)
+        found[kind] = {name: (what, note) for name, what, note in rows if name != "type"}
+    return found
+
+
+def page(found: Rows) -> str:
+    """What docs/models.md says."""
+    lines = [ABOUT.format(version=transformers.__version__), *COUNTS]
+    for kind, rows in found.items():
+        counts = Counter(what for name, (what, _) in rows.items() if "," not in name)
+        cells = counts.total(), *(counts[what] for what in VERDICTS)
+        lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
+    for kind, rows in found.items():
+        lines += [
+            "",
+            f"## {kind.capitalize()}",
+            "",
+            "| type | verdict | note |",
+            "| --- | --- | --- |",
+        ]
+        lines += [f"| {name} | {what} | {note} |" for name, (what, note) in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the page, or replace it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace docs/models.md")
+    parser.add_argument("--only", nargs="+", help="model types; others stay as on the page")
+    options = parser.parse_args()
+    pool, rows = Pool(2), rows_of(PAGE.read_text() if options.only else "")
+    for kind in KINDS:
+        begin, names = time.monotonic(), types_of(kind)
+        asked = [name for name in names if not options.only or name in options.only]
+        for name, x in census(pool, kind, asked):
+            error = f"{x.error:.1e}" if x.what == "equal" else ""
+            rows[kind][name] = x.what, "; ".join(filter(None, (error, x.why)))
+            print(f"{kind} {name}: {x.what} {rows[kind][name][1]}", flush=True)
+        rows[kind] = {name: rows[kind][name] for name in names if name in rows[kind]}
+        print(f"{kind}: {time.monotonic() - begin:.0f} s", flush=True)
+    pool.close()
+    if options.write:
+        PAGE.write_text(page(rows))
+    else:
+        print(page(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Small models of all types that transformers has, and batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from parallel_plans.huggingface.twin import small_config
+
+KINDS = {
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "image-text": (
+        "AutoModelForImageTextToText",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    ),
+}
+SEQ_LEN, FIRST_TOKEN, LAST_TOKEN = 24, 3, 40
+LARGEST = 20_000_000
+"""Weights of a model that is still small."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "reformer": {"is_decoder": True},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "esm": {"vocab_size": 64, "pad_token_id": 0, "token_dropout": False},
+    "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "gemma4_text, shared keys and values": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "granitemoehybrid, attention only": {"layer_types": ["full_attention"] * 2},
+}
+"""By type: what its config has no default for, or what users set. Others are variants of a type."""
+
+
+def types_of(kind: str) -> list[str]:
+    """All model types of a kind, and variants of them."""
+    names = getattr(transformers.models.auto.modeling_auto, KINDS[kind][1])
+    variants = [name for name in OPTIONS if name.partition(",")[0] in names and name not in names]
+    return sorted({*names, *variants}) if kind == "causal" else sorted(names)
+
+
+def small_model(kind: str, name: str) -> Any:
+    """The same weights at every call; attention and experts as transformers writes them out."""
+    config = small_config(default_config(name), **OPTIONS.get(name, {}))
+    for part in _parts(config):
+        for option, x in part.to_dict().items():
+            if "drop" in option and isinstance(x, float):
+                setattr(part, option, 0.0)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        count = sum(x.numel() for x in auto(kind).from_config(config).parameters())
+    if count > LARGEST:
+        raise ValueError(f"its small twin has {count:,} weights")
+    model = auto(kind).from_config(config)
+    with torch.no_grad():
+        for x in model.parameters():  # biases, norms and sinks would hide behind 0 and 1
+            x.add_(0.05 * torch.randn_like(x))
+    model.set_attn_implementation("eager")
+    with suppress(AttributeError, ValueError):
+        model.set_experts_implementation("eager")
+    return model.float().eval()
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for x in vars(config).values():
+        if hasattr(x, "model_type"):
+            yield from _parts(x)
+
+
+def default_config(name: str) -> Any:
+    """That of a type, or of the type of a variant."""
+    return transformers.CONFIG_MAPPING[name.partition(",")[0]]()
+
+
+def auto(kind: str) -> Any:
+    """The class that makes models of a kind."""
+    return getattr(transformers, KINDS[kind][0])
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    """Plain, padded and packed; labels are the tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(FIRST_TOKEN, LAST_TOKEN, (2, SEQ_LEN), generator=generator)
+    index = torch.arange(SEQ_LEN).expand(2, -1)
+    held = index < torch.tensor([[SEQ_LEN], [15]])
+    padded = {"input_ids": tokens * held, "attention_mask": held.long()}
+    padded["labels"] = tokens.masked_fill(~held, -100)
+    plain = {"input_ids": tokens, "labels": tokens}
+    packed = plain | {"position_ids": torch.where(index < 9, index, index - 9)}
+    return {"plain": plain, "padded": padded, "packed": packed}

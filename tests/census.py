@@ -141,7 +141,7 @@ def _unbuilt(kind: str, name: str, error: Exception) -> Verdict:
             model = auto(kind).from_config(default_config(name))
         check_model(model)
     except ValueError as refusal:
-        if _is_ours(refusal):
+        if _is_ours(refusal) and _advised(refusal) is None:
             return _refusal(refusal)
     except Exception as by_default:
         why = f"{type(by_default).__name__}: {by_default}"

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "esm": {"vocab_size": 64, "pad_token_id": 0, "token_dropout": False},
     "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "xmod": {"default_language": "en_XX"},
     "gemma4_text, shared keys and values": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

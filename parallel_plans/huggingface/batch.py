@@ -19,6 +19,7 @@ from dtensor_ring.planning.layout import Layout
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
+SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
 SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
@@ -138,10 +139,10 @@ def _check_lengths(given: dict[str, Any]) -> int:
     for name, x in given.items():
         if x is None or name in WHOLE or not isinstance(x, Tensor):
             continue
-        if x.ndim != (3 if name == "inputs_embeds" else 2):
+        shape = SHAPES.get(name, "(B, S)")
+        if x.ndim != shape.count(",") + 1:
             raise ValueError(
-                f"{name} must be {'(B, S, H)' if name == 'inputs_embeds' else '(B, S)'} over a "
-                f"sharded sequence, got {tuple(x.shape)}"
+                f"{name} must be {shape} over a sharded sequence, got {tuple(x.shape)}"
             )
         if not x.numel():
             raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")

@@ -81,6 +81,8 @@ class Sharding(Outputs):
         """The arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
         found = dict(zip(self._names, args, strict=False)) | kwargs
+        if "labels" not in self._names:  # those of the model around it
+            found.pop("labels", None)
         return {name: x for name, x in found.items() if x is not None}
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:

@@ -74,7 +74,8 @@ def small_config(config: Any, **changes: Any) -> Any:
     layers = _kept_layers(config, large)
     small = {name: _small(name, x, large, layers) for name, x in large.items()}
     if SECTIONS in getattr(config, "ignore_keys_at_rope_validation", ()):
-        small["rope_parameters"] = {SECTIONS: _sections(3)} | (small["rope_parameters"] or {})
+        rotary = small["rope_parameters"] or {}
+        small["rope_parameters"] = {SECTIONS: _sections(3, rotary)} | rotary
     return type(config).from_dict(small | parts | changes)
 
 
@@ -141,12 +142,13 @@ def _rotary(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
     for name, x in options.items():
         if name == SECTIONS and x:
-            found[name] = _sections(len(x))
+            found[name] = _sections(len(x), options)
         elif name in ("short_factor", "long_factor") and x:
             found[name] = x[:half]
     return found
 
 
-def _sections(number: int) -> list[int]:
+def _sections(number: int, options: dict[str, Any]) -> list[int]:
     """Frequencies of each axis of positions, for text and images."""
-    return [HEAD_DIM // 2 - number + 1, *[1] * (number - 1)]
+    half = int(HEAD_DIM // 2 * options.get("partial_rotary_factor", 1))
+    return [half - number + 1, *[1] * (number - 1)]

@@ -19,6 +19,8 @@ SAMPLE = {
     "glm4_moe": "causal",
     "bert": "masked",
     "qwen2_5_vl": "image-text",
+    "gemma4": "image-text",
+    "gemma4_unified": "image-text",
 }
 """All of them are tried by `make census`."""
 

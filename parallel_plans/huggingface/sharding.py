@@ -196,7 +196,8 @@ class Sharding(Outputs):
         if self._relay is not None:
             # Of one token alone layers with a state take no state.
             length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
-            self._relay.begin(self._boundaries(batch, documents), length)
+            mask = batch.get("attention_mask")
+            self._relay.begin(self._boundaries(batch, documents), length, mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout

@@ -31,20 +31,25 @@ States = dict[StateKey, Tensor]
 """The states of a layer, `(B, ...)`."""
 
 
-Run = Callable[[States], tuple[Any, States]]
-"""From the states before a layer's tokens to its output and the states after them."""
+Run = Callable[[Tensor, States], tuple[Any, States]]
+"""From a layer's input and the states before its tokens to its output and the states after them."""
 
 
 class Relay(Protocol):
     """Moves states between shards of the sequence."""
 
-    def call(self, number: int, anchor: Tensor, run: Run) -> Any:
+    reorders: bool
+    """Whether tokens come to a layer in another order than to the layers around it."""
+    padding: Tensor | None
+    """The attention mask of this rank's tokens in that order, if the batch has one."""
+
+    def call(self, number: int, hidden: Tensor, trains: bool, run: Run) -> Any:
         """The output of a layer for its tokens.
 
         Args:
             number: of the layer among those with states.
-            anchor: has the rows, the dtype and the device of the layer's input, and needs a
-                gradient where any of its states does.
+            hidden: its input, `(B, L, H)`.
+            trains: whether the layer has parameters that need a gradient.
             run: the layer.
         """
 
@@ -146,22 +151,31 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
     plain, cache = type(layer).forward, _cache_parameter(layer)
     assert cache is not None, f"{type(layer).__name__} has no state"
     known = signature(plain)
+    first = [*known.parameters][1]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
         given = known.bind(self, *args, **kwargs)
+        hidden = given.arguments[first]
+        if relay.reorders:
+            _leave_out_tokens(given.arguments, {"self", first}, relay.padding)
 
-        def run(before: States) -> tuple[Any, States]:
+        def run(hidden: Tensor, before: States) -> tuple[Any, States]:
             here = given.arguments[cache] = HandOver(before)
+            given.arguments[first] = hidden
             return plain(*given.args, **given.kwargs), here.after
 
-        return relay.call(number, _anchor(self, given.args[1]), run)
+        return relay.call(number, hidden, any(x.requires_grad for x in self.parameters()), run)
 
     return forward
 
 
-def _anchor(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """The layer's input; if it alone has no gradient, something of its kind that has one."""
-    if hidden.requires_grad or not any(x.requires_grad for x in layer.parameters()):
-        return hidden
-    return hidden.detach().requires_grad_(torch.is_grad_enabled())
+def _leave_out_tokens(given: dict[str, Any], kept: set[str], padding: Tensor | None) -> None:
+    """Take out of a layer's arguments what has tokens in another order; put its mask in order."""
+    for name, x in given.items():
+        if name == "attention_mask":
+            given[name] = padding
+        elif isinstance(x, dict):  # of more keywords
+            given[name] = {key: y for key, y in x.items() if not isinstance(y, (Tensor, tuple))}
+        elif isinstance(x, (Tensor, tuple)) and name not in kept:
+            given[name] = None

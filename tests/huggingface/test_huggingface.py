@@ -195,9 +195,6 @@ UNSUPPORTED = {
     "BartForCausalLM: its attention does not go": lambda: small(
         "Bart", decoder_attention_heads=2, decoder_ffn_dim=8, decoder_layers=1, is_decoder=True
     ),
-    r"model\.layers\.0\.mamba \(BambaMixer\) carries .* layout='contiguous'": lambda: small(
-        "Bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=4, mamba_d_state=4
-    ),
     r"RwkvForCausalLM: rwkv\.blocks\.0 \(RwkvBlock\), .* carry a state": lambda: small("Rwkv"),
     "LlamaForQuestionAnswering: its head reads the sequence as a whole": lambda: small(
         "Llama", "ForQuestionAnswering"

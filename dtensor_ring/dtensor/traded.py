@@ -137,6 +137,7 @@ def traded_attention(
     Raises:
         ValueError: if the strategy cannot deal so many heads.
     """
+    query, key, value = _as_autocast(query, key, value)
     trading = Trading(call, query, key)
     query, key, value = trading.to_heads([query], [key, value])
     out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))
@@ -145,6 +146,16 @@ def traded_attention(
         return out, None
     out, lse = trading.to_tokens([out, lse.unsqueeze(-1)])
     return out, lse.squeeze(-1).contiguous()
+
+
+def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Query, key and value as the ring op casts them, so that they travel in that dtype."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
+    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
 
 
 def traded_backward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,6 +135,26 @@ def test_as_dense(case: Case) -> None:
         of = [ring.positions(rank, of_keys=index in (3, 4)) for index in range(len(found))]
         wanted = [local(x, positions) for x, positions in zip(expected, of, strict=True)]
         assert largest(errors(found, wanted).values()) < tolerance, f"rank {rank}"
+
+
+def test_autocast_is_before_the_exchange() -> None:
+    """Query, key and value travel in its dtype."""
+    half = case(Ring(ZigZag(), 2, 8, CAUSAL), "ulysses", dtype=torch.float32)
+
+    def run(group: PlayedGroup) -> int:
+        start, sent = group.transport.start, []
+        with (
+            patch.object(group.transport, "start", lambda *x: sent.extend(x[1]) or start(*x)),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            shards = replace(half, ring=replace(half.ring, route="ring")).shards(group.rank())
+            call = half.call(group_name=group.group_name)
+            out, _ = traded_attention(*shards, call, with_lse=False)
+        assert out.dtype == torch.bfloat16
+        return sum(message.flat.numel() for message in sent)
+
+    # Half of the 8, 4 and 4 heads of 4 tokens, and of the 8 heads of the output.
+    assert play_group(2, run) == [2 * 2 * 4 * 4 * (4 + 2 + 2 + 4)] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

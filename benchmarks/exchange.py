@@ -1,0 +1,137 @@
+"""Measure what it takes to trade tokens for heads, next to a bare all-to-all of the same bytes.
+
+Run ``python benchmarks/exchange.py``: it starts 2, 4 and 8 processes itself, prints a table, and
+writes it with every single time to ``benchmarks/results``. With ``--quick`` it repeats less, with
+fewer tokens on two ranks, and writes to ``out`` instead. Both are timed in turns, and ratios are
+medians of the ratios of neighbouring times. Leave the machine alone meanwhile.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from baselines import Stages, median_ratio, time_paired
+from harness import HEAD_DIM, NUM_HEADS, origin, publish, random_shards, spawn
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import exchange, set_sequence_layout
+
+SEQ_LEN = 16384
+LAYOUTS = "contiguous", "zigzag"
+WAYS = "to heads", "there and back"
+NUM_TENSORS = 3
+"""Query, key and value: as many heads each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    world_size: int
+    seq_len: int
+    layout: str
+    repeats: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors of a rank, of which all but its own part leaves."""
+        return NUM_TENSORS * self.seq_len // self.world_size * NUM_HEADS * HEAD_DIM * 4
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds by contender, stage and repeat."""
+
+    case: Case
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
+def exchange_stages(shards: list[Tensor], mesh: DeviceMesh) -> Stages:
+    """Ours: there with query, key and value, and back with their gradients."""
+    traded: list[Tensor] = []
+
+    def there() -> list[Tensor]:
+        traded[:] = exchange(shards, mesh)
+        return traded
+
+    return there, lambda: exchange(traded, mesh, to="tokens")
+
+
+def bare_stages(shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
+    """As many bytes between the same ranks, out of one tensor and into a new one, twice."""
+    sent = torch.cat([x.flatten() for x in shards])
+
+    def there() -> list[Tensor]:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return [received]
+
+    return there, there
+
+
+def measure(case: Case, mesh: DeviceMesh) -> Measurement:
+    group = mesh.get_group()
+    # An axis has one layout for good, so each case has processes of its own.
+    set_sequence_layout(mesh, case.layout)
+    shards = random_shards(group.rank(), case.seq_len // case.world_size)[:NUM_TENSORS]
+    contenders = {"ours": exchange_stages(shards, mesh), "bare": bare_stages(shards, group)}
+    ours = contenders["ours"]
+    ours[0]()
+    for found, given in zip(ours[1](), shards, strict=True):
+        torch.testing.assert_close(found, given, rtol=0, atol=0)
+    return Measurement(case, time_paired(contenders, case.repeats, lambda: dist.barrier(group)))
+
+
+def table(measurements: list[Measurement]) -> Table:
+    """Two rows for each case."""
+    result = Table("ranks", "layout", "what", box=MARKDOWN)
+    for heading in ("MiB of a rank", "ours, ms", "bare, ms", "ours/bare"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for m in measurements:
+        for stage, what in enumerate(WAYS):
+            ours, bare = m.seconds["ours"][stage], m.seconds["bare"][stage]
+            result.add_row(
+                *(str(m.case.world_size), m.case.layout, what),
+                f"{(stage + 1) * m.case.num_bytes / 2**20:.1f}",
+                *(f"{1e3 * median(x):.1f}" for x in (ours, bare)),
+                f"{median_ratio(ours, bare):.3f}",
+            )
+    return result
+
+
+def report(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured, in Markdown."""
+    console.print(
+        f"\n{measurements[0].case.seq_len:,} tokens, batch 1, {NUM_TENSORS} tensors of {NUM_HEADS} "
+        f"heads of {HEAD_DIM}, float32, gloo, one thread a\nrank. Ours: `exchange`, which packs "
+        "messages and unpacks them to where heads and tokens belong; bare:\n`all_to_all_single` of "
+        "one tensor of as many bytes into a new one, which lie as they travel. The time of the\n"
+        "slowest rank.\n"
+    )
+    console.print(table(measurements))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take less than a minute")
+    quick = parser.parse_args().quick
+    about, measurements = origin(), []
+    for world_size in (2,) if quick else (2, 4, 8):
+        for layout in LAYOUTS:
+            case = Case(world_size, SEQ_LEN // 8 if quick else SEQ_LEN, layout, 3 if quick else 25)
+            for found in spawn(world_size, measure, [case]):
+                measurements.append(Measurement(Case(**found["case"]), found["seconds"]))
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report, measurements=measurements)
+    publish("exchange", "Tokens for heads, or a bare all-to-all", quick, about, measured, show)
+
+
+if __name__ == "__main__":
+    main()

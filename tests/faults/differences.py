@@ -101,6 +101,7 @@ DIFFERENCES = {
     "softcap": Difference("softcap", {"softcap": 2.0}),
     "sinks": Difference("sinks", {"sinks": (0.5, -1.0, 2.0, 0.0)}),
     "strategy": Difference("strategy", {"strategy": "direct"}, {"strategy": "around"}),
+    "strategy: tokens for heads": Difference("direction", {"strategy": "ulysses"}),
     "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "runs of other documents": Difference(

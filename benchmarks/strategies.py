@@ -1,0 +1,171 @@
+"""Measure every strategy, and PyTorch's rings, in turns: which one is fastest where.
+
+Run ``python benchmarks/strategies.py``: it starts 2, 4 and 8 processes itself, prints a table, and
+writes it with every single time to ``benchmarks/results``. With ``--quick`` it measures a few small
+cases and writes to ``out`` instead. Ratios are medians of the ratios of neighbouring times. Leave
+the machine alone meanwhile.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from baselines import Stages, median_ratio, time_paired, torch_ring
+from harness import HEAD_DIM, STAGES, origin, publish, spawn
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import Mask, ring_attention, set_sequence_layout
+from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order
+
+ATTENTIONS = {
+    "causal": Mask.causal(),
+    "window": Mask.sliding(1023),
+    "documents": Mask.causal(),
+}
+DOCUMENT = 1500
+"""Tokens of each packed document."""
+HEADS = {"grouped": (8, 2), "multi-head": (8, 8)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured; `attention` and `heads` are names of tables above."""
+
+    world_size: int
+    seq_len: int
+    attention: str
+    heads: str
+    repeats: int
+
+    @property
+    def strategies(self) -> list[str]:
+        """Every one that has groups of its own."""
+        sizes = [n for n in range(2, self.world_size) if self.world_size % n == 0]
+        return ["ring", "all_gather", *(f"ulysses:{n}" for n in sizes), "ulysses"]
+
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries of packed documents."""
+        if self.attention != "documents":
+            return None
+        return torch.tensor([*range(0, self.seq_len, DOCUMENT), self.seq_len], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds by contender, stage and repeat."""
+
+    case: Case
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
+def cases(quick: bool) -> list[Case]:
+    """By ranks, length, mask and heads."""
+    sizes, lengths = ((2, 4), {2048: 2}) if quick else ((2, 4, 8), {4096: 15, 16384: 7, 65536: 2})
+    return [
+        Case(size, seq_len, attention, heads, repeats)
+        for size in sizes
+        for seq_len, repeats in lengths.items()
+        for attention in (list(ATTENTIONS)[:2] if quick else ATTENTIONS)
+        for heads in (list(HEADS)[1:] if quick else HEADS)
+    ]
+
+
+def shards_of(case: Case, rank: int) -> list[Tensor]:
+    """Gradient of the output, query, key and value of this rank's tokens."""
+    torch.manual_seed(rank)
+    num_heads, num_key_heads = HEADS[case.heads]
+    counts = num_heads, num_heads, num_key_heads, num_key_heads
+    shapes = [(1, count, case.seq_len // case.world_size, HEAD_DIM) for count in counts]
+    return [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for shape in shapes]
+
+
+def ours(case: Case, strategy: str, mesh: DeviceMesh, shards: list[Tensor]) -> Stages:
+    """Our attention by a strategy, as autograd runs it."""
+    grad, *tensors = shards
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    mask, cu_seqlens = ATTENTIONS[case.attention], case.cu_seqlens()
+    kept: list[Tensor] = []
+
+    @torch.enable_grad()
+    def forward() -> list[Tensor]:
+        options = {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": strategy}
+        kept[:] = [ring_attention(*inputs, mesh=mesh, **options)]
+        return [kept[0].detach()]
+
+    def backward() -> list[Tensor]:
+        return list(torch.autograd.grad(kept, inputs, grad))
+
+    return forward, backward
+
+
+def measure(case: Case, mesh: DeviceMesh) -> Measurement:
+    group = mesh.get_group()
+    set_sequence_layout(mesh, "zigzag")
+    shards = shards_of(case, group.rank())
+    contenders = {name: ours(case, name, mesh, shards) for name in case.strategies}
+    # PyTorch's rings know causal masks, and as many key heads as query heads, only.
+    if case.attention == "causal" and case.heads == "multi-head":
+        contenders["torch all-to-all"] = torch_ring(mesh, shards, False)
+        contenders["torch all-gather"] = torch_ring(mesh, shards, False, "allgather")
+    results = {name: [x for stage in found for x in stage()] for name, found in contenders.items()}
+    for found in results.values():  # all do the same work
+        torch.testing.assert_close(found, results["ring"], atol=1e-4, rtol=1e-4)
+    seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
+    return Measurement(case, seconds)
+
+
+def table(measurements: list[Measurement], stage: int) -> Table:
+    """One row for each case: the ring's time, and what others take over it."""
+    names = list(dict.fromkeys(name for m in measurements for name in m.seconds))
+    result = Table("ranks", "tokens", "attention", "heads", "ring ms", box=MARKDOWN)
+    for name in names[1:]:
+        result.add_column(name, justify="right", no_wrap=True)
+    for m in measurements:
+        ring = m.seconds["ring"][stage]
+        ratios = {name: median_ratio(times[stage], ring) for name, times in m.seconds.items()}
+        fastest = min(m.case.strategies, key=ratios.__getitem__)
+        marked = {name: f"{x:.2f}{' *' * (name == fastest)}" for name, x in ratios.items()}
+        of_case = m.case.world_size, f"{m.case.seq_len:,}", m.case.attention, m.case.heads
+        milliseconds = f"{1e3 * median(ring):.1f}{' *' * (fastest == 'ring')}"
+        result.add_row(
+            *map(str, of_case), milliseconds, *(marked.get(name, "") for name in names[1:])
+        )
+    return result
+
+
+def report(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured, in Markdown."""
+    heads = ", ".join(f"{name}: {n} query and {k} key heads" for name, (n, k) in HEADS.items())
+    console.print(
+        f"\nZigzag, batch 1, head dim {HEAD_DIM}, float32, gloo, a thread a rank. {heads}.\n"
+        f"Windows of 1,024 tokens, documents of {DOCUMENT:,}. The median of our ring's times on "
+        "the slowest rank,\nand what others take over it; * is the fastest of ours.\n"
+    )
+    for stage, what in enumerate(STAGES):
+        console.print(f"## {what.capitalize()}\n")
+        console.print(table(measurements, stage))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take less than a minute")
+    quick = parser.parse_args().quick
+    about, measurements = origin(), []
+    for world_size in sorted({case.world_size for case in cases(quick)}):
+        todo = [case for case in cases(quick) if case.world_size == world_size]
+        found = spawn(world_size, measure, todo)
+        measurements += [Measurement(Case(**x["case"]), x["seconds"]) for x in found]
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report, measurements=measurements)
+    publish("strategies", "Strategies on CPUs", quick, about, measured, show)
+
+
+if __name__ == "__main__":
+    main()

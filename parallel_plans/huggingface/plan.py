@@ -34,6 +34,7 @@ from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
 from parallel_plans.huggingface.stateful import has_attention, relay_states, stateful_layers
+from parallel_plans.huggingface.twin import small_twin
 from parallel_plans.strategies import Given, Strategies
 
 
@@ -140,7 +141,15 @@ class ShardedModel(ParallelStyle):
 
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
         """Shard the backbone of a model, and join what is behind it."""
-        layer_masks, states, why_not, tail = _examine(backbone)
+        # Without weights no token can run through it, but through a small one of its kind.
+        is_meta = any(x.is_meta for x in backbone.parameters())
+        if is_meta and stateful_layers(backbone):
+            raise ValueError(
+                f"{type(model).__name__} is on the meta device, and the plan reads the shapes of "
+                "states from layers that run; give it weights first, by from_pretrained or to_empty"
+            )
+        examined = small_twin(backbone) if is_meta else backbone
+        layer_masks, states, why_not, tail = _examine(examined)
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import torch
+
 HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab\w*(size|base)\w*|\w*(^|_)num_embeddings|decoder_vocab_size|n_words", VOCABULARY),
@@ -77,6 +79,28 @@ def small_config(config: Any, **changes: Any) -> Any:
         rotary = small["rope_parameters"] or {}
         small["rope_parameters"] = {SECTIONS: _sections(3, rotary)} | rotary
     return type(config).from_dict(small | parts | changes)
+
+
+def small_twin(model: Any) -> Any:
+    """A small model of the same class, with random weights on the CPU.
+
+    Raises:
+        ValueError: if its code makes none of a small config.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        try:
+            twin = type(model)(small_config(model.config))
+        except Exception as error:  # whatever its code raises
+            raise ValueError(
+                f"{type(model).__name__} is on the meta device, and the plan cannot make a small "
+                f"one of its config to run a few tokens through ({type(error).__name__}: {error}); "
+                "give it weights first, by from_pretrained or to_empty"
+            ) from error
+        with torch.no_grad():
+            for x in twin.parameters():  # what biases and norms do would hide behind 0 and 1
+                x.add_(0.1 * torch.randn_like(x))
+    return twin
 
 
 class Layers(NamedTuple):

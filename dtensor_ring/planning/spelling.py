@@ -28,7 +28,9 @@ def as_layout(layout: Layout | str) -> Layout:
     (BlockCyclic(block=128), 'zigzag')
     """
     if isinstance(layout, str):
-        return _spelled(layout)
+        # A bare name needs no cache, which a compiler that traces this would warn of.
+        kind = LAYOUTS.get(layout)
+        return _spelled(layout) if kind is None or kind.parameters else kind()
     if not isinstance(layout, Layout):
         raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
     # A layout of another class is not in the table, so its spelling would not lead back to it.

@@ -60,6 +60,9 @@ def _relayout() -> None:
             (grad,) = torch.autograd.grad(result.square().sum(), local)
             assert torch.equal(grad, 2 * local)
     _dtensors(mesh, whole)
+    compiled = torch.compile(relayout, backend="aot_eager", fullgraph=True)
+    local = whole[:, _positions(None)]
+    assert torch.equal(compiled(local, mesh, 1), whole[:, _positions("contiguous")])
     tokens = torch.arange(19)[as_layout("zigzag").positions(dist.get_rank(), 4, 19)]
     in_order = relayout(tokens, mesh, 0, seq_len=19)
     assert in_order.tolist() == as_layout("contiguous").positions(dist.get_rank(), 4, 19)

@@ -8,6 +8,7 @@ from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.gradient import GradientShare, GradientSum
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.partial import Partial
+from dtensor_ring.compute.together import put_together
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
@@ -28,15 +29,16 @@ def ring_forward(
     policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the local queries over all keys and values of the ring."""
-    partial = Partial(query, shard[1].shape[3], scores.sinks)
+    partial = Partial(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
     with ShardRotation(transport, plan, shard, policy.kv_dtype) as shards:
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
-            # Nothing is merged after the last step, so its rows may be rounded.
+            # If nothing came before it, nothing is merged.
             is_last = step is plan.steps[-1]
             with shards.moving(step, label) as kv:
                 forward_step(step, query, kv, partial, kernel, scores, label, is_last)
-    return partial.result()
+    with label("merge"):
+        return partial.result()
 
 
 def ring_backward(
@@ -50,7 +52,7 @@ def ring_backward(
     policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the local query, key and value."""
-    grad_query = GradientSum(query)
+    grad_query = GradientSum(query, policy.num_parts)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     sum_dtype = policy.sum_dtype(shard[0].dtype)
     with (
@@ -87,5 +89,7 @@ def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> 
         return
     with label("merge"):
         packet, is_new = sums.sum_of(step)
-        for total, share in zip(packet.pair, shares, strict=True):
-            share.add_to(total, first=is_new)
+        # Both in one launch, where there are kernels for it.
+        put_together(
+            *(x.to_add(total, is_new) for total, x in zip(packet.pair, shares, strict=True))
+        )

@@ -26,7 +26,7 @@ SUBCLASSES = (
     "parallel_plans.torchtitan",
 )
 """Of classes of an optional package, which they import first: nobody imports them but users."""
-ON_FIRST_USE = {"dtensor_ring.compute.merge_triton", "parallel_plans.huggingface.cache"}
+ON_FIRST_USE = {"dtensor_ring.compute.together_triton", "parallel_plans.huggingface.cache"}
 """Need an optional package, and are imported in functions only."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -27,7 +27,7 @@ from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.policy import TransferPolicy
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
 from tests.rings import Case, Ring, local
@@ -162,7 +162,10 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
         dtype,
         heads,
         batch=batch,
-        policy=draw(st.sampled_from([DEFAULT_POLICY, TransferPolicy(grad_dtype=dtype)])),
+        policy=TransferPolicy(
+            grad_dtype=draw(st.sampled_from([torch.float32, dtype])),
+            num_parts=draw(st.sampled_from([None, 1, 3, 8])),
+        ),
         kernel=draw(st.sampled_from([None, "reference"] + ([] if special else ["cpu_flash"]))),
         sinks=tuple(draw(st.just([]) | sinks)),
         **options,

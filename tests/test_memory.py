@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, decode_attention
-from dtensor_ring.compute import merge
+from dtensor_ring.compute import together
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -116,7 +116,7 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
     narrow = dtype.itemsize
     cast = 0 if dtype == torch.float32 else wide  # of the result
     output = wide if dtype == torch.float32 else wide + narrow
-    forward_limit = _messages(ring) * narrow + QUERY * output + (4 * ROWS + 2 * PIECE) * wide
+    forward_limit = _messages(ring) * narrow + QUERY * output + (5 * ROWS + 2 * PIECE) * wide
     # Gradients: those two that travel, the one on its way home, and the rank's own; then a step's,
     # as kernels return them, and their sum if they outgrow a shard.
     backward_limit = _messages(ring) * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
@@ -157,7 +157,7 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
         kernel, scores = Ready(dtype, counted), Scores(ring.mask, 1.0)
         with (
             patch.multiple(protocol, BUFFERS=BufferPool()),
-            patch.multiple(merge, PIECE=PIECE),
+            patch.multiple(together, PIECE=PIECE),
             counted,
         ):
             if is_forward:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.compute import partial
+from dtensor_ring.compute import parts
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
-from dtensor_ring.compute.merge import merge_
+from dtensor_ring.compute.together import Sum, put_together
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -100,7 +99,7 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     )
     if reason := kernel.missing() or kernel.supports(problem):
         pytest.skip(f"{kernel.name}: {reason}")
-    monkeypatch.setattr(partial, "merge_", merge_and_spoil_)
+    monkeypatch.setattr(parts, "put_together", put_together_and_spoil)
     results = play(ring.world_size, lambda rank, transport: of_rank(case, played, rank, transport))
     for rank, of_this in enumerate(results):
         for what, actual, whole in zip(
@@ -114,12 +113,12 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
             assert difference.abs().max() <= TOLERANCES[played.dtype] * largest, (rank, what)
 
 
-def merge_and_spoil_(out: Tensor, lse: Tensor, *others: Any) -> None:
-    """With a target, nothing may read `out` any more."""
-    merge_(out, lse, *others)
-    *_, target, _ = others
-    if target is not None:
-        out.fill_(torch.nan)
+def put_together_and_spoil(one: Sum) -> None:
+    """Nothing may read the parts any more."""
+    put_together(one)
+    for part in one.parts:
+        if part.x is not one.target:
+            part.x.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -205,10 +205,11 @@ Striped() -> None
     .positions(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'list[int]'
     .runs(self, rank: 'int', world_size: 'int', seq_len: 'int') -> 'tuple[Run, ...]'
     .spec
-TransferPolicy(kv_dtype: 'torch.dtype | None' = None, grad_dtype: 'torch.dtype' = torch.float32)
-        -> None
+TransferPolicy(kv_dtype: 'torch.dtype | None' = None, grad_dtype: 'torch.dtype' = torch.float32,
+        num_parts: 'int | None' = None) -> None
     .grad_dtype
     .kv_dtype
+    .num_parts
     .sum_dtype(self, dtype: 'torch.dtype') -> 'torch.dtype'
 Transport()
     .abort(self) -> 'None'
@@ -304,7 +305,7 @@ def _modules() -> list[ModuleType]:
     found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
     for package in (parallel_plans, huggingface):
         found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.merge_triton")
+    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.together_triton")
     names = [info.name for info in found if info.name not in others]
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
 

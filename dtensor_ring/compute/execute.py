@@ -23,6 +23,9 @@ Pair = tuple[Tensor, Tensor]
 class Accumulator(Protocol):
     """The target of gradients: a sum, or a list of parts for a sum in transit."""
 
+    def make_room(self) -> None:
+        """Add up what is kept if another gradient would be one too many."""
+
     def add(self, at: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
 
@@ -48,20 +51,19 @@ def forward_step(
         kernel: the block kernel.
         scores: how a query scores a key.
         label: names this step in a profile.
-        is_last: whether no step comes after this one, so that results may become final.
+        is_last: whether no step comes after this one, so that a single launch is all there is.
         with_segments: whether tiles may be joined to segments, for which keys may be copied.
     """
     todo = _launches(step, query, kv[0], with_segments and kernel.has_segments)
-    # Known before the first merge, so that final rows are merged straight into the output.
-    are_last = last_of_their_rows([launch.rows for launch in todo]) if is_last else None
-    # Without a second launch for any row, nothing is merged.
-    if todo and not (are_last is not None and all(are_last) and partial.is_empty):
+    # Without a second launch, nothing is merged.
+    if todo and not (is_last and len(todo) == 1 and partial.is_empty):
         partial.expect(kv[1])
-    for number, launch in enumerate(todo):
+    for launch in todo:
+        with label("merge"):
+            partial.make_room()
         with label("tile"):
             out, lse = _forward(launch, query, kv, kernel, scores)
-        with label("merge"):
-            partial.add(launch.rows, out, lse, are_last is not None and are_last[number])
+        partial.add(launch.rows, out, lse)
 
 
 def backward_step(
@@ -89,12 +91,14 @@ def backward_step(
         label: names this step in a profile.
     """
     for launch in _launches(step, query, kv[0], kernel.has_segments):
+        sums = grad_query, *grad_kv
+        with label("merge"):
+            for one in sums:
+                one.make_room()
         with label("tile"):
             grads = _backward(launch, saved, query, kv, kernel, scores)
-        with label("merge"):
-            grad_query.add(launch.rows, grads[0])
-            grad_kv[0].add(launch.cols, grads[1])
-            grad_kv[1].add(launch.cols, grads[2])
+        for one, at, grad in zip(sums, (launch.rows, launch.cols, launch.cols), grads, strict=True):
+            one.add(at, grad)
 
 
 def _launches(step: Step, query: Tensor, key: Tensor, has_segments: bool) -> tuple[Launch, ...]:
@@ -102,22 +106,6 @@ def _launches(step: Step, query: Tensor, key: Tensor, has_segments: bool) -> tup
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments)
-
-
-def last_of_their_rows(regions: list[Region]) -> list[bool]:
-    """Whether no later region has rows up to the end of the region."""
-    if len(regions) == 1:
-        return [True]
-    first_row: dict[int | None, int] = {}  # of the later regions, by batch row
-    result = []
-    for batches, _, rows in reversed(regions):
-        # Any later region that begins before this one ends may have its rows, wherever it ends.
-        batch: int | None = batches.start
-        # A region of all batch rows competes with all entries, one of a single row with two.
-        competing = first_row if batch is None else (None, batch)
-        result.append(all(first_row.get(x, rows.stop) >= rows.stop for x in competing))
-        first_row[batch] = min(first_row.get(batch, rows.start), rows.start)
-    return result[::-1]
 
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:

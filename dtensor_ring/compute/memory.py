@@ -1,4 +1,4 @@
-"""Memory of `(B, N, L, H)` tensors: in which order it lies, regions of it, and what was written."""
+"""Memory of `(B, N, L, H)` tensors: in which order it lies, and regions of it."""
 
 from __future__ import annotations
 
@@ -88,50 +88,3 @@ def region(batch: int | None, tokens: Span) -> Region:
     # A slice, not a number: the result keeps all its dimensions.
     rows = slice(None) if batch is None else slice(batch, batch + 1)
     return rows, slice(None), slice(*tokens)
-
-
-class WriteTracker:
-    """How far the tokens of fresh memory `(B, N, L, H)` are written, by batch row.
-
-    The first write to a region copies instead of adding, so memory is never zeroed up front. One
-    mark for each batch row is enough, because regions mostly come in the order of their tokens:
-    tokens that a region skips, or covers in part, get zeros.
-
-    Args:
-        shape: of the memory.
-        is_full: whether all of it is written already.
-    """
-
-    def __init__(self, shape: Sequence[int], is_full: bool = False) -> None:
-        self._num_tokens = shape[2]
-        self._ends = [self._num_tokens if is_full else 0] * shape[0]
-
-    def fill(self) -> None:
-        """All of the memory is written."""
-        self._ends = [self._num_tokens] * len(self._ends)
-
-    def reach(self, memory: Tensor, at: Region) -> bool:
-        """Whether the region is new, so that the caller must copy; else the caller may add."""
-        start, end, _ = at[2].indices(self._num_tokens)
-        ends = self._ends[at[0]]
-        is_new = max(ends, default=0) <= start
-        # A new region leaves a gap before it; another one may be unwritten at its end.
-        zeros_to = start if is_new else end
-        for row, filled in enumerate(ends):
-            if filled < zeros_to:
-                memory[at[0]][row, :, filled:zeros_to].zero_()
-        # A region that was written before may end earlier.
-        self._ends[at[0]] = [max(filled, end) for filled in ends]
-        return is_new
-
-    def add(self, memory: Tensor, at: Region, x: Tensor) -> None:
-        """Add `x` to a region, or copy it there if the region is new."""
-        if self.reach(memory, at):
-            part_of(memory, at).copy_(x)
-        else:
-            part_of(memory, at).add_(x)
-
-    def finish(self, memory: Tensor) -> None:
-        """Write zeros to the tokens that nothing was written to."""
-        if min(self._ends, default=self._num_tokens) < self._num_tokens:
-            self.reach(memory, region(None, (self._num_tokens, self._num_tokens)))

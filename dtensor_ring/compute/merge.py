@@ -6,59 +6,31 @@ and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-PIECE = 1 << 16
-"""Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""
+from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.together import Part, Sum, put_together
 
 
 def merge_(
-    out: Tensor,
-    lse: Tensor,
-    block_out: Tensor,
-    block_lse: Tensor,
-    target: Tensor | None = None,
-    bounded: bool = False,
+    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, bounded: bool = False
 ) -> None:
-    """Merge a block into `out` `(..., L, H)` and `lse` `(..., L)`, in place.
+    """Merge a block into `out` `(B, N, L, H)` and `lse` `(B, N, L)`, in place.
 
-    `lse' = log(exp(lse) + exp(block_lse))` and `out' = out * sigmoid(lse - block_lse) + block_out *
-    sigmoid(block_lse - lse)` (Milakov and Gimelshein, 2018, arXiv 1805.02867). A row that neither
-    side has seen stays (0, -inf).
+    A row that neither side has seen stays (0, -inf).
 
     Args:
         out: result so far, overwritten.
         lse: its log-sum-exp, overwritten.
         block_out: result over other keys.
         block_lse: its log-sum-exp.
-        target: where the merged output goes, rounded to its dtype; `out` is then scratch memory.
-            `None` merges into `out`.
-        bounded: whether the differences of outputs are finite, see `is_bounded`. CPUs then take
-            `out + (block_out - out) * weight`, which is one pass over memory instead of several.
+        bounded: whether the differences of outputs are finite, see `is_bounded`.
     """
-    if out.is_cuda and _has_triton():
-        from dtensor_ring.compute.merge_triton import merge_ as fused
-
-        fused(out, lse, block_out, block_lse, out if target is None else target)
-        return
-    # A row that neither side has seen gives -inf - -inf, which is nan: then nothing is added.
-    weight = (block_lse - lse).sigmoid_().nan_to_num_(0.0).unsqueeze(-1)
-    kept = None if bounded else (lse - block_lse).sigmoid_().nan_to_num_(1.0).unsqueeze(-1)
-    torch.logaddexp(lse, block_lse, out=lse)
-    target = out if target is None else target
-    if kept is not None:
-        # An infinite output stays infinite: inf - inf would be nan.
-        target.copy_(out * kept + block_out * weight)
-    elif out.dtype == block_out.dtype == target.dtype == weight.dtype:
-        # One dtype everywhere: no cast, so no scratch buffer either.
-        target.copy_(out.lerp_(block_out, weight))
-    else:
-        _mix(out, block_out, weight, target)
+    parts = Part(WHOLE, out, lse), Part(WHOLE, block_out, block_lse)
+    put_together(Sum(out, parts, lse, bounded=bounded))
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,25 +90,3 @@ def is_bounded(values: Tensor) -> bool:
     # are, and small enough to be subtracted.
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.is_cpu and isfinite(torch.linalg.vector_norm(values, dtype=wide).item())
-
-
-def _mix(out: Tensor, block_out: Tensor, weight: Tensor, target: Tensor) -> None:
-    """Interpolate in the dtype of the weights, some rows at a time.
-
-    Small pieces keep the casts in cache and reuse one scratch buffer.
-    """
-    num_rows = out.shape[-2]
-    # Some rows of all heads, so that weights and outputs are sliced alike.
-    at_a_time = max(1, PIECE * num_rows // max(1, out.numel()))
-    like = out[..., :at_a_time, :]
-    wide_out, wide_block = (torch.empty_like(like, dtype=weight.dtype) for _ in range(2))
-    for start in range(0, num_rows, at_a_time):
-        rows = ..., slice(start, start + at_a_time), slice(None)
-        some = ..., slice(0, num_rows - start), slice(None)
-        mixed = out[rows] if out.dtype == weight.dtype else wide_out[some].copy_(out[rows])
-        target[rows].copy_(mixed.lerp_(wide_block[some].copy_(block_out[rows]), weight[rows]))
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

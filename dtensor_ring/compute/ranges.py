@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import WriteTracker, part_of, region
+from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.span import Span
@@ -44,21 +44,18 @@ def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
         x.index_copy_(2, _index(cols, x.device), packed)
 
 
-def add(total: Tensor, filled: WriteTracker, packed: Tensor, cols: Cols) -> None:
+def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
     """Add columns that lie side by side to these columns of a sum, rounded once.
 
     Args:
         total: the sum.
-        filled: what of the sum is written.
         packed: the columns to add; their dtype may differ from that of the sum.
         cols: where it is added.
     """
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
-            filled.add(total, region(None, span), part)
+            part_of(total, region(None, span)).add_(part)
         return
-    end = cols.spans[-1][1]
-    filled.reach(total, region(None, (end, end)))  # zeros where nothing was written
     index = _index(cols, total.device)
     if packed.dtype == total.dtype:
         total.index_add_(2, index, packed)

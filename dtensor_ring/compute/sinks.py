@@ -28,11 +28,14 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: its log-sum-exp `(B, N, L)`.
         sinks: one logit for each head `(N,)`.
     """
-    sink_lse = sinks.to(lse.dtype).view(1, -1, 1)
+    out.mul_(sink_weight(lse, sinks).unsqueeze(-1))
+    return torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+
+
+def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks leave of each row's output, between 0 and 1, `(B, N, L)`."""
     # -inf - -inf is nan where neither the row nor the sink has weight; the row's own 0 stays.
-    weight = (lse - sink_lse).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)
-    out.mul_(weight.unsqueeze(-1))
-    return torch.logaddexp(lse, sink_lse)
+    return (lse - sinks.to(lse.dtype).view(1, -1, 1)).sigmoid_().masked_fill_(lse == -torch.inf, 0)
 
 
 def sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:

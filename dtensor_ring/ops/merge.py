@@ -21,12 +21,12 @@ merge_op = torch.ops.dtensor_ring.merge_attention.default
 def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     outs = [_unit_stride(out) for out in outs]
     partial = Partial(outs[0], outs[0].shape[3])
-    rows, last = region(None, (0, outs[0].shape[2])), len(outs) - 1
+    rows = region(None, (0, outs[0].shape[2]))
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         partial.expect(out)
         if not number:
             out, lse = out.clone(), lse.clone()  # it becomes the accumulator
-        partial.add(rows, out, lse, is_last=number == last)
+        partial.add(rows, out, lse)
     return partial.result()
 
 

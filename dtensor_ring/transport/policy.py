@@ -1,4 +1,4 @@
-"""The dtypes in which messages travel."""
+"""The dtypes in which messages travel, and what is kept of the results between them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from dtensor_ring.planning.count import as_count
+
 
 @dataclass(frozen=True, slots=True)
 class TransferPolicy:
-    """The dtypes in which a ring's messages travel; all ranks of an axis have one policy.
+    """The dtypes in which a ring's messages travel, and how many results a rank keeps.
+
+    All ranks of an axis have one policy.
 
     Args:
         kv_dtype: dtype of keys and values, by default their own. A narrower one sends fewer bytes
@@ -17,10 +21,15 @@ class TransferPolicy:
         grad_dtype: dtype of the sums of key and value gradients. `torch.bfloat16` halves their
             bytes and rounds them at each hop; docs/numerics.md has the errors. float16 overflows
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
+        num_parts: outputs of steps, and gradients of the query, that are kept until one pass puts
+            them together; each is as large as the query. On GPUs more of them save time, most with
+            as many as there are ranks. By default as many as take about the memory of a float32
+            sum: two of 16 bits on a GPU, else one.
 
     Raises:
-        TypeError: if a dtype is not a `torch.dtype`.
-        ValueError: if a dtype is not floating, or has fewer than 16 bits.
+        TypeError: if a dtype is not a `torch.dtype`, or `num_parts` is not an integer.
+        ValueError: if a dtype is not floating, or has fewer than 16 bits; if `num_parts` is less
+            than 1.
 
     >>> TransferPolicy(grad_dtype=torch.bfloat16).grad_dtype
     torch.bfloat16
@@ -28,6 +37,7 @@ class TransferPolicy:
 
     kv_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
+    num_parts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_dtype", "grad_dtype"):
@@ -38,6 +48,10 @@ class TransferPolicy:
                 raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise ValueError(f"{name} must be floating, 16 bits or more, got {dtype}")
+
+        if self.num_parts is not None:
+            # Frozen, so that a policy can be a key.
+            object.__setattr__(self, "num_parts", as_count("num_parts", self.num_parts, 1))
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of keys and values of `dtype` are summed and travel."""

@@ -407,6 +407,7 @@ FUNCTIONS |= {
             {
                 "kv_dtype": _just(None, torch.bfloat16),
                 "grad_dtype": _just(torch.float32, torch.float16),
+                "num_parts": _just(None, 4),
             },
             _nothing,
         ),

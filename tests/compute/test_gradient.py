@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.gradient import GradientShare, GradientSum
+from dtensor_ring.compute.together import put_together
 from dtensor_ring.planning.columns import Cols
 
 ALL = (slice(None), slice(None), slice(None))
@@ -17,10 +18,13 @@ SOME = (slice(0, 1), slice(None), slice(1, 3))
     "regions", [[], [ALL], [SOME], [ALL, SOME], [SOME, ALL, SOME]], ids=lambda r: str(len(r))
 )
 @pytest.mark.parametrize("num_homes", [0, 1, 3])
-def test_gradient_sum(dtype: torch.dtype, regions: list[tuple[slice, ...]], num_homes: int) -> None:
+@pytest.mark.parametrize("room", [None, 1, 3])
+def test_gradient_sum(
+    dtype: torch.dtype, regions: list[tuple[slice, ...]], num_homes: int, room: int | None
+) -> None:
     torch.manual_seed(0)
     like = torch.empty(2, 3, 4, 5, dtype=dtype)
-    total, expected = GradientSum(like), torch.zeros(like.shape, dtype=torch.float64)
+    total, expected = GradientSum(like, room), torch.zeros(like.shape, dtype=torch.float64)
     for region in regions:
         grad = torch.randn(like[region].shape).to(dtype)
         expected[region] += grad
@@ -49,5 +53,5 @@ def test_gradient_share(first: bool, regions: list[tuple[slice, ...]]) -> None:
         grad = torch.randn(total[region].shape).bfloat16()
         expected[region] += grad
         step.add(region, grad)
-    step.add_to(total, first)
+    put_together(step.to_add(total, first))
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)

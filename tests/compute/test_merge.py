@@ -19,12 +19,12 @@ def scored(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of rows of scores; a row that sees nothing is (0, -inf)."""
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
-    return weights @ values, lse
+    return (weights @ values)[None, None], lse[None, None]
 
 
 def identity(head_dim: int = 3) -> tuple[Tensor, Tensor]:
-    zeros = torch.zeros(ROWS, head_dim, dtype=torch.float64)
-    return zeros, torch.full((ROWS,), -torch.inf, dtype=torch.float64)
+    zeros = torch.zeros(1, 1, ROWS, head_dim, dtype=torch.float64)
+    return zeros, torch.full((1, 1, ROWS), -torch.inf, dtype=torch.float64)
 
 
 @settings(deadline=None)
@@ -69,7 +69,8 @@ def test_identity(first: bool, seen: bool, bounded: bool) -> None:
 @pytest.mark.parametrize("lead", [-20.0, 0.0, 20.0])
 def test_extreme_outputs(first: bool, lead: float, number: float, dtype: torch.dtype) -> None:
     """An infinite output stays so, whatever its weight; large ones are not subtracted."""
-    outs, lses = torch.tensor([[[number]], [[-3e38]]], dtype=dtype), torch.tensor([[lead], [0.0]])
+    outs = torch.tensor([number, -3e38], dtype=dtype).view(2, 1, 1, 1, 1)
+    lses = torch.tensor([lead, 0.0]).view(2, 1, 1, 1)
     if not first:
         outs, lses = outs.flip(0), lses.flip(0)
     assert not is_bounded(outs)

@@ -26,37 +26,25 @@ def tiles_of(num_rows: int, num_cols: int, batch: int) -> list[Tile]:
     return [*tiles, upper, *(Tile(upper.rows, upper.cols, FULL, row) for row in range(1, batch))]
 
 
-def overlap(tile: Tile, other: Tile) -> bool:
-    """In rows."""
-    same_batch = None in (tile.batch, other.batch) or tile.batch == other.batch
-    return same_batch and tile.rows[0] < other.rows[1] and other.rows[0] < tile.rows[1]
-
-
-LAST = {"none is last": ROWS, "the last one": 3, "the last two": 2, "all that are": 0}
-"""From which tile on it is said which are the last of their rows."""
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [1, -1], ids=["whole first", "whole last"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("memory_order", [TOKEN_MAJOR, (0, 1, 2, 3)])
-@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("room", [None, 1, 2, 8])
 def test_tiles_make_the_whole(
-    dtype: torch.dtype, order: int, with_sinks: bool, memory_order: Order, last: str
+    dtype: torch.dtype, order: int, with_sinks: bool, memory_order: Order, room: int | None
 ) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, n, 4).to(dtype) for n in (ROWS, COLS, COLS))
     sinks = torch.randn(3) if with_sinks else None
     query = in_order(query, memory_order, dtype)
-    partial, wide = Partial(query, 4, sinks), torch.promote_types(dtype, torch.float32)
+    partial, wide = Partial(query, 4, sinks, room=room), torch.promote_types(dtype, torch.float32)
     tiles = tiles_of(ROWS, COLS, 2)[::order]
-    for index, tile in enumerate(tiles):
-        later = tiles[index + 1 :]
-        is_last = index >= LAST[last] and not any(overlap(tile, other) for other in later)
+    for tile in tiles:
         rows, cols = rows_of(tile), cols_of(tile)
         block = dense_attention(query[rows], key[cols], value[cols], Mask.full())
         block_lse = in_order(block.lse.detach(), memory_order[:-1], wide)
-        partial.add(rows, block.out.detach().to(dtype), block_lse, is_last)
+        partial.add(rows, block.out.detach().to(dtype), block_lse)
     out, lse = partial.result()
     assert lse.is_contiguous()
     expected = dense_attention(query, key, value, Mask.full(), sinks=sinks)

@@ -166,7 +166,7 @@ def _check_once() -> None:
         (
             "block_cyclic:4",
             {"policy": TransferPolicy()},
-            r"policy=.*grad_dtype=torch.bfloat16\), it cannot get policy=.*=torch.float32\)",
+            r"policy=.*=torch.bfloat16, .*\), it cannot get policy=.*=torch.float32, .*\)",
         ),
     ):
         with pytest.raises(ValueError, match=match):
@@ -248,6 +248,8 @@ def _check_refusals() -> None:
         ("kv_dtype", torch.int8, ValueError, "kv_dtype must be floating, 16 bits or more"),
         ("grad_dtype", torch.int32, ValueError, r"grad_dtype must be .* got torch\.int32"),
         ("grad_dtype", None, TypeError, r"grad_dtype must be a torch\.dtype, got None"),
+        ("num_parts", 0, ValueError, r"num_parts must be from 1 to .*, got 0"),
+        ("num_parts", 1.5, TypeError, r"num_parts must be an int, got 1\.5"),
         ("kv_dtype", "bfloat16", TypeError, "kv_dtype must be a torch.dtype, got 'bfloat16'"),
     ],
 )

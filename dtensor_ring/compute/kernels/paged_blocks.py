@@ -84,12 +84,12 @@ class InPlace(_ByEntry):
     ) -> Result:
         kernel = block_kernel(query, keys.shape[1], values.shape[2], scores)
         partial = Partial(query, values.shape[2])
-        rows, stretches = region(None, (0, query.shape[2])), pages.stretches[entry]
-        for number, (begin, end) in enumerate(stretches, 1):
+        rows = region(None, (0, query.shape[2]))
+        for begin, end in pages.stretches[entry]:
             k, v = _by_head(keys[begin:end]), _by_head(values[begin:end])
             out, lse = kernel.forward(query, k, v, Launch(WHOLE, WHOLE, FULL), scores)
             partial.expect(v)
-            partial.add(rows, out, lse, is_last=number == len(stretches))
+            partial.add(rows, out, lse)
         return partial.result()
 
 

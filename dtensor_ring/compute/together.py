@@ -1,0 +1,270 @@
+"""Parts of one tensor, put together in one pass over memory: sums, and means by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
+from dtensor_ring.compute.sinks import sink_weight
+from dtensor_ring.planning.span import Span
+
+PIECE = 1 << 16
+"""Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""
+
+MOST = 8
+"""Parts of one launch on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A region of `(B, N, L)`: `x` `(B', N, R, H)`, and `lse` `(B', N, R)` of a partial result."""
+
+    at: Region
+    x: Tensor
+    lse: Tensor | None = None
+
+    def spans(self, shape: Sequence[int]) -> tuple[Span, Span]:
+        """The batch rows and the tokens, of a tensor of that shape."""
+        batches, tokens = (
+            where.indices(size)
+            for where, size in zip(self.at[::2], (shape[0], shape[2]), strict=True)
+        )
+        return batches[:2], tokens[:2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """What becomes of parts. A row of no part becomes 0, with a log-sum-exp of -inf.
+
+    Without `lse`, the parts are added. With it they are outputs over disjoint keys, and merge to a
+    mean: `lse' = log(sum(exp(lse)))` and `x' = sum(x * exp(lse - lse'))` (Milakov and Gimelshein,
+    2018, arXiv 1805.02867). Arithmetic is float32 or wider, and rounds once.
+
+    Attributes:
+        target: `(B, N, L, H)`, overwritten; it may be the memory of the first part.
+        parts: the last stride of each is 1.
+        lse: `(B, N, L)`, overwritten; it is that of the first part if `target` is.
+        sinks: one logit for each head `(N,)`, which takes part with a value of 0.
+        bounded: whether the differences of outputs are finite, see `is_bounded`. CPUs then take
+            `x + (part - x) * weight`, which is one pass over memory instead of several.
+    """
+
+    target: Tensor
+    parts: Sequence[Part]
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+    bounded: bool = False
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the first part is the target."""
+        return bool(self.parts) and self.parts[0].x is self.target
+
+    def cropped(self) -> Sum:
+        """The same without the rows before and after all parts that join what is there already."""
+        if not self.is_in_place or self.sinks is not None:
+            return self
+        spans = [part.spans(self.target.shape)[1] for part in self.parts[1:]]
+        rows = min((x[0] for x in spans), default=0), max((x[1] for x in spans), default=0)
+        if rows == (0, self.target.shape[2]):
+            return self
+        where = region(None, rows)
+        target, lse = (None if x is None else part_of(x, where) for x in (self.target, self.lse))
+        assert target is not None
+        parts = [Part(WHOLE, target, lse)]
+        parts += [
+            Part((part.at[0], part.at[1], slice(first - rows[0], end - rows[0])), part.x, part.lse)
+            for part, (first, end) in zip(self.parts[1:], spans, strict=True)
+        ]
+        return Sum(target, parts, lse, None, self.bounded)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        wide = torch.promote_types(self.target.dtype, torch.float32)
+        return torch.promote_types(self.parts[0].x.dtype, wide) if self.parts else wide
+
+
+def put_together(*sums: Sum) -> None:
+    """Write what becomes of parts: of one tensor, or of two of like shapes in one launch."""
+    sums = tuple(one.cropped() for one in sums)
+    if sums[0].target.is_cuda and has_triton():
+        from dtensor_ring.compute.together_triton import put_together as fused
+
+        fused(*sums)
+        return
+    for one in sums:
+        _by_ranges(one)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether GPUs put parts together in one launch."""
+    return find_spec("triton") is not None
+
+
+class _Addend(NamedTuple):
+    """A part that joins what is there already: `there * kept + x * weight`; no weight adds it."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    kept: Tensor | None = None
+
+    def narrow(self, where: tuple[Span, Span]) -> _Addend:
+        """A range of batch rows and of tokens."""
+        return _Addend(*(None if x is None else _narrow(x, where) for x in self))  # type: ignore[arg-type]
+
+
+def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
+    (first, end), tokens = where
+    return part_of(x[first:end] if end - first < x.shape[0] else x, region(None, tokens))
+
+
+def _by_ranges(one: Sum) -> None:
+    """Range by range of rows that have the same parts."""
+    target, shape = one.target, one.target.shape
+    spans = [part.spans(shape) for part in one.parts]
+    addends, scale = _addends(one)
+    # Regions of all batch rows leave the same gaps in each.
+    by_row = any(end - first < shape[0] for (first, end), _ in spans)
+    for batches in [(b, b + 1) for b in range(shape[0])] if by_row else [(0, shape[0])]:
+        here = [
+            (*tokens, number)
+            for number, ((first, end), tokens) in enumerate(spans)
+            if first <= batches[0] and batches[1] <= end
+        ]
+        for tokens, numbers in _ranges(here, shape[2]):
+            found = [
+                addends[x].narrow((_from(batches, spans[x][0]), _from(tokens, spans[x][1])))
+                for x in numbers
+            ]
+            there = batches, tokens
+            scaled = None if scale is None else _narrow(scale, there)
+            is_there = one.is_in_place and numbers[:1] == [0]
+            _put(_narrow(target, there), found, scaled, one.wide, is_there)
+
+
+def _from(span: Span, whole: Span) -> Span:
+    return span[0] - whole[0], span[1] - whole[0]
+
+
+def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span, list[int]]]:
+    """Ranges up to `size` between the bounds of the spans, with the numbers of those that cover it.
+
+    >>> list(_ranges([(0, 4, 0), (2, 6, 1)], 7))
+    [((0, 2), [0]), ((2, 4), [0, 1]), ((4, 6), [1]), ((6, 7), [])]
+    """
+    cuts = sorted({0, size, *(cut for first, end, _ in spans for cut in (first, end))})
+    later = sorted(spans, reverse=True)
+    active: list[tuple[int, int, int]] = []
+    for first, end in pairwise(cuts):
+        while later and later[-1][0] <= first:
+            active.append(later.pop())
+        active = [span for span in active if span[1] > first]
+        # In the order of the parts: sums do not depend on where ranges are cut.
+        yield (first, end), sorted(number for _, _, number in active)
+
+
+def _addends(one: Sum) -> tuple[list[_Addend], Tensor | None]:
+    """The parts with their weights, and the factor of all of them that sinks make; writes lse."""
+    total = one.lse
+    if total is None:
+        return [_Addend(part.x) for part in one.parts], None
+    addends = []
+    if not one.is_in_place:
+        total.fill_(-torch.inf)
+    for number, (_, x, lse) in enumerate((part.at, part.x, part.lse) for part in one.parts):
+        assert lse is not None, "all parts have one, or none has"
+        if not number and one.is_in_place:
+            addends.append(_Addend(x))
+            continue
+        so_far = part_of(total, one.parts[number].at)
+        # A row that neither side has seen gives -inf - -inf, which is nan: then nothing is added.
+        weight = (lse - so_far).sigmoid_().nan_to_num_(0.0).unsqueeze(-1)
+        kept = None
+        if not one.bounded:
+            # An infinite output stays infinite: inf - inf would be nan.
+            kept = (so_far - lse).sigmoid_().nan_to_num_(1.0).unsqueeze(-1)
+        torch.logaddexp(so_far, lse, out=so_far)
+        addends.append(_Addend(x, weight, kept))
+    scale = None
+    if one.sinks is not None:
+        scale = sink_weight(total, one.sinks).unsqueeze(-1)
+        torch.logaddexp(total, one.sinks.to(total.dtype).view(1, -1, 1), out=total)
+    return addends, scale
+
+
+def _put(
+    target: Tensor,
+    addends: list[_Addend],
+    scale: Tensor | None,
+    wide: torch.dtype,
+    is_there: bool,
+) -> None:
+    """Write rows that have the same parts; the first is there already if `is_there`."""
+    if not addends:
+        target.zero_()
+        return
+    first, *others = addends
+    if not others and scale is None:
+        if not is_there:
+            target.copy_(first.x)
+        return
+    # Interpolation wants one dtype, addition does not.
+    if target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others):
+        if not is_there:
+            target.copy_(first.x)
+        _join(target, others, scale)
+    else:
+        _by_pieces(target, addends, scale, wide, is_there)
+
+
+def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
+    for x, weight, kept in others:
+        if weight is None:
+            total.add_(x)
+        elif kept is None:
+            total.lerp_(x, weight)
+        else:
+            total.mul_(kept).addcmul_(x, weight)
+    if scale is not None:
+        total.mul_(scale)
+
+
+def _by_pieces(
+    target: Tensor,
+    addends: list[_Addend],
+    scale: Tensor | None,
+    wide: torch.dtype,
+    is_there: bool,
+) -> None:
+    """Put some rows together at a time, in the wide dtype.
+
+    Small pieces keep the casts in cache and reuse two scratch buffers.
+    """
+    batch, _, num_rows, _ = target.shape
+    # Some rows of all heads, so that weights and outputs are sliced alike.
+    at_a_time = max(1, PIECE * num_rows // max(1, target.numel()))
+    like = target[..., :at_a_time, :]
+    total, cast = (torch.empty_like(like, dtype=wide) for _ in range(2))
+    for start in range(0, num_rows, at_a_time):
+        where = (0, batch), (start, min(num_rows, start + at_a_time))
+        some = (0, batch), (0, where[1][1] - start)
+        (first, *_), *others = (x.narrow(where) for x in addends)
+        part = _narrow(target, where)
+        joined = part if is_there and part.dtype == wide else _narrow(total, some).copy_(first)
+        for other in others:
+            x = other.x if other.x.dtype == wide else _narrow(cast, some).copy_(other.x)
+            _join(joined, [other._replace(x=x)], None)
+        if scale is not None:
+            joined.mul_(_narrow(scale, where))
+        if joined is not part:
+            part.copy_(joined)

@@ -12,7 +12,8 @@ from torch import Tensor
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import parts
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
-from dtensor_ring.compute.together import Sum, put_together
+from dtensor_ring.compute.sums import Sum
+from dtensor_ring.compute.together import put_together
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward

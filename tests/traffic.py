@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_ring.compute import together
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.together import Sum
+from dtensor_ring.compute.sums import Sum
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import Transport

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import WHOLE
-from dtensor_ring.compute.together import Part, Sum, put_together
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.together import put_together
 
 
 def merge_(

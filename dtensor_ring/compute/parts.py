@@ -14,7 +14,8 @@ from dtensor_ring.compute.memory import (
     empty,
     in_order,
 )
-from dtensor_ring.compute.together import MOST, Part, Sum, put_together
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.together import MOST, put_together
 
 
 class Parts:

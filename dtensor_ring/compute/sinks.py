@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.together import sink_weight
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -30,12 +31,6 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """
     out.mul_(sink_weight(lse, sinks).unsqueeze(-1))
     return torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-
-
-def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave of each row's output, between 0 and 1, `(B, N, L)`."""
-    # -inf - -inf is nan where neither the row nor the sink has weight; the row's own 0 stays.
-    return (lse - sinks.to(lse.dtype).view(1, -1, 1)).sigmoid_().masked_fill_(lse == -torch.inf, 0)
 
 
 def sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:

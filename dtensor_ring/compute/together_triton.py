@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dtensor_ring.compute.memory import Region
-from dtensor_ring.compute.together import Part, Sum
+from dtensor_ring.compute.sums import Part, Sum
 
 BLOCK_ROWS = 32
 """Rows of a program: with head dims of 128 it holds 16 KiB of float32."""
@@ -143,26 +143,9 @@ def _put(
     dims = tl.arange(0, BLOCK_DIMS)
     is_row, is_dim = rows < num_rows, (dims < head_dim)[None, :]
 
-    # The largest lse of each row, and the sum of the others relative to it.
-    base = tl.zeros((BLOCK_ROWS,), wide)
-    total = tl.full((BLOCK_ROWS,), 1, wide)
-    largest = tl.full((BLOCK_ROWS,), -float("inf"), wide)
+    base, total, is_seen = rows, rows, is_row
     if len(lses) > 0:
-        if sinks is not None:
-            largest = tl.maximum(largest, tl.load(sinks + head).to(wide))
-        for i in tl.static_range(len(spans)):
-            lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
-            # A NaN must show in the result: a plain maximum would take the other side.
-            largest = tl.maximum(largest, lse, propagate_nan=tl.PropagateNan.ALL)
-        # -inf - -inf would be NaN.
-        base = tl.where(largest == -float("inf"), 0.0, largest)
-        total = tl.where(largest == -float("inf"), 1.0, 0.0).to(wide)
-        if sinks is not None:
-            total += tl.exp(tl.load(sinks + head).to(wide) - base)
-        for i in tl.static_range(len(spans)):
-            total += tl.exp(
-                _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows) - base
-            )
+        base, total, is_seen = _total(lses, lse_strides, sinks, spans, batch, head, rows, wide)
 
     result = tl.zeros((BLOCK_ROWS, BLOCK_DIMS), wide)
     for i in tl.static_range(len(spans)):
@@ -178,12 +161,33 @@ def _put(
     if len(lses) > 0:
         of_batch, of_head, of_row = lse_strides[0]
         at = batch * (of_batch >> 2) + head * (of_head >> 2) + rows * (of_row >> 2)
-        merged = tl.where(largest == -float("inf"), largest, base + tl.log(total))
+        merged = tl.where(is_seen, base + tl.log(total), -float("inf"))
         tl.store(lses[0] + at, merged, mask=is_row)
     at = (
         batch * strides[0][0] + head * strides[0][1] + rows[:, None] * strides[0][2] + dims[None, :]
     )
     tl.store(tensors[0] + at, result.to(tensors[0].dtype.element_ty), mask=is_row[:, None] & is_dim)
+
+
+@triton.jit
+def _total(lses, lse_strides, sinks, spans, batch, head, rows, wide: tl.constexpr):
+    """The largest lse of each row, the sum of `exp(lse)` relative to it, and whether it is seen."""
+    largest = tl.zeros(rows.shape, wide) - float("inf")
+    if sinks is not None:
+        largest = tl.maximum(largest, tl.load(sinks + head).to(wide))
+    for i in tl.static_range(len(spans)):
+        lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
+        # A NaN must show in the result: a plain maximum would take the other side.
+        largest = tl.maximum(largest, lse, propagate_nan=tl.PropagateNan.ALL)
+    is_seen = largest != -float("inf")
+    # -inf - -inf would be NaN.
+    base = tl.where(is_seen, largest, 0.0)
+    total = tl.where(is_seen, 0.0, 1.0).to(wide)
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + head).to(wide) - base)
+    for i in tl.static_range(len(spans)):
+        total += tl.exp(_lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows) - base)
+    return base, total, is_seen
 
 
 @triton.jit

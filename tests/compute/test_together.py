@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dtensor_ring.compute import together
 from dtensor_ring.compute.memory import WHOLE, region
-from dtensor_ring.compute.together import Part, Sum, put_together
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.together import put_together
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 6, 4
 SPANS = st.tuples(st.integers(0, TOKENS), st.integers(0, TOKENS)).map(sorted).map(tuple)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, empty, region
-from dtensor_ring.compute.together import Part, Sum, put_together
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.together import put_together
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

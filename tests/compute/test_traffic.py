@@ -8,10 +8,15 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
+import torch
 
 from dtensor_ring import Mask, ZigZag
 from tests.rings import Ring
 from tests.traffic import Traffic, of_rank
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="builds for CPUs make no fake CUDA tensors"
+)
 
 RANKS, SHARD = 8, 8192
 RING = Ring(ZigZag(), RANKS, RANKS * SHARD, Mask.causal())

@@ -81,8 +81,8 @@ class Sharding(Outputs):
         """The arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
         found = dict(zip(self._names, args, strict=False)) | kwargs
-        if "labels" not in self._names:  # those of the model around it
-            found.pop("labels", None)
+        if "labels" not in self._names and model.get_output_embeddings() is None:
+            found.pop("labels", None)  # those of the model around a base model
         return {name: x for name, x in found.items() if x is not None}
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:

@@ -23,12 +23,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs, set_sequence_layout
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.dtensor.traded import traded_attention
+from dtensor_ring.ops.autograd import ring_op
+from dtensor_ring.ops.options import flatten
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.transport.policy import TransferPolicy
 from tests.layouts import LAYOUTS
+from tests.played_group import PlayedGroup, play_group
 from tests.pool import Pool
 from tests.rings import Case, Ring, local
 from tests.slices import slices
@@ -145,7 +148,9 @@ def seen_by_rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> 
 
 @st.composite
 def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Case:
-    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+    few, many = [(2, 2), (4, 2), (3, 1)], [(8, 4), (9, 3)]
+    heads = draw(st.sampled_from(few if world_size <= 4 else few + many))
+    batch = draw(st.integers(1, 3))
     options = {
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
         "grad_lse": draw(st.sampled_from([False, False, True])),
@@ -187,6 +192,15 @@ def test_fuzz(pool: Pool, request: pytest.FixtureRequest, layout: str, setting: 
     num_sliced = sum(case.ring.slices is not None for case in tried)
     request.node.user_properties.append(("different attentions tried", len(tried)))
     request.node.user_properties.append(("of them with slices", num_sliced))
+
+
+@pytest.mark.parametrize("world_size", [6, 8])
+def test_fuzz_of_threads(request: pytest.FixtureRequest, world_size: int) -> None:
+    """More ranks than processes would have cores for, a quarter as often."""
+    wanted = -(-request.config.getoption("--fuzz-cases") // 4)
+    setting = Setting(world_size, world_size)
+    for case in different(cases("zigzag", world_size, True), wanted):
+        check(case, tuple(played_results(case, setting)), setting)
 
 
 def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
@@ -239,26 +253,48 @@ def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
 
 def plain_results(case: Case, setting: Setting) -> list[Tensor]:
     """Of this rank, from its shards; the gradient of sinks is that of all ranks."""
-    results = _results(case, setting, partial(_trade, case) if trades(case) else case.attend)
+    results = _results(case, setting, partial(_attend, case, None), dist.get_rank())
     if case.sinks:
         dist.all_reduce(results[-1])
-        if not trades(case):  # the ranks of a group have the same tokens, and all heads
-            results[-1] /= as_strategy(case.ring.route, setting.world_size).heads
+        results[-1] /= num_copies(case)
     return results
 
 
-def _trade(case: Case, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
-    """`(out, lse)` of a rank's shards, with an exchange before the op and after it."""
-    return traded_attention(query, key, value, case.call(sinks))
+def played_results(case: Case, setting: Setting) -> list[list[Tensor]]:
+    """Of all ranks, which are threads."""
+
+    def run(group: PlayedGroup) -> list[Tensor]:
+        return _results(case, setting, partial(_attend, case, group.group_name), group.rank())
+
+    results = play_group(setting.world_size, run)
+    if case.sinks:
+        total = torch.stack([of_rank[-1] for of_rank in results]).sum(0) / num_copies(case)
+        results = [[*of_rank[:-1], total] for of_rank in results]
+    return results
+
+
+def num_copies(case: Case) -> int:
+    """How many ranks have the same tokens, and all heads: those of a group, by the op alone."""
+    return 1 if trades(case) else as_strategy(case.ring.route, case.ring.world_size).heads
+
+
+def _attend(
+    case: Case, group_name: str | None, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None
+) -> Any:
+    """`(out, lse)` of a rank's shards, by the op, with exchanges around it where heads suffice."""
+    call = case.call(sinks, group_name)
+    if trades(case):
+        return traded_attention(query, key, value, call)
+    return ring_op(query, key, value, *flatten(call))
 
 
 def mesh_results(case: Case, setting: Setting, mesh: DeviceMesh) -> list[Tensor]:
     """Of this rank, from DTensors over a mesh of replicas and of a ring, `("dp", "cp")`."""
-    return _results(case, setting, partial(_attend_on_mesh, case, mesh))
+    return _results(case, setting, partial(_attend_on_mesh, case, mesh), dist.get_rank())
 
 
-def _results(case: Case, setting: Setting, attend: Callable[..., Any]) -> list[Tensor]:
-    part_of = partial(setting.part_of, case=case, rank=dist.get_rank())
+def _results(case: Case, setting: Setting, attend: Callable[..., Any], rank: int) -> list[Tensor]:
+    part_of = partial(setting.part_of, case=case, rank=rank)
     query, *others = case.inputs()
     shards = [part_of(query), *(part_of(x, of_keys=True) for x in others)]
     shards = [x.detach().requires_grad_() for x in shards]

@@ -61,7 +61,7 @@ class Trading:
         reason = why_not(Strategy(self._heads), *self._num_heads)
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
-        (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call)
+        (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call, query.shape[0])
         # Keys of another length, or dealt in another way, are exchanged by themselves.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
         self._trades = tuple(
@@ -72,7 +72,7 @@ class Trading:
             for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
         )
 
-    def _dealt(self, call: Call) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def _dealt(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Runs and global lengths, of queries and of keys."""
         runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
         if key_runs is None:
@@ -82,7 +82,7 @@ class Trading:
                 "key_runs say the lengths of what is exchanged, which a compiler has to know: "
                 f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
             )
-        seq_len = call.question(1).seq_len  # both are of one sequence
+        seq_len = call.question(batch).seq_len  # both are of one sequence
         return (runs, key_runs), (seq_len, seq_len)
 
     def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:

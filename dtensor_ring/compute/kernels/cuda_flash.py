@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
@@ -28,7 +29,7 @@ class CudaFlash(VarlenKernel):
     def missing(self) -> str | None:
         if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without flash attention"
-        return no_gpu()
+        return no_gpu() or _replaced()
 
     def supports(self, problem: Problem) -> str | None:
         if reason := gpu_limits(problem) or one_head_dim(problem, 256):
@@ -53,6 +54,18 @@ class CudaFlash(VarlenKernel):
             **_options(band),
         )
         return dq, dk, dv
+
+
+def _replaced() -> str | None:
+    """Why the operators are not those of flash attention 2, `None` if they are."""
+    active = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if active in (None, "FA2"):
+        return None
+    # Their limits differ, and they may split keys.
+    return (
+        f"activate_flash_attention_impl({active!r}) has replaced its operators; call "
+        "torch.nn.attention.restore_flash_attention_impl()"
+    )
 
 
 def _lengths(q: Tensor, k: Tensor, segments: Segments | None) -> tuple[object, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.kernels.paged import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.problem import Problem
@@ -95,7 +94,7 @@ def _missing_package() -> str | None:
         major, minor = map(int, found.split(".")[:2])
         if (major, minor) < (2, 7) or major > 2:
             return f"it needs flash-attn 2.7 or a later 2.x, found {found}"
-        import_module("flash_attn.flash_attn_interface")
+        load("flash_attn.flash_attn_interface")
     except PackageNotFoundError:
         return "the flash-attn package is not installed"
     except Exception as error:  # one that is broken may raise what it likes

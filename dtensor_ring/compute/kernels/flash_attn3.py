@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.kernels.paged import PagedKernel, Pages
 from dtensor_ring.compute.kernels.problem import Problem
@@ -37,8 +35,12 @@ class FlashAttn3(VarlenKernel):
         is_deterministic = problem.determinism != "off"
         if problem.head_dim > 192 and is_deterministic:
             return f"it has no deterministic gradients of a head dim of {problem.head_dim}"
-        if problem.grouped and is_deterministic:  # those wait for counters that nothing sets
-            return "it has no deterministic gradients of grouped-query keys"
+        if problem.grouped and is_deterministic:
+            # Those wait for counters that builds before September 2025 do not set: they hang.
+            return (
+                "deterministic gradients of grouped-query keys hang in builds before September "
+                "2025, which cannot be told from later ones"
+            )
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
@@ -89,7 +91,7 @@ class PagedFlashAttn3(PagedKernel):
 
 def _missing_package() -> str | None:
     try:
-        import_module("flash_attn_interface")
+        load("flash_attn_interface")
     except ModuleNotFoundError as error:
         if error.name == "flash_attn_interface":
             return "flash attention 3, the module flash_attn_interface, is not installed"

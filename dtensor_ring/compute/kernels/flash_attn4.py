@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
+
+NEEDED = {"return_lse", "max_seqlen_q"}
+"""Arguments that tell the function from the one in flash-attn's own `flash_attn/cute`."""
 
 OLDEST_BETA = 28
 """Oldest beta of version 4.0.0: earlier ones have no gradient of a softcap."""
@@ -31,6 +34,7 @@ class FlashAttn4(VarlenKernel):
     """
 
     name = "flash_attn4"
+    fills_empty_rows = False  # see Note [Segments without keys or without rows]
 
     def missing(self) -> str | None:
         return no_gpu(9, 10) or _missing_package()
@@ -70,7 +74,15 @@ def _missing_package() -> str | None:
         is_old = beta is not None and int(beta[1]) < OLDEST_BETA
         if is_old or not found.startswith("4."):
             return f"it needs flash-attn-4 4.0.0b{OLDEST_BETA} or a later 4.x, found {found}"
-        import_module("flash_attn.cute.interface")
+        missing = NEEDED - set(
+            signature(load("flash_attn.cute.interface")._flash_attn_fwd).parameters
+        )
+        if missing:
+            # flash-attn 2.8 brings an older flash_attn/cute, which replaces that of flash-attn-4.
+            return (
+                f"its function takes no {', '.join(sorted(missing))}: the flash-attn package has "
+                "overwritten flash_attn/cute; install flash-attn-4 again, after flash-attn"
+            )
     except PackageNotFoundError:
         return "the flash-attn-4 package is not installed"
     except Exception as error:  # one that is broken may raise what it likes

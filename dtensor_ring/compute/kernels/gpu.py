@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
+from types import ModuleType
+
 import torch
 
 from dtensor_ring.compute.kernels.problem import Problem
@@ -46,3 +50,11 @@ def one_head_dim(problem: Problem, largest: int) -> str | None:
             f"it needs a head dim that is a multiple of 8 up to {largest}, got {problem.head_dim}"
         )
     return None
+
+
+def load(module: str) -> ModuleType:
+    """Import a package of kernels; its warnings are no reason not to."""
+    with warnings.catch_warnings():
+        # Under -W error they would be: the package would not load for the whole process.
+        warnings.simplefilter("ignore")
+        return import_module(module)

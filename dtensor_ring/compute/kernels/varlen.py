@@ -6,8 +6,8 @@ code of all four flash attention kernels provides for both, each differently. Re
 - Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes out 0 and lse
   +inf; flash attention 3 writes out 0 and lse -inf. Flash attention 4 masks a whole block: its lse
   is -inf, and its out is 0 times the values of the segment before, which is NaN if those are not
-  finite. `clear_empty_rows` writes (0, -inf) after all of them; it does nothing if every row has
-  keys.
+  finite. `clear_empty_rows` writes an lse of -inf after all of them, and 0 after the last; it does
+  nothing if every row has keys.
 - Rows without keys, backward: no block of keys reads them. All kernels clear the sum of the
   gradient of queries in the launch before, which goes over queries only. That one looks at lse in
   flash attention 3 and 4, which take -inf for 0; flash attention 2 reads lse beside keys only. So
@@ -19,7 +19,7 @@ code of all four flash attention kernels provides for both, each differently. Re
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class VarlenKernel(Kernel):
     """
 
     has_segments = True
+    fills_empty_rows: ClassVar[bool] = True
+    """Whether the function writes zeros to the outputs of rows without keys."""
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
@@ -74,7 +76,7 @@ class VarlenKernel(Kernel):
         q, k, v = (_token_major(x, launch) for x in (q, k, v))
         out, lse = self.attend(q, k, v, _band(q, k, launch, scores))
         if launch.segments is not None:
-            return clear_empty_rows(out, lse, launch.segments)
+            return clear_empty_rows(out, lse, launch.segments, not self.fills_empty_rows)
         return _token_major(out, launch), lse
 
     def backward(
@@ -98,13 +100,19 @@ def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
     return Band(is_causal, window, scores.scale, scores.softcap, launch.segments)
 
 
-def clear_empty_rows(out: Tensor, lse: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Make rows without keys (0, -inf) in `out` `(T, N, Hv)` and `lse` `(N, T)`, in place."""
+def clear_empty_rows(
+    out: Tensor, lse: Tensor, segments: Segments, fill: bool
+) -> tuple[Tensor, Tensor]:
+    """Make rows without keys (0, -inf) in `out` `(T, N, Hv)` and `lse` `(N, T)`, in place.
+
+    Without `fill` the outputs are 0 already, and only `lse`, which is far smaller, is written.
+    """
     if segments.has_empty_rows:
         rows, cols = segments.boundaries(out.device)
         # The output size is known here: asking the device would wait for it.
         has_no_keys = (cols.diff() == 0).repeat_interleave(rows.diff(), output_size=out.shape[0])
-        out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
+        if fill:
+            out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
         lse.masked_fill_(has_no_keys, -torch.inf)
     return out, lse
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,7 +111,7 @@ def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash_attn2, "import_module", lambda module: None)
+    monkeypatch.setattr(flash_attn2, "load", lambda module: None)
     monkeypatch.setattr(flash_attn2, "version", missing)
     assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
     for version, reason in {
@@ -121,7 +123,7 @@ def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flash_attn2, "version", lambda _, version=version: version)
         assert KERNELS["flash_attn2"].missing() == reason
     monkeypatch.setattr(flash_attn2, "version", lambda _: "2.8.0")
-    monkeypatch.setattr(flash_attn2, "import_module", not_loading)
+    monkeypatch.setattr(flash_attn2, "load", not_loading)
     assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
 
 
@@ -135,7 +137,8 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str | None:
         return flash_attn4._missing_package()
 
-    monkeypatch.setattr(flash_attn4, "import_module", lambda module: None)
+    function = SimpleNamespace(_flash_attn_fwd=lambda q, return_lse, max_seqlen_q: None)
+    monkeypatch.setattr(flash_attn4, "load", lambda module: function)
     monkeypatch.setattr(flash_attn4, "version", missing)
     assert reason() == "the flash-attn-4 package is not installed"
     for version, is_old in {
@@ -151,7 +154,7 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = f"it needs flash-attn-4 4.0.0b28 or a later 4.x, found {version}"
         assert reason() == (expected if is_old else None)
     monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0")
-    monkeypatch.setattr(flash_attn4, "import_module", not_loading)
+    monkeypatch.setattr(flash_attn4, "load", not_loading)
     assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
 
 
@@ -177,7 +180,44 @@ def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda module: None, SimpleNamespace(fwd=None), "it registers no torch.ops.flash_attn_3"),
         (lambda module: None, operators, None),
     ):
-        monkeypatch.setattr(flash_attn3, "import_module", importing)
+        monkeypatch.setattr(flash_attn3, "load", importing)
         monkeypatch.setattr(flash_attn3, "flash", flash)
         found = reason()
         assert found is None if expected is None else expected in (found or ""), found
+
+
+def test_flash_attn_that_has_overwritten_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version says nothing of it."""
+    older = SimpleNamespace(_flash_attn_fwd=lambda q, k, v, cu_seqlens_q=None: None)
+    monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0b36")
+    monkeypatch.setattr(flash_attn4, "load", lambda module: older)
+    reason = flash_attn4._missing_package() or ""
+    assert "takes no max_seqlen_q, return_lse" in reason
+    assert "install flash-attn-4 again, after flash-attn" in reason
+
+
+def test_a_warning_is_no_reason_not_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All warnings are errors here."""
+    text = "import warnings; warnings.warn('old', DeprecationWarning)"
+    (tmp_path / "flash_attn_interface.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    monkeypatch.setattr(flash_attn3, "flash", SimpleNamespace(fwd=None, bwd=None))
+    assert flash_attn3._missing_package() is None
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+
+
+@pytest.mark.parametrize(("active", "is_served"), [(None, True), ("FA2", True), ("FA4", False)])
+def test_another_implementation_in_place_of_atens(
+    active: str | None,
+    is_served: bool,
+    gpu: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(9, 0)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)
+    reason = KERNELS["cuda_flash"].missing()
+    assert (reason is None) == is_served
+    assert is_served or "activate_flash_attention_impl('FA4') has replaced" in (reason or "")

@@ -15,7 +15,7 @@ from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
-NEEDED = {"return_lse", "max_seqlen_q"}
+NEEDED = "return_lse", "max_seqlen_q"
 """Arguments that tell the function from the one in flash-attn's own `flash_attn/cute`."""
 
 OLDEST_BETA = 28
@@ -74,7 +74,7 @@ def _missing_package() -> str | None:
         is_old = beta is not None and int(beta[1]) < OLDEST_BETA
         if is_old or not found.startswith("4."):
             return f"it needs flash-attn-4 4.0.0b{OLDEST_BETA} or a later 4.x, found {found}"
-        missing = NEEDED - set(
+        missing = set(NEEDED) - set(
             signature(load("flash_attn.cute.interface")._flash_attn_fwd).parameters
         )
         if missing:

@@ -149,12 +149,10 @@ def _put(
         target.zero_()
         return
     first, *others = addends
-    if not others and scale is None:
-        if not is_there:
-            target.copy_(first.x)
-        return
+    is_alone = not others and scale is None  # nothing is joined, so that any dtype may be copied
     # Interpolation wants one dtype, addition does not.
-    if target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others):
+    is_wide = target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others)
+    if is_alone or is_wide:
         if not is_there:
             target.copy_(first.x)
         _join(target, others, scale)

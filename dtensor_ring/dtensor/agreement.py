@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.compute.kernels import available_kernels
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.ops.autocast import autocast_dtype
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.run import shard_length
@@ -132,8 +133,7 @@ def _wants_gradients(call: dict[str, Any]) -> str:
 def _autocast(query: Any) -> str:
     """The dtype that the op casts to, if it does."""
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
+    return str(autocast_dtype(device_type) or "off")
 
 
 @contextmanager

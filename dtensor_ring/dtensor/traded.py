@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.ops.autocast import autocast_dtype, cast
 from dtensor_ring.ops.autograd import exchange_op, ring_op
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
@@ -150,12 +151,9 @@ def traded_attention(
 
 def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Query, key and value as the ring op casts them, so that they travel in that dtype."""
-    device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
-    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
+    device_type = tensors[0].device.type
+    dtype = autocast_dtype(device_type)
+    return tensors if dtype is None else [cast(x, device_type, dtype) for x in tensors]
 
 
 def traded_backward(

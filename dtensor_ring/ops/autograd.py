@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from dtensor_ring.ops import decode, exchange
 from dtensor_ring.ops.arguments import Leaf
+from dtensor_ring.ops.autocast import cast
 from dtensor_ring.ops.decode import DECODE, decode_op
 from dtensor_ring.ops.decode_options import DECODE_LEAVES
 from dtensor_ring.ops.exchange import exchange_op
@@ -195,14 +196,11 @@ def _autocast(device_type: str) -> None:
     name = f"Autocast{device_type.upper()}"
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
 
-    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-        eligible = x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if eligible and x.device.type == device_type else x
-
     def run(op: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(cast(query, dtype), cast(key, dtype), cast(value, dtype), *options)
+            inputs = (cast(x, device_type, dtype) for x in (query, key, value))
+            return op(*inputs, *options)
 
     def run_backward(*inputs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):

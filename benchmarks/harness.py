@@ -83,7 +83,7 @@ def spawn(
 ) -> list[dict[str, Any]]:
     """Measure each case in a new group of processes of one thread each.
 
-    With `bind`, each process stays on a core of its own, if there are as many: else threads of the
+    With `bind`, each process is bound to one core, if there are enough. Unbound threads of the
     transport may move between cores at each message, which takes longer than a small message.
     """
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -46,7 +46,7 @@ class Case:
 
     @property
     def strategies(self) -> list[str]:
-        """Every one that has groups of its own."""
+        """All strategies that differ on so many ranks."""
         sizes = [n for n in range(2, self.world_size) if self.world_size % n == 0]
         return ["ring", "all_gather", *(f"ulysses:{n}" for n in sizes), "ulysses"]
 

@@ -31,6 +31,8 @@ NUM_KEYS = 32
 """Of a rank: few, so that the kernel takes little of the time."""
 IN_A_ROW = 10
 """Calls that are timed together, as a model's layers are called."""
+STARTS = 8
+"""Times that the processes are started: how threads share cores lasts as long as the processes."""
 LONG = 16384, 65536
 """Numbers of keys between which the kernel's time for a key is measured."""
 LAYER = 32, 8, 128
@@ -53,13 +55,19 @@ class Case:
         return self.batch * HEADS * ROW_BYTES / 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
     """Seconds of one call, by contender and repeat; and of the kernel for one key of `LAYER`."""
 
     case: Case
     seconds: dict[str, list[float]] = field(default_factory=dict)
     per_key: float = 0.0
+
+    def add(self, seconds: dict[str, list[float]], per_key: float) -> None:
+        """Put the times of one more start of the processes to those known."""
+        for name, times in seconds.items():
+            self.seconds[name] = self.seconds.get(name, []) + times
+        self.per_key = min(self.per_key or per_key, per_key)
 
     def microseconds(self, name: str) -> float:
         return 1e6 * median(self.of(name))
@@ -87,7 +95,7 @@ def cases(quick: bool) -> list[Case]:
     """From 1 KB to 256 KB; the largest that goes with the word of a call is the fourth."""
     batches = (1, 62) if quick else (1, 4, 16, 62, 252)
     sizes = (2,) if quick else (2, 4)
-    return [Case(size, batch, 5 if quick else 100) for size in sizes for batch in batches]
+    return [Case(size, batch, 5 if quick else 15) for size in sizes for batch in batches]
 
 
 def gathered(part: Tensor) -> Call:
@@ -204,7 +212,8 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     """Print what was measured, in Markdown."""
     console.print(
         f"\nOne token of {HEADS} heads of {HEAD_DIM} for each sequence, {NUM_KEYS} keys a rank, "
-        "gloo, one thread a rank, each\nrank on a core of its own if there are as many. "
+        "gloo, one thread a rank, each\nrank on a core of its own if there are as many, "
+        f"{STARTS} starts of the processes. "
         "Microseconds of a call, medians; ratios are medians of the ratios of\nneighbouring times. "
         "Each follows the same attention on one rank, whose time is\ntaken off: `added` is our "
         "call, `bare` one all-gather of the same bytes. `host` is our call on one rank\n"
@@ -229,13 +238,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="take less than a minute")
     quick = parser.parse_args().quick
-    about, todo, measurements = origin(), cases(quick), []
+    about, todo = origin(), cases(quick)
+    measurements = [Measurement(case) for case in todo]
     for world_size in sorted({case.world_size for case in todo}):
-        now = [case for case in todo if case.world_size == world_size]
-        measurements += [
-            Measurement(Case(**r["case"]), r["seconds"], r["per_key"])
-            for r in spawn(world_size, measure, now, bind=True)
-        ]
+        now = [m for m in measurements if m.case.world_size == world_size]
+        for _ in range(1 if quick else STARTS):
+            found = spawn(world_size, measure, [m.case for m in now], bind=True)
+            for m, of_start in zip(now, found, strict=True):
+                m.add(of_start["seconds"], of_start["per_key"])
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
     publish("decode", "Decoding over ranks on CPUs", quick, about, measured, show)

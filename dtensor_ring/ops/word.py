@@ -26,7 +26,7 @@ from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.session import session_of
 from dtensor_ring.transport.turn import Turns, turn_of
-from dtensor_ring.transport.word import NUM_BYTES, Word
+from dtensor_ring.transport.word import MAX_BYTES, Word
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
@@ -114,7 +114,7 @@ def _direction(is_back: bool) -> str:
     return "exchange back" if is_back else "exchange"
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _exchange_word(
     is_back: bool,
     device: str,
@@ -163,7 +163,7 @@ def _agreed(agree: Tensor | None) -> str:
     return _numbers(on_host(agree).numpy().reshape(-1))
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _decode_word(
     dtype: torch.dtype,
     device: str,
@@ -189,7 +189,7 @@ def _decode_word(
     return _word_of(*facts, question, own)
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * NUM_BYTES)
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _word(
     direction: str,
     dtype: torch.dtype,

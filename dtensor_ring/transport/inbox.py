@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dtensor_ring.transport.word import NUM_BYTES, flat
+from dtensor_ring.transport.word import MAX_BYTES, flat
 
 MOST_CARRIED = 1 << 16
 """Bytes that may follow a word in its message: the partial results of a decoded token take 1 to 64
@@ -20,15 +20,15 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._memory = bytearray(NUM_BYTES + MOST_CARRIED)
+        self._memory = bytearray(MAX_BYTES + MOST_CARRIED)
         self.flat: Tensor = flat(self._memory)
         """What a message comes to, uint8."""
 
     @property
     def word(self) -> bytearray:
-        """The word that came."""
-        return self._memory[:NUM_BYTES]
+        """The word that came, and maybe some of what followed it."""
+        return self._memory[:MAX_BYTES]
 
-    def carried(self, num_bytes: int) -> Tensor:
-        """So many bytes that came after the word."""
-        return self.flat[NUM_BYTES : NUM_BYTES + num_bytes]
+    def carried(self, word_bytes: int, num_bytes: int) -> Tensor:
+        """So many bytes that came after a word of that size."""
+        return self.flat[word_bytes : word_bytes + num_bytes]

@@ -24,7 +24,7 @@ class Call(Protocol):
         """The error of a message for which this rank had waited so long."""
 
     def check_word(self, theirs: bytearray, peer: int) -> None:
-        """Compare this rank's word with that of another."""
+        """Compare this rank's word with that of another, which more may follow."""
 
 
 class Sent:
@@ -57,16 +57,17 @@ class Sent:
 class Answer(Sent):
     """A message that begins with the word of another rank, which has to be that of this rank."""
 
-    __slots__ = ("_flat", "_inbox")
+    __slots__ = ("_flat", "_inbox", "_word_bytes")
 
     def __init__(self, call: Call, work: Work, message: P2P, inbox: Inbox) -> None:
         super().__init__(call, work, message)
         self._inbox = inbox
         self._flat: Tensor | None = None
+        self._word_bytes = 0
 
-    def comes_to(self, flat: Tensor) -> None:
-        """Let what follows the word come to this tensor."""
-        self._flat = flat
+    def comes_to(self, flat: Tensor, word_bytes: int) -> None:
+        """Let what follows a word of that size come to this tensor."""
+        self._flat, self._word_bytes = flat, word_bytes
 
     def wait(self) -> None:
         if self.has_arrived:
@@ -75,4 +76,5 @@ class Answer(Sent):
         self._call.check_word(self._inbox.word, self._message.peer)
         if self._flat is not None:
             content = self._flat.view(torch.uint8)
-            content.copy_(self._inbox.carried(content.numel()))
+            # A rank whose word had another size would have been told from this one above.
+            content.copy_(self._inbox.carried(self._word_bytes, content.numel()))

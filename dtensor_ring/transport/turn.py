@@ -135,7 +135,7 @@ class Turn(Transport):
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         if self._carries:
             for message in receives:
-                self._answers[message.peer].comes_to(message.flat)
+                self._answers[message.peer].comes_to(message.flat, len(self._mine))
             self._tell({message.peer: message.flat for message in sends})
             receives, sends = [], []
         tag = self._tag
@@ -213,7 +213,7 @@ class Turn(Transport):
         Raises:
             RingError: naming what differs.
         """
-        if self._mine == theirs:
+        if theirs.startswith(self._mine):
             return
         differing = differences(self._mine, theirs)
         if not differing:

@@ -5,7 +5,8 @@ that of the rank before it, together with its first message of keys and values. 
 seen where it is, by both sides of it, before anything of a peer is used; closed connections tell
 the other ranks. All other messages carry a tag that is made of the word: messages of calls that
 differ never meet, whatever their sizes. A call whose first hop is a small message between all ranks
-sends each of them the word and the message as one, see `Inbox`.
+sends each of them the word and the message as one, see `Inbox`. A word is no longer than its text,
+so that what follows it fits into the same packet of the network as often as it can.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from dtensor_ring.transport.process_group import ABORT_TAG
 
-NUM_BYTES = 2048
-"""Of a message. What a call is takes some 500; longer boundaries are told by their digest."""
+MAX_BYTES = 2048
+"""Of a word. What a call is takes some 500; longer boundaries are told by their digest."""
 
 _HEAD = "<QQQ96s"  # number of the call, of the forward call of a backward; digest; place in code
 _HEAD_BYTES = 120  # of that
@@ -39,9 +40,8 @@ class Word:
     def __init__(self, fields: dict[str, str]) -> None:
         text = "\n".join(f"{name}: {value}" for name, value in fields.items()).encode()
         self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-        # The digest is of all, so that what is cut off counts, too.
-        text = text[: NUM_BYTES - _HEAD_BYTES]
-        self._template = bytes(_HEAD_BYTES) + text.ljust(NUM_BYTES - _HEAD_BYTES, b"\0")
+        # The digest is of all, so that what is cut off counts, too. A zero ends the text.
+        self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
     def message(self, number: int, origin: int, place: str = "") -> bytearray:
         """The message of a call.
@@ -68,7 +68,9 @@ def flat(message: bytearray) -> Tensor:
 
 
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
-    """What differs between two messages: name, value of mine, value of theirs.
+    """What differs between two words: name, value of mine, value of theirs.
+
+    Anything may follow either of them.
 
     A place in the code that is not known differs from none: a compiled call has none.
     """
@@ -97,6 +99,6 @@ def _fields(message: bytes | bytearray) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition(": ") for line in lines)} | head
 
 
-def _text(padded: bytes) -> str:
+def _text(ended: bytes) -> str:
     # A letter may have been cut in its middle.
-    return padded.rstrip(b"\0").decode(errors="replace")
+    return ended.partition(b"\0")[0].decode(errors="replace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtensor_ring.transport.process_group import ABORT_TAG
-from dtensor_ring.transport.word import NUM_BYTES, Word, differences
+from dtensor_ring.transport.word import MAX_BYTES, Word, differences
 
 FIELDS = {"scale": "0.5", "mask": "Mask(left=None, right=0)", "cu_seqlens": "[0, 3, 8]"}
 
@@ -25,12 +25,13 @@ def test_differences_are_named(
 ) -> None:
     one, other = Word(FIELDS), Word(fields)
     mine, theirs = one.message(7, 3), other.message(number, origin)
-    assert len(mine) == len(theirs) == NUM_BYTES
     assert differences(mine, theirs) == expected
+    assert differences(mine + b"data", theirs + b"other data") == expected
 
 
 def test_what_does_not_fit_counts_too() -> None:
     one, other = (Word({"cu_seqlens": "1, " * 4000 + end}) for end in ("5", "6"))
+    assert len(one.message(1, 0)) == len(other.message(1, 0)) == MAX_BYTES
     (found,) = differences(one.message(1, 0), other.message(1, 0))
     assert found[0] == "what does not fit into a word"
     assert differences(one.message(1, 0), one.message(1, 0)) == []

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from baselines import Stages
+from network import Hosts
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +29,7 @@ from dtensor_ring.ops.options import Call, flatten
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
 WIDTH = 140
+PORT = 29513
 STAGES = ("forward", "forward + backward")
 ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
 """Orders of the dimensions in memory, by name."""
@@ -90,6 +92,34 @@ def spawn(
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (world_size, folder, measure, todo, bind), nprocs=world_size)
         return json.loads(Path(folder, "results.json").read_text())
+
+
+def spawn_on_hosts(network: Hosts, script: str, todo: list[Any]) -> list[dict[str, Any]]:
+    """Measure cases in a new process on each host: the script is called with a number, that of its
+    host, and arguments that it passes on to `work_on_host`."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "cases.json").write_text(json.dumps([asdict(case) for case in todo]))
+        network.run(Path(script).resolve(), folder, network.address(0))
+        return json.loads(Path(folder, "results.json").read_text())
+
+
+def work_on_host(
+    measure: Measure, make_case: Callable[..., Any], rank: str, folder: str, address: str
+) -> None:
+    """Measure the cases in the folder; the first host leaves the results there."""
+    todo = [make_case(**case) for case in json.loads(Path(folder, "cases.json").read_text())]
+    torch.set_num_threads(1)
+    world_size, where = todo[0].world_size, f"tcp://{address}:{PORT}"
+    dist.init_process_group(
+        "gloo", where, timedelta(minutes=5), rank=int(rank), world_size=world_size
+    )
+    mesh = init_device_mesh("cpu", (world_size,))
+    with torch.no_grad():
+        results = [asdict(measure(case, mesh)) for case in todo]
+    if mesh.get_rank() == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def origin() -> dict[str, str]:

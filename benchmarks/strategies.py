@@ -1,20 +1,25 @@
 """Measure every strategy, and PyTorch's rings, in turns: which one is fastest where.
 
-Run ``python benchmarks/strategies.py``: it starts 2, 4 and 8 processes itself, prints a table, and
-writes it with every single time to ``benchmarks/results``. With ``--quick`` it measures a few small
-cases and writes to ``out`` instead. Ratios are medians of the ratios of neighbouring times. Leave
-the machine alone meanwhile.
+Run ``python benchmarks/strategies.py``: it starts 2, 4 and 8 processes itself, prints tables, and
+writes them with every single time to ``benchmarks/results``. Run by root, it measures 2 and 4 hosts
+on links of three rates, too; hosts are network namespaces of this machine (see network.py). With
+``--quick`` it measures a few small cases and writes to ``out`` instead. Ratios are medians of the
+ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
 import argparse
+import os
+import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired, torch_ring
-from harness import HEAD_DIM, STAGES, origin, publish, spawn
+from harness import HEAD_DIM, STAGES, origin, publish, spawn, spawn_on_hosts, work_on_host
+from network import hosts
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +37,8 @@ ATTENTIONS = {
 DOCUMENT = 1500
 """Tokens of each packed document."""
 HEADS = {"grouped": (8, 2), "multi-head": (8, 8)}
+RATES = 0, 400, 50
+"""Of a host's link, in MB/s; 0 is as fast as it gets."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Case:
     attention: str
     heads: str
     repeats: int
+    rate: int | None = None
+    """One of `RATES` between hosts; `None` on one machine."""
 
     @property
     def strategies(self) -> list[str]:
@@ -67,7 +76,7 @@ class Measurement:
 
 def cases(quick: bool) -> list[Case]:
     """By ranks, length, mask and heads."""
-    sizes, lengths = ((2, 4), {2048: 2}) if quick else ((2, 4, 8), {4096: 15, 16384: 7, 65536: 2})
+    sizes, lengths = ((2, 4), {2048: 2}) if quick else ((2, 4, 8), {2048: 9, 8192: 3})
     return [
         Case(size, seq_len, attention, heads, repeats)
         for size in sizes
@@ -75,6 +84,33 @@ def cases(quick: bool) -> list[Case]:
         for attention in (list(ATTENTIONS)[:2] if quick else ATTENTIONS)
         for heads in (list(HEADS)[1:] if quick else HEADS)
     ]
+
+
+def host_cases(quick: bool) -> list[Case]:
+    """By hosts, rate, mask and heads."""
+    return [
+        Case(size, 2048 if quick else 4096, attention, heads, 2 if quick else 3, rate)
+        for size in ((2,) if quick else (2, 4))
+        for rate in (RATES[1:2] if quick else RATES)
+        for attention in (list(ATTENTIONS)[:1] if quick else ATTENTIONS)
+        for heads in HEADS
+    ]
+
+
+def measure_hosts(todo: list[Case]) -> list[Measurement]:
+    """In new processes for each number of hosts and rate."""
+    measurements: list[Measurement] = []
+    for world_size, rate in dict.fromkeys((case.world_size, case.rate) for case in todo):
+        now = [case for case in todo if (case.world_size, case.rate) == (world_size, rate)]
+        with hosts(world_size) as network:
+            network.limit(1e6 * rate if rate else None)
+            measurements += of_results(spawn_on_hosts(network, __file__, now))
+    return measurements
+
+
+def of_results(results: list[dict[str, Any]]) -> list[Measurement]:
+    """What the processes measured."""
+    return [Measurement(Case(**x["case"]), x["seconds"]) for x in results]
 
 
 def shards_of(case: Case, rank: int) -> list[Tensor]:
@@ -124,7 +160,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 def table(measurements: list[Measurement], stage: int) -> Table:
     """One row for each case: the ring's time, and what others take over it."""
     names = list(dict.fromkeys(name for m in measurements for name in m.seconds))
-    result = Table("ranks", "tokens", "attention", "heads", "ring ms", box=MARKDOWN)
+    result = Table("ranks", "MB/s", "tokens", "attention", "heads", "ring ms", box=MARKDOWN)
     for name in names[1:]:
         result.add_column(name, justify="right", no_wrap=True)
     for m in measurements:
@@ -132,7 +168,8 @@ def table(measurements: list[Measurement], stage: int) -> Table:
         ratios = {name: median_ratio(times[stage], ring) for name, times in m.seconds.items()}
         fastest = min(m.case.strategies, key=ratios.__getitem__)
         marked = {name: f"{x:.2f}{' *' * (name == fastest)}" for name, x in ratios.items()}
-        of_case = m.case.world_size, f"{m.case.seq_len:,}", m.case.attention, m.case.heads
+        rate = m.case.rate or ("" if m.case.rate is None else "no limit")
+        of_case = m.case.world_size, rate, f"{m.case.seq_len:,}", m.case.attention, m.case.heads
         milliseconds = f"{1e3 * median(ring):.1f}{' *' * (fastest == 'ring')}"
         result.add_row(
             *map(str, of_case), milliseconds, *(marked.get(name, "") for name in names[1:])
@@ -146,7 +183,8 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     console.print(
         f"\nZigzag, batch 1, head dim {HEAD_DIM}, float32, gloo, a thread a rank. {heads}.\n"
         f"Windows of 1,024 tokens, documents of {DOCUMENT:,}. The median of our ring's times on "
-        "the slowest rank,\nand what others take over it; * is the fastest of ours.\n"
+        "the slowest rank,\nand what others take over it; * is the fastest of ours. MB/s is the "
+        "rate of a host's link; without it, ranks\nare processes of one machine.\n"
     )
     for stage, what in enumerate(STAGES):
         console.print(f"## {what.capitalize()}\n")
@@ -160,12 +198,16 @@ def main() -> None:
     about, measurements = origin(), []
     for world_size in sorted({case.world_size for case in cases(quick)}):
         todo = [case for case in cases(quick) if case.world_size == world_size]
-        found = spawn(world_size, measure, todo)
-        measurements += [Measurement(Case(**x["case"]), x["seconds"]) for x in found]
+        measurements += of_results(spawn(world_size, measure, todo))
+    if os.geteuid() == 0:
+        measurements += measure_hosts(host_cases(quick))
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
     publish("strategies", "Strategies on CPUs", quick, about, measured, show)
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 4 and sys.argv[1].isdigit():  # started by `Hosts.run`
+        work_on_host(measure, Case, *sys.argv[1:])
+    else:
+        main()

@@ -31,7 +31,7 @@ NUM_KEYS = 32
 """Of a rank: few, so that the kernel takes little of the time."""
 IN_A_ROW = 10
 """Calls that are timed together, as a model's layers are called."""
-STARTS = 8
+STARTS = 6
 """Times that the processes are started: how threads share cores lasts as long as the processes."""
 LONG = 16384, 65536
 """Numbers of keys between which the kernel's time for a key is measured."""
@@ -95,7 +95,7 @@ def cases(quick: bool) -> list[Case]:
     """From 1 KB to 256 KB; the largest that goes with the word of a call is the fourth."""
     batches = (1, 62) if quick else (1, 4, 16, 62, 252)
     sizes = (2,) if quick else (2, 4)
-    return [Case(size, batch, 5 if quick else 15) for size in sizes for batch in batches]
+    return [Case(size, batch, 5 if quick else 10) for size in sizes for batch in batches]
 
 
 def gathered(part: Tensor) -> Call:

@@ -20,18 +20,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.patterns import LayerMask
+from parallel_plans.huggingface.sharding import shardings_of
+from parallel_plans.huggingface.stateful import stateful_layers
 from tests.model_types import KINDS, auto, batches, default_config, small_model, types_of
 from tests.pool import Pool
+from tests.results import Results, difference, results_alone, results_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-TOLERANCE = {"loss": 2e-5, "gradients": 2e-4}
-"""Relative: beyond what float32 rounds in models of random weights."""
 VERDICTS = ("equal", "refused", "not built", "wrong", "error")
 ABOUT = """\
 # Models
@@ -42,8 +43,8 @@ stock model, in loss and all gradients. `make census` writes this page.
 
 - *Equal*: no difference but rounding; the number is the largest relative error. *Text*: of a model
   of several parts, with the plan on the part that is named, and batches of text.
-  Hybrids, whose layers carry a state, run in the contiguous layout, and take packed documents that
-  begin with the shard of a rank.
+  *Documents alone*: packed documents are compared with each of them alone, as layers that carry a
+  state go on over the beginning of a document in the stock model on a CPU.
 - *Refused*: an error that says why, when the plan is made or at the first forward.
 - *Not built*: the census does not make a small model of that type.
 """
@@ -51,9 +52,6 @@ COUNTS = [
     "| kind | types | equal | only unpacked | refused | not built | wrong | raw errors |",
     "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
 ]
-
-Results = tuple[Tensor, dict[str, Tensor]]
-"""A loss, and gradients by name."""
 
 
 class Verdict(NamedTuple):
@@ -86,16 +84,19 @@ def verdict(kind: str, name: str) -> Verdict:
     except Exception as error:
         return _refusal(error)
     worst, notes = 0.0, [planned]
+    if "packed" in expected and _begins_anew(ring):
+        expected["packed"] = results_alone(stock, **batches()["packed"])
+        notes.append("documents alone")
     for case, results in expected.items():
         try:
-            found = _results(ring, batches()[case])
+            found = results_of(ring, batches()[case])
         except Exception as error:
             refusal = _refusal(error, f"{case}: ")
             if case == "plain" or refusal.what != "refused":
                 return refusal
             notes.append(f"{case} batches refused: {refusal.why.removeprefix(f'{case}: ')}")
             continue
-        error, what = _difference(found, results)
+        error, what = difference(found, results)
         if what:
             return Verdict("wrong", f"{case}: {what} differs by {error:.1e}", error)
         worst = max(worst, error)
@@ -108,7 +109,7 @@ def _of_stock(model: Any) -> tuple[dict[str, Results], dict[str, str]]:
     results, refused = {}, {}
     for case, batch in batches().items():
         try:
-            results[case] = _results(model, batch)
+            results[case] = results_of(model, batch)
             if not results[case][0].isfinite():
                 raise ValueError("its loss is not finite")
         except Exception as error:  # whatever its code raises
@@ -179,39 +180,18 @@ def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:400]
 
 
-def _results(model: Any, batch: dict[str, Tensor]) -> Results:
-    """The loss and the gradients of a process."""
-    model.zero_grad()
-    output = model(**batch, use_cache=False)
-    output.loss.backward()
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return output.loss.detach(), grads
-
-
-def _difference(found: Results, expected: Results) -> tuple[float, str]:
-    """The largest relative error, and what is off, if something is."""
-    (loss, grads), (stock_loss, stock_grads) = found, expected
-    errors = {"loss": float(((loss - stock_loss) / stock_loss).abs())}
-    scale = torch.stack([x.norm() for x in stock_grads.values()]).max() * 1e-2
-    for name, stock in stock_grads.items():
-        grad = grads.get(name, torch.zeros_like(stock)).clone()
-        dist.all_reduce(grad)
-        difference = (grad / dist.get_world_size() - stock).norm()
-        errors[name] = float(difference / stock.norm().clamp(min=scale))
-    # Not by max, which may lose NaN.
-    off = [
-        name
-        for name, x in errors.items()
-        if not x <= TOLERANCE["loss" if name == "loss" else "gradients"]
-    ]
-    return max(errors.values()), off[0] if off else ""
+def _begins_anew(model: Any) -> bool:
+    """Whether layers with a state begin anew in each document under the plan."""
+    masks = [x for x in shardings_of(model)[0].layer_masks.values() if isinstance(x, LayerMask)]
+    by_positions = not masks or any(mask.by_positions for mask in masks)
+    return bool(stateful_layers(model)) and by_positions
 
 
 def census(pool: Pool, kind: str, names: list[str]) -> Iterator[tuple[str, Verdict]]:
     """The verdict of each type, which all ranks have to agree in."""
     for name in names:
         try:
-            verdicts = pool.run(2, _alone, kind, name, timeout=60)
+            verdicts = pool.run(2, _cleaned, kind, name, timeout=60)
         except AssertionError as error:  # a rank died, or waits for ever
             yield name, Verdict("error", _line(str(error)[-200:]))
             continue
@@ -221,7 +201,7 @@ def census(pool: Pool, kind: str, names: list[str]) -> Iterator[tuple[str, Verdi
         yield name, ours
 
 
-def _alone(kind: str, name: str) -> Verdict:
+def _cleaned(kind: str, name: str) -> Verdict:
     found = verdict(kind, name)
     gc.collect()
     return found
@@ -247,7 +227,6 @@ def page(found: Rows) -> str:
     for kind, rows in found.items():
         counts = Counter(what for name, (what, _) in rows.items() if "," not in name)
         cells = [counts.total(), *(counts[what] for what in VERDICTS)]
-        # Layers with a state take documents that begin with a shard only.
         cells.insert(2, sum("packed batches refused" in note for _, note in rows.values()))
         lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
     for kind, rows in found.items():

@@ -11,6 +11,7 @@ from parallel_plans.huggingface.dropout import no_dropout
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.given import GivenMask, ModelMask
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks, Pattern, is_pattern
+from parallel_plans.huggingface.pieces import Pieces
 
 IMPLEMENTATION = "ring"
 BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
@@ -28,6 +29,8 @@ class RingInputs(NamedTuple):
     """What a model around this one says that all layers see."""
     past: int = 0
     """Tokens that were cached before this batch."""
+    pieces: Pieces | None = None
+    """Of layers with a state."""
 
     def frame(self, module: Any) -> Frame:
         """That of a layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from dtensor_ring import SequenceAxis, relayout
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.ops.state import attached, receive_op, send_op
 from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.spelling import LAYOUTS, as_layout
-from parallel_plans.huggingface.stateful import Run, StateKey, States, stateful_layers
+from dtensor_ring.planning.spelling import LAYOUTS
+from parallel_plans.huggingface.pieces import Pieces
+from parallel_plans.huggingface.stateful import Call, Run, StateKey, States, stateful_layers
 
 
 class StateSpec(NamedTuple):
@@ -32,19 +34,17 @@ class KeptStates:
     """Shards of one process, one after another: each goes on from the states of the one before."""
 
     def __init__(self) -> None:
-        self.reorders = False
-        self.padding: Tensor | None = None
         self._states: dict[int, States] = {}
         self.unused: dict[int, StateKey] = {}
         """By layer: a state that it does not go on from."""
 
-    def call(self, number: int, hidden: Tensor, trains: bool, run: Run) -> Any:
-        before = self._states.get(number, {})
-        output, self._states[number] = run(hidden, before)
+    def call(self, call: Call, run: Run) -> Any:
+        before = self._states.get(call.number, {})
+        output, self._states[call.number] = run(call.hidden, None, before)
         for key, x in before.items():  # some layers use a state for single tokens only
-            other = first(run(hidden, before | {key: x + 1})[0])
+            other = first(run(call.hidden, None, before | {key: x + 1})[0])
             if torch.equal(other, first(output)):
-                self.unused.setdefault(number, key)
+                self.unused.setdefault(call.number, key)
         return output
 
     def forget(self) -> None:
@@ -63,7 +63,10 @@ class KeptStates:
 
 
 class AxisRelay:
-    """The ranks of an axis. A layer's states are one message.
+    """The ranks of an axis. A layer's states are one message for each row of the batch.
+
+    Note [Row by row]: the ranks take a row one after another, as each needs the states of the one
+    before. While the next rank has a row, this one has the row after it.
 
     Args:
         axis: over which tokens are dealt.
@@ -76,28 +79,11 @@ class AxisRelay:
         self, axis: SequenceAxis, specs: StateSpecs, order: Layout | str = Contiguous.name
     ) -> None:
         self._axis, self._specs, self._order = axis, specs, order
-        self.reorders = axis.layout != as_layout(order)
-        self.padding: Tensor | None = None
-        self.begins: Tensor | None = None
-        """Rows of the batch, `(B, 1)`, in which a document begins with this rank's first token."""
+        self._group_name = axis_group(axis.mesh).group_name
+        self._last: Pieces | None = None
+        self._alive: WeakSet[Pieces] = WeakSet()
 
-    # A compiler would drop the messages of the backward, whose results nobody uses.
-    @torch.compiler.disable
-    def call(self, number: int, hidden: Tensor, trains: bool, run: Run) -> Any:
-        mesh = self._axis.mesh
-        x = relayout(hidden, mesh, 1, self._order)
-        # What is received needs a gradient on all ranks, if what is sent has one.
-        needs_own = trains and not x.requires_grad and torch.is_grad_enabled()
-        anchor = x.detach().requires_grad_() if needs_own else x
-        output, after = run(x, self._receive(number, anchor))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        parts = [after[spec.key].flatten(1).to(wide) for spec in self._specs[number]]
-        token = send_op(torch.cat(parts, 1), 1, self._group_name())
-        out = attached(first(output), token)
-        out = relayout(out, mesh, 1, self._axis.layout, layout=self._order)
-        return (out, *output[1:]) if isinstance(output, tuple) else out
-
-    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> None:
+    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> Pieces:
         """Begin a batch of so many tokens.
 
         Args:
@@ -105,38 +91,90 @@ class AxisRelay:
             length: of all ranks' tokens, with padding.
             mask: the attention mask of all of them but those, `(B, S)`.
 
-        Raises:
-            ValueError: if a document begins within a shard: the layers would go on over it.
+        Returns:
+            What calls of layers have to be given, as batches may wait for their backward in which
+            checkpointing repeats the calls. Without it, it is that of the last batch.
         """
-        self.begins = self.padding = None
-        shard, rank = length // self._axis.mesh.size(), self._axis.mesh.get_local_rank()
-        if mask is not None:
-            whole = nn.functional.pad(mask, (0, length - mask.shape[1]))
-            self.padding = whole[:, rank * shard : (rank + 1) * shard]
-        if boundaries is None:
-            return
-        bounds = boundaries.reshape(-1, boundaries.shape[-1])
-        within = (bounds % shard != 0) & (bounds < bounds[:, -1:])
-        if within.any():
-            raise ValueError(
-                "layers with a state go on over the beginning of a document, as the model's own "
-                f"code does on one process; here one begins at token {int(bounds[within][0])}, "
-                f"within the shard of a rank, of {shard} tokens: give each document a row of its "
-                "own, or pad documents to whole shards"
-            )
-        self.begins = (bounds == rank * shard).any(-1, keepdim=True)
+        mesh = self._axis.mesh
+        self._last = Pieces.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
+        self._alive.add(self._last)
+        return self._last
 
-    def _receive(self, number: int, anchor: Tensor) -> States:
-        specs, rows = self._specs[number], anchor.shape[0]
+    def keep(self, output: dict[str, Any]) -> None:
+        """Know the last batch until what was made of it is gone."""
+        for x in () if torch.compiler.is_compiling() else output.values():
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                found: Any = x.grad_fn.metadata
+                found["pieces"] = self._last
+
+    # A compiler would drop the messages of the backward, whose results nobody uses.
+    @torch.compiler.disable
+    def call(self, call: Call, run: Run) -> Any:
+        pieces = self._pieces(call) if call.pieces is None else call.pieces
+        mesh = self._axis.mesh
+        x = relayout(call.hidden, mesh, 1, self._order)
+        # What is received needs a gradient on all ranks, if what is sent has one.
+        needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
+        outputs = [
+            self._row(call.number, x[row : row + 1], needs_own, pieces, row, run)
+            for row in range(len(x))
+        ]
+        out = torch.cat([first(output) for output in outputs])
+        out = relayout(out, mesh, 1, self._axis.layout, layout=self._order)
+        return (out, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else out
+
+    def _row(
+        self, number: int, x: Tensor, needs_own: bool, pieces: Pieces, row: int, run: Run
+    ) -> Any:
+        """The output of a layer for one row."""
+        specs = self._specs[number]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
-        flat = receive_op(anchor, rows, sum(sizes), 1, self._group_name())
-        if self.begins is not None:
-            flat = flat.masked_fill(self.begins.to(flat.device), 0.0)
+        anchor = x.detach().requires_grad_() if needs_own else x
+        flat = receive_op(anchor, 1, sum(sizes), 1, self._group_name)
         parts = zip(specs, flat.split(sizes, 1), strict=True)
-        return {spec.key: x.reshape(rows, *spec.shape).to(spec.dtype) for spec, x in parts}
+        states = {spec.key: part.reshape(1, *spec.shape).to(spec.dtype) for spec, part in parts}
+        outs = []
+        for piece in pieces.of_row(row):
+            before = {} if piece.is_first else states
+            output, states = _of_piece(
+                run, x[:, piece.begin : piece.end], pieces.mask(row, piece), before
+            )
+            outs.append(first(output))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
+        # Sent after what was received, backward too, where a document begins in between.
+        token = send_op(attached(after, flat), 1, self._group_name)
+        out = attached(torch.cat(outs, 1), token)
+        return (out, *output[1:]) if isinstance(output, tuple) else out
 
-    def _group_name(self) -> str:
-        return axis_group(self._axis.mesh).group_name
+    def _pieces(self, call: Call) -> Pieces:
+        """Those of a call that does not say its batch, as of models without attention.
+
+        Raises:
+            ValueError: if checkpointing repeats it, and batches that wait for a backward differ.
+        """
+        assert self._last is not None, "no batch was begun yet"
+        in_backward = torch._C._current_graph_task_id() != -1
+        others = [x for x in self._alive if x is not self._last and not x.same_batch(self._last)]
+        if in_backward and others:
+            raise ValueError(
+                "checkpointing repeats a layer with a state, whose model does not tell it of which "
+                "batch, and batches with other documents or padding wait for their backward: run "
+                "the backward of a batch before the next forward, and drop its outputs"
+            )
+        return self._last
+
+
+def _of_piece(run: Run, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
+    """The output for a piece, and the states after it."""
+    if x.shape[1] > 1 or not before:
+        return run(x, mask, before)
+    # A layer may go on with a single token in another way, for generation. It is the end of its
+    # document, so that nobody asks for the states after it.
+    mask = None if mask is None else mask.repeat(1, 2)
+    output, after = run(x.repeat(1, 2, 1), mask, before)
+    one = first(output)[:, :1]
+    return (one, *output[1:]) if isinstance(output, tuple) else one, after
 
 
 def first(output: Any) -> Tensor:

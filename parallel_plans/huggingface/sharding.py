@@ -192,12 +192,12 @@ class Sharding(Outputs):
         """What attention needs of this batch, its length with padding, and its layout."""
         axis = self.axis
         length = axis.layout.dealt_length(seq_len, axis.mesh.size())
-        documents = find_documents(batch, seq_len, self.chunks)
+        documents, pieces = find_documents(batch, seq_len, self.chunks), None
         if self._relay is not None:
             # Of one token alone layers with a state take no state.
             length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
             mask = batch.get("attention_mask")
-            self._relay.begin(self._boundaries(batch, documents), length, mask)
+            pieces = self._relay.begin(self._boundaries(batch, documents), length, mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         layout = axis.layout
@@ -207,7 +207,8 @@ class Sharding(Outputs):
         indices = torch.arange(length, device=_tokens(batch).device)
         local = local_tokens(indices, axis.mesh, 0, layout)
         frame = Dealt(axis, length, documents, documents.runs)
-        return RingInputs((frame,), local, self.layer_masks), length, layout
+        ring = RingInputs((frame,), local, self.layer_masks, pieces=pieces)
+        return ring, length, layout
 
     def _boundaries(self, batch: dict[str, Any], documents: Documents) -> Tensor | None:
         """Of documents in layers with a state, which mask padding by themselves."""
@@ -232,6 +233,8 @@ class Sharding(Outputs):
     def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """What the ranks have made of a batch; losses are those of a head that makes them."""
         self.finish(spec)
+        if self._relay is not None:
+            self._relay.keep(output)
         return self.joined(output, spec, losses)
 
     def finish(self, spec: OutputSpec) -> None:

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature, unwrap
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from parallel_plans.huggingface.pieces import Pieces
 
 UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 """What layers with a state call of their cache."""
@@ -31,27 +33,29 @@ States = dict[StateKey, Tensor]
 """The states of a layer, `(B, ...)`."""
 
 
-Run = Callable[[Tensor, States], tuple[Any, States]]
-"""From a layer's input and the states before its tokens to its output and the states after them."""
+Run = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
+"""From a layer's input, the attention mask of its tokens and the states before them to its output
+and the states after them."""
+
+
+class Call(NamedTuple):
+    """A call of a layer with a state."""
+
+    number: int
+    """Of the layer among those with states."""
+    hidden: Tensor
+    """Its input, `(B, L, H)`."""
+    trains: bool
+    """Whether the layer has parameters that need a gradient."""
+    pieces: Pieces | None
+    """Of the batch, if the layer is told."""
 
 
 class Relay(Protocol):
     """Moves states between shards of the sequence."""
 
-    reorders: bool
-    """Whether tokens come to a layer in another order than to the layers around it."""
-    padding: Tensor | None
-    """The attention mask of this rank's tokens in that order, if the batch has one."""
-
-    def call(self, number: int, hidden: Tensor, trains: bool, run: Run) -> Any:
-        """The output of a layer for its tokens.
-
-        Args:
-            number: of the layer among those with states.
-            hidden: its input, `(B, L, H)`.
-            trains: whether the layer has parameters that need a gradient.
-            run: the layer.
-        """
+    def call(self, call: Call, run: Run) -> Any:
+        """The output of a layer for its tokens, for which it may run several times."""
 
 
 @dataclass
@@ -154,28 +158,26 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
     first = [*known.parameters][1]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
+        ring = kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
         given = known.bind(self, *args, **kwargs)
         hidden = given.arguments[first]
-        if relay.reorders:
-            _leave_out_tokens(given.arguments, {"self", first}, relay.padding)
+        kept = {name: x for name, x in given.arguments.items() if name in ("self", first)}
+        others = {name: _without_tokens(x) for name, x in given.arguments.items()} | kept
 
-        def run(hidden: Tensor, before: States) -> tuple[Any, States]:
-            here = given.arguments[cache] = HandOver(before)
-            given.arguments[first] = hidden
+        def run(hidden: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
+            here = HandOver(before)
+            masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
+            given.arguments.update(others | masks | {first: hidden, cache: here})
             return plain(*given.args, **given.kwargs), here.after
 
-        return relay.call(number, hidden, any(x.requires_grad for x in self.parameters()), run)
+        trains = any(x.requires_grad for x in self.parameters())
+        return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
 
     return forward
 
 
-def _leave_out_tokens(given: dict[str, Any], kept: set[str], padding: Tensor | None) -> None:
-    """Take out of a layer's arguments what has tokens in another order; put its mask in order."""
-    for name, x in given.items():
-        if name == "attention_mask":
-            given[name] = padding
-        elif isinstance(x, dict):  # of more keywords
-            given[name] = {key: y for key, y in x.items() if not isinstance(y, (Tensor, tuple))}
-        elif isinstance(x, (Tensor, tuple)) and name not in kept:
-            given[name] = None
+def _without_tokens(x: Any) -> Any:
+    """An argument of a layer but its input, if it has no numbers of tokens, in whatever order."""
+    if isinstance(x, dict):  # of more keywords
+        return {name: y for name, y in x.items() if not isinstance(y, (Tensor, tuple))}
+    return None if isinstance(x, (Tensor, tuple)) else x

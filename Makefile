@@ -4,10 +4,11 @@ ARGS ?=
 VENV := .venv
 GPU_PYTHON ?= $(VENV)/bin/python
 OLDEST := .venv-oldest
+PACKAGED := out/packaged
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench census soak gpu-check clean
+.PHONY: help demo test test-oldest lint format docs package bench census soak gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,6 +33,20 @@ lint: $(VENV)/.installed ## check style, format and types
 format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+docs: $(VENV)/.installed ## build the pages of docs/ as a site, in out/site; any warning is an error
+	$(VENV)/bin/mkdocs build --quiet --strict
+
+# Built from the sdist, and installed without the checkout: what is missing there is missed here.
+# The packages it needs are those of our environment, by their path; its editable install is not.
+package: $(VENV)/.installed ## build sdist and wheel in dist/, and try the wheel in an environment of its own
+	rm -rf build dist $(PACKAGED)
+	$(VENV)/bin/python -m build --no-isolation >/dev/null
+	$(VENV)/bin/python -m venv --without-pip $(PACKAGED)
+	$(VENV)/bin/python -m pip --python $(PACKAGED)/bin/python install --quiet --no-deps dist/*.whl
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$(echo $(PACKAGED)/lib/python3.*/site-packages)/needed.pth
+	cd $(PACKAGED) && bin/python -I $(CURDIR)/.ci/installed.py
 
 bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss, decoding and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
@@ -66,9 +81,9 @@ clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV)/.installed: EXTRAS := hf,torchtitan,plot,dev
+$(VENV)/.installed: EXTRAS := transformers,torchtitan,plot,docs,dev
 $(VENV)/.installed: constraints.txt
-$(OLDEST)/.installed: EXTRAS := hf,plot,test
+$(OLDEST)/.installed: EXTRAS := transformers,plot,test
 $(OLDEST)/.installed: constraints-oldest.txt
 
 # The stamp goes first and comes back last: an install that fails half-way is done again.

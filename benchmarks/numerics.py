@@ -1,4 +1,4 @@
-"""Measure how far results of the ring are from exact, for the tables in `numerics.md`.
+"""Measure how far results of the ring are from exact, for the tables in docs/rounding.md.
 
 Run ``python benchmarks/numerics.py``: it starts its processes itself and prints the tables in
 Markdown. With ``--write`` it replaces those in the page. It takes a minute or two on two cores.
@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -32,8 +32,11 @@ from dtensor_ring import (
     shard_sequence,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "rounding.md"
 MARKERS = "<!-- tables: written by numerics.py -->\n", "<!-- end of tables -->\n"
+SUMMARY = DOCS / "numerics.md"
+SUMMARY_MARKERS = "<!-- causal: written by benchmarks/numerics.py -->\n", "<!-- end of causal -->\n"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 WORLD_SIZES = (1, 2, 4, 8)
@@ -233,9 +236,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         here = [row for row in rows if row.problem == title and row.grad_dtype is None]
         yield from ("", f"### {title}", "")
         yield from ("The largest error of the ring over that of the kernel:", "")
-        yield from _heading("dtype")
-        for dtype in DTYPES:
-            yield _line(dtype, *(f"{x:.2f}" for x in _ratios(here, dtype)))
+        yield from summary(here)
         yield from ("", "All errors:", "", *_heading("dtype", "ranks", "layout"))
         for row in sorted(here, key=lambda row: (DTYPES.index(row.dtype), row.layout != KERNEL)):
             yield _line(row.dtype, str(row.ranks), row.layout, *(f"{x:.1e}" for x in row.errors))
@@ -243,6 +244,13 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     yield from ("Causal, zigzag; in brackets the errors where they travel as by default:", "")
     yield from _heading("dtype", "ranks", results=("dk", "dv"))
     yield from _narrow_lines([row for row in rows if row.problem == next(iter(PROBLEMS))])
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """The largest error of a problem's rings over that of the kernel, by dtype."""
+    yield from _heading("dtype")
+    for dtype in DTYPES:
+        yield _line(dtype, *(f"{x:.2f}" for x in _ratios(rows, dtype)))
 
 
 def _narrow_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -276,13 +284,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="replace the tables in the page")
     write = parser.parse_args().write
-    text = "\n".join(tables(run())) + "\n"
+    rows = run()
     if not write:
-        print(text, end="")
+        print(*tables(rows), sep="\n")
         return
-    before, rest = PAGE.read_text().split(MARKERS[0])
-    _, after = rest.split(MARKERS[1])
-    PAGE.write_text(f"{before}{MARKERS[0]}{text}{MARKERS[1]}{after}")
+    _replace(PAGE, MARKERS, tables(rows))
+    title = next(iter(PROBLEMS))
+    causal = [row for row in rows if row.problem == title and row.grad_dtype is None]
+    _replace(SUMMARY, SUMMARY_MARKERS, summary(causal))
+
+
+def _replace(page: Path, markers: tuple[str, str], lines: Iterable[str]) -> None:
+    """What stands between two comments of a page."""
+    before, rest = page.read_text().split(markers[0])
+    _, after = rest.split(markers[1])
+    text = "".join(f"{line}\n" for line in lines)
+    page.write_text(f"{before}{markers[0]}{text}{markers[1]}{after}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from benchmarks.numerics import (
     PAGE,
     PROBLEMS,
     RESULTS,
+    SUMMARY,
+    SUMMARY_MARKERS,
     WORLD_SIZES,
     Problem,
     Row,
@@ -80,3 +82,17 @@ def test_float32_errors_in_the_page_are_those_of_the_kernel() -> None:
     for row in rows:
         for name, error, kernel in zip(RESULTS, row.errors, of_kernel[row.problem], strict=True):
             assert error <= 4 * kernel, (row, name)
+
+
+def test_the_summary_is_that_of_all_rows() -> None:
+    causal = [row for row in _rows_of_page() if row.problem == next(iter(PROBLEMS))]
+    written = SUMMARY.read_text().partition(SUMMARY_MARKERS[0])[2].partition(SUMMARY_MARKERS[1])[0]
+    found = [line.strip("| ").split(" | ") for line in written.splitlines()[2:]]
+    assert [dtype for dtype, *_ in found] == list(DTYPES)
+    for dtype, *ratios in found:
+        here = [row for row in causal if row.dtype == dtype]
+        (kernel,) = (row.errors for row in here if row.layout.startswith("aten"))
+        rings = zip(*(row.errors for row in here if not row.layout.startswith("aten")), strict=True)
+        expected = [max(errors) / error for errors, error in zip(rings, kernel, strict=True)]
+        # The errors of the page have two digits.
+        assert [float(x) for x in ratios] == pytest.approx(expected, rel=0.1)

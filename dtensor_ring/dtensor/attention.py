@@ -128,7 +128,7 @@ def ring_attention(
             layout is that of `set_sequence_layout`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
             (float64 for float64), -inf for a row that sees nothing. Differentiable; with head dims
-            that are the largest of a kernel by `reference`, see `docs/numerics.md`. If lse leaves a
+            that are the largest of a kernel by `reference`, see `docs/rounding.md`. If lse leaves a
             compiled function or a reentrant checkpoint and you do not need its gradient, return
             `lse.detach()`, which saves some of the backward pass. `merge_attention` takes both.
         key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the

@@ -19,7 +19,7 @@ class TransferPolicy:
         kv_dtype: dtype of keys and values, by default their own. A narrower one sends fewer bytes
             and rounds what other ranks see; a rank sees its own keys and values unrounded.
         grad_dtype: dtype of the sums of key and value gradients. `torch.bfloat16` halves their
-            bytes and rounds them at each hop; docs/numerics.md has the errors. float16 overflows
+            bytes and rounds them at each hop; docs/rounding.md has the errors. float16 overflows
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
         num_parts: outputs of steps, and gradients of the query, that are kept until one pass puts
             them together; each is as large as the query. On GPUs more of them save time, most with

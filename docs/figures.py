@@ -99,7 +99,7 @@ def ratio(seconds: dict[str, list[list[float]]], ours: str, theirs: str, stage: 
 def comparison() -> Iterator[str]:
     """The table: what our ring takes, over what PyTorch's takes."""
     found = machines()
-    heads = [f"{machine.name}: {what}" for machine in found for what in ("forward", "and backward")]
+    heads = [f"{x.name}, {what}" for x in found for what in ("forward", "forward + backward")]
     yield _row(["attention", *heads])
     yield _row(["---", *["---:"] * len(heads)])
     for row in rows(found):

@@ -59,9 +59,10 @@ class Balanced(Layout):
         ValueError: if a number is out of range, there are too many blocks, the boundaries or slices
             do not fit the sequence, or slices come beside a mask or boundaries.
 
-    >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
-    >>> [layout.positions(rank, 2, 16) for rank in range(2)]
-    [[3, 4, 5, 6, 7, 8, 12, 13], [0, 1, 2, 9, 10, 11, 14, 15]]
+    Example:
+        >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
+        >>> [layout.positions(rank, 2, 16) for rank in range(2)]
+        [[3, 4, 5, 6, 7, 8, 12, 13], [0, 1, 2, 9, 10, 11, 14, 15]]
     """
 
     name: ClassVar[str] = "balanced"

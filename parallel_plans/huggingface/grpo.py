@@ -27,10 +27,10 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
     are those of that trainer on the ranks of `dp_replicate` alone.
 
     Args:
-        mesh: see `ContextParallelTrainer`.
-        args, kwargs: those of TRL's trainer, `rollout_func` among them. `model` is under
-            `context_parallel_plan`. With `beta`, train an adapter: TRL makes a reference model that
-            is not under the plan.
+        *args: those of TRL's trainer. `model` is under `context_parallel_plan`.
+        **kwargs: those of TRL's trainer, `rollout_func` among them; `mesh` as in
+            `ContextParallelTrainer`. With `beta`, train an adapter: TRL makes a reference model
+            that is not under the plan.
 
     Raises:
         TypeError: if it is mixed into another trainer.

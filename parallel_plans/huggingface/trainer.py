@@ -49,7 +49,8 @@ class ContextParallelTrainer(Trainer):
         plan: keywords of `context_parallel_plan`, for a model that is not under a plan yet: the
             trainer then applies one before the model is sharded. For a head of your own behind
             whole outputs apply the plan to its backbone yourself.
-        args, kwargs: those of `Trainer`.
+        *args: those of `Trainer`.
+        **kwargs: those of `Trainer`.
 
     Raises:
         ValueError: if the mesh has other axes or ranks, the model is under the plan of another

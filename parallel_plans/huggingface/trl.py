@@ -30,8 +30,9 @@ class ContextParallelMixin(ContextParallelTrainer):
     makes every loss of per-token log-probabilities, and these are gathered, `(B, S)` numbers.
 
     Args:
-        mesh, plan: see `ContextParallelTrainer`. `ref_model` comes under the plan of the model.
-        args, kwargs: those of TRL's trainer.
+        *args: those of TRL's trainer.
+        **kwargs: those of TRL's trainer; `mesh` and `plan` as in `ContextParallelTrainer`.
+            `ref_model` comes under the plan of the model.
 
     Raises:
         TypeError: if it is mixed into another trainer.

@@ -48,15 +48,6 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     The first launch of each kind is checked: a result whose shape, dtype or device breaks the
     contract of `dtensor_ring.compute.kernels.Kernel` raises `ValueError`.
 
-    >>> from dtensor_ring.compute.kernels.reference import Reference
-    >>> from dtensor_ring.compute.kernels.registry import unregister_kernel
-    >>> class Mine(Reference):
-    ...     name = "mine"
-    >>> register_kernel(Mine(), before="cpu_flash")
-    >>> list(available_kernels())[-3:]
-    ['mine', 'cpu_flash', 'reference']
-    >>> unregister_kernel("mine")
-
     Args:
         kernel: an instance of a subclass of `dtensor_ring.compute.kernels.Kernel`.
         before: name of the kernel that it precedes in the order of preference.
@@ -64,6 +55,16 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     Raises:
         TypeError: if `kernel` is not an instance of `Kernel`, or its name is not a string.
         ValueError: if a kernel of that name is there already, or no kernel is called `before`.
+
+    Example:
+        >>> from dtensor_ring.compute.kernels.reference import Reference
+        >>> from dtensor_ring.compute.kernels.registry import unregister_kernel
+        >>> class Mine(Reference):
+        ...     name = "mine"
+        >>> register_kernel(Mine(), before="cpu_flash")
+        >>> list(available_kernels())[-3:]
+        ['mine', 'cpu_flash', 'reference']
+        >>> unregister_kernel("mine")
     """
     _check_registrable(kernel)
     check_kernel(before, "before")

@@ -40,13 +40,15 @@ docs: $(VENV)/.installed ## build the pages of docs/ as a site, in out/site; any
 # Built from the sdist, and installed without the checkout: what is missing there is missed here.
 # The packages it needs are those of our environment, by their path; its editable install is not.
 package: $(VENV)/.installed ## build sdist and wheel in dist/, and try the wheel in an environment of its own
-	rm -rf build dist $(PACKAGED)
-	$(VENV)/bin/python -m build --no-isolation >/dev/null
-	$(VENV)/bin/python -m venv --without-pip $(PACKAGED)
-	$(VENV)/bin/python -m pip --python $(PACKAGED)/bin/python install --quiet --no-deps dist/*.whl
-	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	@rm -rf dist $(PACKAGED)
+	@$(VENV)/bin/python -m build --quiet --no-isolation
+	@rm -rf build *.egg-info
+	@$(VENV)/bin/python -m venv --without-pip $(PACKAGED)
+	@PYTHONPATH= $(VENV)/bin/python -m pip --disable-pip-version-check \
+		--python $(PACKAGED)/bin/python install --quiet --no-deps dist/*.whl
+	@$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		>$$(echo $(PACKAGED)/lib/python3.*/site-packages)/needed.pth
-	cd $(PACKAGED) && bin/python -I $(CURDIR)/.ci/installed.py
+	@cd $(PACKAGED) && bin/python -I $(CURDIR)/.ci/installed.py
 
 bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss, decoding and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)

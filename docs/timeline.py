@@ -110,6 +110,11 @@ def _panel(layout: str) -> Iterator[str]:
         yield f'<text x="{x + 5:.1f}" y="{y + 15}" fill="#ffffff">{text}</text>\n'
         if block.arriving is not None:
             yield _bar(x, y + BLOCK + 1, width - 1, STRIP, f'fill="{COLORS[block.arriving]}"')
+    first = min(found.areas, key=sum)
+    if sum(first) < max(map(sum, found.areas)):
+        rank = found.areas.index(first)
+        x = LEFT + max(x.end for x in blocks(found) if x.rank == rank) * SCALE
+        yield f'<text x="{x + 6:.1f}" y="{TITLE + rank * ROW + 15}">waits</text>\n'
     yield f'<text x="{LEFT + last + 6:.1f}" y="{TITLE + 15}">{found.makespan:.2f}</text>\n'
 
 

@@ -237,7 +237,7 @@ compare_strategies(mask: 'Mask | None', seq_len: 'int', world_size: 'int', heads
         slices: 'Slices | None' = None, layout: 'Layout | str' = 'zigzag', batch: 'int' = 1,
         dtype: 'torch.dtype' = torch.bfloat16, policy: 'TransferPolicy' =
         TransferPolicy(kv_dtype=None, grad_dtype=torch.float32, num_parts=None), strategies:
-        'Sequence[str] | None' = None) -> 'StrategyComparison'
+        'Sequence[str] | None' = None, max_held: 'int | None' = None) -> 'StrategyComparison'
 decode_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask | None' = None,
         cu_seqlens: 'Tensor | None' = None, slices: 'Slices | Tensor | None' = None, key_runs:
         'Tensor | None' = None, query_starts: 'Tensor | None' = None, sinks: 'Tensor | None' =

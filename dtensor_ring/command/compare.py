@@ -19,12 +19,15 @@ def compare(
     cu_seqlens: Sequence[int] | None,
     heads: tuple[int, int],
     head_dim: int,
+    max_held: int | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`; returns the exit status."""
     try:
         found = compare_strategies(
-            *(mask, seq_len, world_size, heads, head_dim, cu_seqlens), layout=layout or "zigzag"
+            *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+            layout=layout or "zigzag",
+            max_held=max_held,
         )
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -61,6 +61,7 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
     )
     command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
+    command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:

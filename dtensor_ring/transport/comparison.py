@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from dtensor_ring.compute.launches import launches
 from dtensor_ring.planning.count import MAX_RANKS, as_count
 from dtensor_ring.planning.documents import Boundaries
-from dtensor_ring.planning.exchange import exchange_of
+from dtensor_ring.planning.exchange import Exchange, exchange_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
@@ -29,7 +29,7 @@ class StrategyCost:
 
     strategy: str
     why_not: str | None = None
-    """Why it cannot be; all numbers are zero then."""
+    """Why it cannot be: too few heads, and all numbers are zero then, or too little memory."""
     forward: Cost = field(default_factory=Cost)
     """Of each number, that of the rank where it is largest."""
     backward: Cost = field(default_factory=Cost)
@@ -86,6 +86,7 @@ def compare_strategies(
     dtype: torch.dtype = torch.bfloat16,
     policy: TransferPolicy = DEFAULT_POLICY,
     strategies: Sequence[str] | None = None,
+    max_held: int | None = None,
 ) -> StrategyComparison:
     """What one attention costs by each strategy, counted from the plans of all ranks.
 
@@ -103,6 +104,8 @@ def compare_strategies(
         policy: the dtypes in which messages travel.
         strategies: spellings, see `SequenceAxis`; by default every way to travel, and tokens traded
             for heads over groups of each size.
+        max_held: bytes that a rank may hold of others at a time, forward or backward; a strategy
+            that holds more on some rank cannot be. By default any number.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
@@ -119,6 +122,7 @@ def compare_strategies(
     """
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     sizes = _sizes(heads, head_dim, batch, dtype, policy)
+    allowed = None if max_held is None else as_count("max_held", max_held)
     rows = []
     for strategy in _strategies(strategies, num_ranks):
         reason = why_not(strategy, *sizes.heads)
@@ -126,8 +130,20 @@ def compare_strategies(
             rows.append(StrategyCost(strategy.spec, reason))
             continue
         asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
-        rows.append(_cost(describe_schedule(*asked), strategy, sizes))
+        cost = _cost(describe_schedule(*asked), strategy, sizes)
+        rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
+
+
+def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
+    """Why a strategy cannot be where so many bytes are allowed; `None` if it can."""
+    held, direction = max((cost.forward.held, "forward"), (cost.backward.held, "backward"))
+    if allowed is None or held <= allowed:
+        return None
+    return (
+        f"the busiest rank would hold {held / 1e6:.1f} MB {direction}, more than the "
+        f"{allowed / 1e6:.1f} MB of max_held"
+    )
 
 
 def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
@@ -167,9 +183,11 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
     rows = len(schedule.documents or schedule.slices or ())
     sizes = sizes._replace(batch=max(sizes.batch, rows))
     layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
-    exchanges = [
-        exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
-    ]
+    exchanges: list[Exchange | None] = [None] * size
+    if strategy.heads > 1:  # else nothing is traded
+        exchanges = [
+            exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
+        ]
     pairs = list(zip(schedule.plans, exchanges, strict=True))
     costs = [rank_costs(plan, exchange, sizes) for plan, exchange in pairs]
     forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))

@@ -47,21 +47,23 @@ class Sizes(NamedTuple):
     sum_itemsize: int
     """Of sums of their gradients."""
 
-    def share(self, exchange: Exchange) -> tuple[int, int]:
-        """Query heads and key heads of a rank after an exchange."""
+    def share(self, exchange: Exchange | None) -> tuple[int, int]:
+        """Query heads and key heads of a rank after an exchange, all of them without one."""
+        if exchange is None:
+            return self.heads
         of_rank = exchange.share(exchange.rank, self.heads[1])
         query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
         return query, key
 
 
-def rank_costs(plan: Plan, exchange: Exchange, sizes: Sizes) -> tuple[Cost, Cost]:
-    """Forward and backward of one rank, which exchanges before its plan and after it."""
+def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cost, Cost]:
+    """Forward and backward of one rank, which may exchange before its plan and after it."""
     num_heads, num_key_heads = sizes.share(exchange)
     column = sizes.batch * num_key_heads * sum(sizes.head_dims)
     room = largest_packet(plan)
     forward = _moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
     backward = forward + _moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
-    if exchange.heads == 1:
+    if exchange is None:
         return forward, backward
     # Queries, keys and values go, outputs come back; then gradients, the other way round.
     (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims

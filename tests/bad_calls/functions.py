@@ -229,6 +229,7 @@ COMPARED: Right = {
     "dtype": _just(torch.float16, torch.float64),
     "policy": AXIS["policy"][1:],
     "strategies": _just(None, ["ulysses", "ring"]),
+    "max_held": _just(None, 0, 10**9),
 }
 TOKENS: Right = {
     "tokens": _made(lambda: torch.arange(8), lambda: torch.ones(1, 8, dtype=torch.int32)),

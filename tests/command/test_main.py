@@ -41,7 +41,9 @@ def test_schedule(
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     command = "compare --seq-len 1024 --world-size 4 --mask sliding:100 --heads 8,2 --head-dim 64"
-    expected = compare_strategies(Mask.sliding(100), 1024, 4, (8, 2), 64)
+    command += " --max-held 1000000"
+    expected = compare_strategies(Mask.sliding(100), 1024, 4, (8, 2), 64, max_held=10**6)
+    assert {row.why_not is None for row in expected.rows} == {True, False}
     assert main(command.split()) == 0
     assert capsys.readouterr().out == f"{expected}\n"
     assert main([*command.split(), "--json"]) == 0

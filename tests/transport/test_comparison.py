@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from dtensor_ring.compute.kernels.launch import Launch
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.exchange import exchange_of
+from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport import comparison
+from dtensor_ring.transport.comparison import StrategyCost
 from dtensor_ring.transport.cost import Cost
 from dtensor_ring.transport.exchange import exchange_tensors, traded
 from dtensor_ring.transport.policy import TransferPolicy
@@ -144,6 +149,29 @@ def test_costs_are_those_counted(world_size: int, strategy: str, seen: str, layo
     assert row.launches == max(x.launches for x in counted)
     work = [x.work for x in counted]
     assert row.balance == pytest.approx(max(work) * world_size / sum(work))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses:2", "ulysses"])
+def test_memory_is_a_reason(strategy: str) -> None:
+    """Of what is held forward and backward, the larger one decides, to the byte."""
+
+    def cost(max_held: int | None) -> StrategyCost:
+        asked = Mask.causal(), 64, 4, (4, 2), 8
+        return compare_strategies(*asked, strategies=[strategy], max_held=max_held).rows[0]
+
+    without = cost(None)
+    most = max(without.forward.held, without.backward.held)
+    assert cost(most) == without
+    refused = cost(most - 1)
+    assert replace(refused, why_not=None) == without
+    assert refused.why_not is not None
+    assert re.match("the busiest rank would hold .* MB backward, more than .*", refused.why_not)
+
+
+def test_no_exchange_is_planned_where_nothing_is_traded() -> None:
+    with patch.object(comparison, "exchange_of", side_effect=AssertionError):
+        found = compare_strategies(Mask.causal(), 64, 4, strategies=tuple(ROUTES))
+    assert all(row.forward.sent for row in found.rows)
 
 
 def test_what_cannot_be() -> None:

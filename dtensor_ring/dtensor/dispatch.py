@@ -50,7 +50,10 @@ def ring_forward_dtensor(
     local = _local_call(call, query, key, ring)
     results: Any
     if _trades(local):
-        results = traded_attention(*tensors, call=local)
+        # Under no_grad too, for leaves: nothing keeps lse then, nor what it holds.
+        inputs = query, key, value, call.scores.sinks
+        keep = any(x is not None and x.requires_grad for x in inputs)
+        results = traded_attention(*tensors, call=local, keep=keep)
     else:
         results = ring_op(*tensors, *flatten(local))
     out, lse = results

@@ -8,7 +8,7 @@ came by one, and backward exchanges gradients only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,9 +131,17 @@ class Trading:
 
 
 def traded_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True
+    query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, lse)` of this rank's tokens; without lse it is not exchanged.
+
+    Args:
+        query: `(B, N, L, H)`.
+        key: `(B, Nkv, C, H)`.
+        value: `(B, Nkv, C, Hv)`.
+        call: of the ring op, as on tensors of all heads.
+        with_lse: whether lse is returned.
+        keep: whether backward is `traded_backward`, for which lse then holds what was exchanged.
 
     Raises:
         ValueError: if the strategy cannot deal so many heads.
@@ -142,11 +150,37 @@ def traded_attention(
     trading = Trading(call, query, key)
     query, key, value = trading.to_heads([query], [key, value])
     out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))
+    exchanged = Exchanged(query, key, value, out, lse)
     if not with_lse:
         (out,) = trading.to_tokens([out])
         return out, None
     out, lse = trading.to_tokens([out, lse.unsqueeze(-1)])
-    return out, lse.squeeze(-1).contiguous()
+    lse = lse.squeeze(-1).contiguous()
+    if keep:
+        _memory_of(lse).dtensor_ring_exchanged = exchanged
+    return out, lse
+
+
+class Exchanged(NamedTuple):
+    """What the ring op got and returned between two exchanges.
+
+    Note [What backward needs]: where autograd sees an op on DTensors, it keeps the tensors of this
+    rank's tokens. Backward would exchange them once more, twice of what it has to send. So the
+    memory of lse, which autograd keeps too, holds these: as an attribute of its storage, which
+    lives exactly as long. Hooks that save another tensor for lse (offloading) let go of them; then
+    all ranks exchange again, as they all have those hooks.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _memory_of(lse: Tensor) -> Any:
+    """The storage that all views of a tensor share, also of a tensor that a compiler traces."""
+    return getattr(lse, "elem", lse).untyped_storage()
 
 
 def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -166,18 +200,27 @@ def traded_backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of the ring's backward op, where autograd has kept this rank's tokens only."""
+    """The results of the ring's backward op, where autograd has kept this rank's tokens."""
     trading, sinks = Trading(call, query, key), call.scores.sinks
-    rows = [lse] if grad_lse is None else [lse, grad_lse]
-    like_query = [grad_out, query, out, *(x.unsqueeze(-1) for x in rows)]
-    *traded, key, value = trading.to_heads(like_query, [key, value])
-    grad_out, query, out, *rows = traded
-    rows = [x.squeeze(-1).contiguous() for x in rows]
-    *grads, grad_sinks = ring_backward_op(
-        *(grad_out, rows[1] if grad_lse is not None else None, query, key, value, out, rows[0]),
-        *flatten(trading.with_own_sinks(call)),
+    grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
+    kept = getattr(_memory_of(lse), "dtensor_ring_exchanged", None)
+    if kept is None:
+        like_query = [*grads, query, out, lse.unsqueeze(-1)]
+        *like_query, key, value = trading.to_heads(like_query, [key, value])
+        *grads, query, out, lse = like_query
+        kept = Exchanged(query, key, value, out, _rows(lse))
+    else:
+        grads = trading.to_heads(grads, [])
+    grad_rows = None if grad_lse is None else _rows(grads[1])
+    *results, grad_sinks = ring_backward_op(
+        *(grads[0], grad_rows, *kept), *flatten(trading.with_own_sinks(call))
     )
-    grads = trading.to_tokens(grads[:1], grads[1:])
+    results = trading.to_tokens(results[:1], results[1:])
     if sinks is not None:
         grad_sinks = trading.all_sinks(grad_sinks, sinks)
-    return grads[0], grads[1], grads[2], grad_sinks
+    return results[0], results[1], results[2], grad_sinks
+
+
+def _rows(exchanged: Tensor) -> Tensor:
+    """One number of each row, as the ring op has them."""
+    return exchanged.squeeze(-1).contiguous()

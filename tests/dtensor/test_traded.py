@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -28,14 +29,17 @@ from dtensor_ring import (
     Slices,
     Striped,
     ZigZag,
+    compare_strategies,
     ring_attention,
     sequence_runs,
     set_sequence_layout,
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.dtensor.traded import traded_attention, traded_backward
+from dtensor_ring.dtensor import traded as traded_module
+from dtensor_ring.dtensor.traded import Exchanged, traded_attention, traded_backward
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.ops.test_op import errors
 from tests.played_group import PlayedGroup, play_group
@@ -112,13 +116,15 @@ def run_case(case: Case, group: PlayedGroup) -> list[torch.Tensor]:
     query, key, value, *sinks = inputs = before.shards(group.rank())
     given = [x[:, :, before.ring.positions(group.rank())] for x in case.grads()]
     call = case.call(*sinks or [None], group_name=group.group_name)
-    out, lse = results = traded_attention(query, key, value, call)
+    results = traded_attention(query, key, value, call)
     grads = torch.autograd.grad(results[: len(given)], inputs, given)
     grad_out, grad_lse = (*given, None)[:2]
-    with torch.no_grad():
-        again = traded_backward(grad_out, grad_lse, query, key, value, out, lse, call)
-    for one, other in zip(grads, again, strict=False):  # that of no sinks is empty
-        assert torch.equal(one, other)
+    for keep in (False, True):  # what was exchanged
+        with torch.no_grad():
+            out, lse = traded_attention(query, key, value, call, keep=keep)
+            again = traded_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+        for one, other in zip(grads, again, strict=False):  # that of no sinks is empty
+            assert torch.equal(one, other)
     return [x.detach() for x in (*results, *grads)]
 
 
@@ -215,6 +221,18 @@ def _out_only(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) ->
     return [ring_attention(query, key, value, strategy="ulysses")]
 
 
+def _offloaded(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """What autograd saves is a copy, which holds nothing else."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        return _sdpa(query, key, value, sinks, mesh)
+
+
+def _as_the_axis_says(
+    query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh
+) -> list[Tensor]:
+    return [ring_attention(query, key, value)]
+
+
 class _Attention(nn.Module):
     def forward(self, query: Any, key: Any, value: Any) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -231,9 +249,101 @@ WAYS: dict[str, Any] = {
     "local shards": (_local_shards, lambda sinks, mesh: sinks.clone()),
     "dtensors": (_dtensors, lambda sinks, mesh: distribute_tensor(sinks, mesh, [Replicate()])),
     "sdpa": (_sdpa, None),
+    "offloaded": (_offloaded, None),
     "out only": (_out_only, None),
     "module": (_module, None),
 }
+
+
+SENDERS: dict[str, tuple[Any, bool]] = {
+    "dtensors": (_as_the_axis_says, False),
+    "with lse": (_dtensors, True),
+    "sdpa": (_sdpa, True),
+    "compiled dtensors": (_as_the_axis_says, True),
+    "compiled sdpa": (_sdpa, True),
+}
+"""How to call it, and whether the ranks exchange lse, too."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ways"),
+    [("ulysses", list(SENDERS)), ("ulysses:2", [x for x in SENDERS if "compiled" not in x])],
+)
+def test_every_way_sends_what_is_said(pool: Pool, strategy: str, ways: list[str]) -> None:
+    """To the byte, forward and backward: nothing is exchanged a second time for backward."""
+    batch, (heads, key_heads), seq_len, dim = 2, (8, 4), 16, 4
+    world_size = 2 if strategy == "ulysses" else 4
+    said = compare_strategies(
+        *(CAUSAL, seq_len, world_size, (heads, key_heads), dim),
+        batch=batch,
+        dtype=torch.float32,
+        strategies=[strategy],
+    ).rows[0]
+    shapes = [(batch, count, seq_len, dim) for count in (heads, key_heads, key_heads)]
+    by_rank = pool.run(world_size, _sent, strategy, ways, shapes)
+    for way in ways:
+        # Of half of the heads, the tokens of the other rank of the group.
+        of_lse = batch * heads // 2 * seq_len // world_size * 4 if SENDERS[way][1] else 0
+        busiest = [max(x) for x in zip(*(found[way] for found in by_rank), strict=True)]
+        assert busiest == [said.forward.sent + of_lse, said.backward.sent], way
+
+
+def test_what_was_exchanged_lives_as_long_as_lse(pool: Pool) -> None:
+    """Not longer, with and without a backward; and only where there will be one."""
+    pool.run(2, _lives)
+
+
+def _lives() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, "zigzag", strategy="ulysses")
+    inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
+    made: list[ref[Tensor]] = []
+    exchanged = traded_module.Exchanged
+
+    def seen(*tensors: Tensor) -> Exchanged:
+        made.extend(map(ref, tensors))
+        return exchanged(*tensors)
+
+    with patch.object(traded_module, "Exchanged", seen):
+        for needs_grad, goes_back in ((False, False), (True, False), (True, True)):
+            for x in inputs:
+                x.requires_grad_(needs_grad)
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            assert len(made) == 5
+            assert all((x() is not None) == needs_grad for x in made)
+            if goes_back:
+                torch.autograd.grad(out, inputs, out.detach())
+            del out
+            assert all(x() is None for x in made)
+            made.clear()
+
+
+def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict[str, list[int]]:
+    """By way, the bytes that this rank sends forward and backward."""
+    mesh, sent = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    set_sequence_layout(mesh, "zigzag", strategy=strategy)
+    start, found = ProcessGroupTransport.start, {}
+
+    def counting(self: Any, receives: Any, sends: Any) -> Any:
+        sent.extend(x.flat.nbytes for x in sends)
+        return start(self, receives, sends)
+
+    def count() -> int:
+        total = sum(sent)
+        sent.clear()
+        return total
+
+    with patch.object(ProcessGroupTransport, "start", counting):
+        for way in ways:
+            attend, _ = SENDERS[way]
+            if way.startswith("compiled"):
+                attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+            inputs = [shard_sequence(torch.randn(x), mesh, 2).requires_grad_() for x in shapes]
+            out, *_ = attend(*inputs, None, mesh)
+            forward = count()
+            torch.autograd.grad(out, inputs, out.detach())
+            found[way] = [forward, count()]
+    return found
 
 
 def test_too_few_heads_are_refused(pool: Pool) -> None:

@@ -103,7 +103,7 @@ def traded_dtensors(
 ) -> tuple[DTensor, DTensor | None]:
     """Attention on DTensors by exchanges that autograd sees.
 
-    The ring op on DTensors keeps their own local tensors for backward, which it exchanges again.
+    The ring op on DTensors keeps local tensors of both kinds for backward: own and exchanged ones.
     """
     ring = _ring(query, key, value, call)
     local, sinks = _local_call(call, query, key, ring), call.scores.sinks

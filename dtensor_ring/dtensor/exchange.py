@@ -90,6 +90,7 @@ def exchange(
     trade = Trade(
         *(Dealt(runs, runs), spec, spec, num_sharing, tuple(counts), num_dealt, length),
         *(None, group.group_name, is_back),
+        is_compiled=torch.compiler.is_compiling(),
     )
     if torch.compiler.is_compiling():
         return exchange_op(list(tensors), *flatten_trade(trade))

@@ -92,6 +92,7 @@ def relayout(
     trade = Trade(
         *(Dealt(before.runs, after.runs), before.spec, after.spec, 1, (1,), 1, length, None),
         group.group_name,
+        is_compiled=torch.compiler.is_compiling(),
     )
     result = _exchanged(local, dim, trade)
     if not isinstance(tensor, DTensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtensor_ring.ops.autocast import autocast_dtype, cast
 from dtensor_ring.ops.autograd import exchange_op, ring_op
-from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.ops.exchange_options import Dealt, Seen, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
 from dtensor_ring.ops.schema import ring_backward_op
 from dtensor_ring.planning.heads import share_of
@@ -69,9 +69,16 @@ class Trading:
             Trade(
                 *(Dealt(of_side, of_side), place.layout, place.layout, self._heads, ()),
                 *(self._num_heads[1], length, None, place.group_name),
+                is_compiled=torch.compiler.is_compiling(),
             )
             for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
         )
+        batch = call.batch
+        self._seen = {
+            "seen": Seen(batch.cu_seqlens, batch.key_cu_seqlens, batch.slices),
+            "mask": call.scores.mask,
+            "key_seq_len": key_seq_len,
+        }
 
     def _dealt(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Runs and global lengths, of queries and of keys."""
@@ -108,6 +115,8 @@ class Trading:
                 trade = self._trades[side]._replace(
                     num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
                 )
+                if side == 0 and not is_back:  # checks what the ring op would find after it
+                    trade = trade._replace(**self._seen)
                 results += exchange_op(list(tensors), *flatten_trade(trade))
         return results
 

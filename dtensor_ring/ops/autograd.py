@@ -17,7 +17,7 @@ from dtensor_ring.ops.autocast import cast
 from dtensor_ring.ops.decode import DECODE, decode_op
 from dtensor_ring.ops.decode_options import DECODE_LEAVES
 from dtensor_ring.ops.exchange import exchange_op
-from dtensor_ring.ops.exchange_options import Dealt, flatten_trade, unflatten_trade
+from dtensor_ring.ops.exchange_options import Dealt, Seen, flatten_trade, unflatten_trade
 from dtensor_ring.ops.options import LEAVES
 from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
 from dtensor_ring.transport.session import session_of
@@ -138,6 +138,8 @@ class _ExchangeFunction(torch.autograd.Function):
         origin = session_of(trade.group).number if _is_plain(keyset) else 0
         ctx.trade = trade._replace(
             dealt=Dealt(),
+            seen=Seen(),  # was checked
+            key_seq_len=None,
             is_back=not trade.is_back,
             num_tokens=tensors[0].shape[2],
             origin=0 if trade.origin else origin,

@@ -76,6 +76,22 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
     return _converted(cu_seqlens, is_numbered, _width, convert)
 
 
+def documents_of_both(
+    queries: Tensor | None, keys: Tensor | None, batch: int
+) -> tuple[Documents | None, Documents | None]:
+    """The boundaries of queries, `cu_seqlens`, and of keys, `key_cu_seqlens`, if there are any.
+
+    Raises:
+        ValueError: if they are not int32 or int64, of shape (D+1,) or (batch, D+1).
+    """
+    # Documents of queries and keys match by their number, so empty ones count, too.
+    is_numbered = keys is not None
+    return (
+        None if queries is None else documents_of(queries, "cu_seqlens", batch, is_numbered),
+        None if keys is None else documents_of(keys, "key_cu_seqlens", batch, is_numbered),
+    )
+
+
 def _converted(
     x: Tensor,
     kind: object,

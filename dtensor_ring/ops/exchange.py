@@ -28,6 +28,7 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     layouts, rank = trade.layouts(), trade.group.rank()
     with exchange_turn(trade, layouts, tensors) as transport:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+        trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
         legs = traded(plan, trade.num_heads, trade.num_key_heads, trade.is_back)
         return exchange_tensors(tensors, rank, legs, transport, Label("exchange", 0, rank))
@@ -41,6 +42,7 @@ def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     trade: Trade = unflatten_trade(options)
     check_exchanged(tensors)
     check_batch(tensors[0], trade.dealt)
+    check_batch(tensors[0], trade.seen)
     group = trade.group
     num_tokens = trade.tokens_after(group.rank(), group.size())
     # As `exchange_tensors` makes them: compilers rely on the strides.

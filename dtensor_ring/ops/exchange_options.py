@@ -9,13 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.ops.arguments import Arguments
-from dtensor_ring.ops.boundaries import run_table
+from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.ops.options import Length, group_named
+from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.exchange import Exchange, exchange_of
 from dtensor_ring.planning.heads import share_of
 from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.span import length
 from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.tile import FULL
 
 
 class Dealt(NamedTuple):
@@ -23,6 +28,14 @@ class Dealt(NamedTuple):
 
     runs: Tensor | None = None
     to_runs: Tensor | None = None
+
+
+class Seen(NamedTuple):
+    """What queries see in an attention that the exchange is for, beside the mask."""
+
+    cu_seqlens: Tensor | None = None
+    key_cu_seqlens: Tensor | None = None
+    slices: Tensor | None = None
 
 
 class Trade(NamedTuple):
@@ -49,6 +62,12 @@ class Trade(NamedTuple):
     is_back: bool = False
     origin: int = 0
     """Number of the forward call that this is the backward call of; 0 if not known."""
+    is_compiled: bool = False
+    """Whether a compiler was told how many tokens result, see `tokens_after`."""
+    seen: Seen = Seen()
+    mask: Mask = FULL
+    key_seq_len: Length | None = None
+    """Of the attention's keys, `None` if it is for no attention: then nobody looks at the mask."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -64,6 +83,26 @@ class Trade(NamedTuple):
         )
         return before, after
 
+    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
+        """Boundaries of the attention's queries and keys."""
+        return documents_of_both(self.seen.cu_seqlens, self.seen.key_cu_seqlens, batch)
+
+    def slices(self, batch: int) -> Slices | None:
+        """What the attention's queries see, if slices say it."""
+        given = self.seen.slices
+        return None if given is None else slices_of_table(given, batch)
+
+    def check_attention(self, batch: int) -> None:
+        """Refuse what the planner of the attention would, after all has been sent.
+
+        Raises:
+            ValueError: if boundaries or slices do not fit the sequences, or one another.
+        """
+        if self.key_seq_len is not None and self.seq_len is not None:
+            lengths = self.seq_len, self.key_seq_len
+            asked = self.mask, self.group.size(), lengths, *self.documents(batch)
+            checked_slices(*asked, self.slices(batch))
+
     def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> Exchange:
         """This rank's messages.
 
@@ -71,6 +110,8 @@ class Trade(NamedTuple):
             ValueError: if the layouts do not allow it, or a tensor is not as they say.
         """
         group = self.group
+        if self.is_compiled:
+            self._check_promise(layouts)
         seq_len: Any = self.seq_len
         plan = exchange_of(*layouts, self.heads, group.rank(), group.size(), seq_len)
         expected = plan.num_tokens[self.is_back]
@@ -105,12 +146,40 @@ class Trade(NamedTuple):
             return seq_len  # without a look at it, which may be a symbol
         # Of runs that are written out, a layout of their name knows the usual lengths.
         spelled: Any = self.layout if self.is_back else self.to
-        first = rank if self.is_back else rank // self.heads * self.heads
-        ranks = range(first, first + (1 if self.is_back else self.heads))
+        ranks = self._sharing(rank)
         return sum(as_layout(spelled).num_tokens(x, world_size, seq_len) for x in ranks)
 
+    def _sharing(self, rank: int) -> range:
+        """The ranks whose tokens a rank has in the end."""
+        if self.is_back:
+            return range(rank, rank + 1)
+        first = rank // self.heads * self.heads
+        return range(first, first + self.heads)
 
-_ARGUMENTS = Arguments(Trade, Dealt)
+    def _check_promise(self, layouts: tuple[Layout, Layout]) -> None:
+        """Refuse runs of other lengths than a compiler was told, which cannot look at them.
+
+        Raises:
+            ValueError: on every rank, whichever it is that has another length.
+        """
+        runs, size = self.dealt.runs if self.is_back else self.dealt.to_runs, self.group.size()
+        if runs is None or self.num_tokens is not None:
+            return
+        layout, seq_len = layouts[0] if self.is_back else layouts[1], self.seq_len
+        assert seq_len is not None, "it is known by now"
+        for rank in range(0, size, len(self._sharing(0))):
+            ranks, told = self._sharing(rank), self.tokens_after(rank, size)
+            found = sum(layout.num_tokens(x, size, seq_len) for x in ranks)
+            if found != told:
+                raise ValueError(
+                    f"runs give ranks {list(ranks)} {found} tokens together, but in compiled code "
+                    f"each rank has as many as without runs, which is {told}: make runs of equal "
+                    "lengths, trade tokens for heads over all ranks or over none, or leave this "
+                    "uncompiled"
+                )
+
+
+_ARGUMENTS = Arguments(Trade, Dealt, Seen, Mask)
 TRADE_SCHEMA = _ARGUMENTS.schema
 """Of the exchange op, after its tensors, in the order of `flatten_trade`."""
 

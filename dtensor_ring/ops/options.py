@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.ops.arguments import Arguments
-from dtensor_ring.ops.boundaries import documents_of, run_table, slices_of_table
+from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -147,13 +147,7 @@ class Call(NamedTuple):
 
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
         """Boundaries of the queries and of the keys, as the planner wants them."""
-        queries, keys = self.batch.cu_seqlens, self.batch.key_cu_seqlens
-        # Documents of queries and keys match by their number, so empty ones count, too.
-        is_numbered = keys is not None
-        return (
-            None if queries is None else documents_of(queries, "cu_seqlens", batch, is_numbered),
-            None if keys is None else documents_of(keys, "key_cu_seqlens", batch, is_numbered),
-        )
+        return documents_of_both(self.batch.cu_seqlens, self.batch.key_cu_seqlens, batch)
 
     def slices(self, batch: int) -> Slices | None:
         """What queries see, if slices say it."""

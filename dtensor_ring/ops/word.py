@@ -19,6 +19,7 @@ from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
@@ -101,10 +102,11 @@ def exchange_turn(trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequenc
     group, first = trade.group, tensors[0]
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
-    dims = tuple((x.shape[3], x.dtype) for x in tensors)
+    batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
     word = _exchange_word(
-        *(trade.is_back, first.device.type, first.shape[0], dims, tuple(trade.num_heads)),
+        *(trade.is_back, first.device.type, batch, dims, tuple(trade.num_heads)),
         *(trade.num_key_heads, trade.heads, trade.seq_len, *layouts),
+        *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
     )
     direction = _direction(trade.is_back)
     return turn_of(group, word, direction, first.device, trade.origin, CALLER.place)
@@ -126,6 +128,11 @@ def _exchange_word(
     seq_len: int,
     before: Layout,
     after: Layout,
+    key_seq_len: int | None,
+    mask: Mask,
+    documents: Documents | None,
+    key_documents: Documents | None,
+    slices: Slices | None,
 ) -> Word:
     fields: dict[str, object] = {
         "direction": _direction(is_back),
@@ -141,6 +148,11 @@ def _exchange_word(
         "layout after": _spelled(after),
         "runs": _runs(before),
         "runs after": _runs(after),
+        "tokens of keys": key_seq_len,
+        "mask": mask,
+        "cu_seqlens": _boundaries(documents),
+        "key_cu_seqlens": _boundaries(key_documents),
+        "slices": _tables(slices),
     }
     return Word({name: str(value) for name, value in fields.items()})
 

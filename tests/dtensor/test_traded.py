@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from dtensor_ring import (
     ContextParallel,
     Contiguous,
     Mask,
+    RingError,
     Slices,
     Striped,
     ZigZag,
@@ -44,7 +46,7 @@ from tests.dense import dense_attention, largest
 from tests.ops.test_op import errors
 from tests.played_group import PlayedGroup, play_group
 from tests.pool import Pool
-from tests.rings import Case, Ring, local
+from tests.rings import Case, Ring, local, runs_of
 
 CAUSAL, FULL, WINDOW = Mask.causal(), Mask.full(), Mask.sliding(5)
 DOCUMENTS = ((0, 5, 6, 20, 24),)
@@ -141,6 +143,54 @@ def test_as_dense(case: Case) -> None:
         of = [ring.positions(rank, of_keys=index in (3, 4)) for index in range(len(found))]
         wanted = [local(x, positions) for x, positions in zip(expected, of, strict=True)]
         assert largest(errors(found, wanted).values()) < tolerance, f"rank {rank}"
+
+
+LATE = ((0, 3, 25),)
+WRONG = {
+    "after the end": (Ring(ZigZag(), 4, 24, CAUSAL, LATE), "cu_seqlens must start at 0, never"),
+    "decreasing": (Ring(ZigZag(), 4, 24, CAUSAL, ((0, 9, 4, 24),)), "cu_seqlens must start at"),
+    "of a row": (Ring(ZigZag(), 4, 24, CAUSAL, (*BY_ROW, (0, 24, 24, 24))), r"or \(2, D\+1\), got"),
+    "of keys": (
+        Ring(ZigZag(), 4, 24, FULL, ((0, 8, 24),), 13, ((0, 8, 14),)),
+        "key_cu_seqlens must start at 0",
+    ),
+    "as many": (
+        Ring(ZigZag(), 4, 24, FULL, ((0, 8, 24),), 13, ((0, 13),)),
+        "as many boundaries in cu_seqlens as in key_cu_seqlens, got 3 and 2",
+    ),
+    "cross, causal": (Ring(ZigZag(), 4, 24, CAUSAL, key_seq_len=13), "it takes Mask.full"),
+    "late slices": (
+        Ring(ZigZag(), 4, 24, FULL, slices=Slices.documents([0, 25])),
+        "slices must end at or before the sequence length 24",
+    ),
+    "slices twice": (
+        Ring(
+            ZigZag(), 4, 24, FULL, slices=Slices([(0, 9), (8, 24)], [(0, 5)] * 2, [(None, 0)] * 2)
+        ),
+        "slices must be disjoint",
+    ),
+    "slices and a mask": (
+        Ring(ZigZag(), 4, 24, CAUSAL, slices=Slices.documents([0, 24])),
+        "slices say all that is seen",
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses:2"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(name: str, strategy: str) -> None:
+    ring, match = WRONG[name]
+    wrong = case(ring, strategy, batch=2)
+
+    def run(group: PlayedGroup) -> None:
+        shards = replace(wrong, ring=replace(ring, route="ring")).shards(group.rank())
+        with (
+            patch.object(group.transport, "start", side_effect=AssertionError),
+            pytest.raises(ValueError, match=match),
+        ):
+            traded_attention(*shards, wrong.call(group_name=group.group_name))
+
+    play_group(4, run)
 
 
 def test_autocast_is_before_the_exchange() -> None:
@@ -370,6 +420,52 @@ def test_one_node_for_each_exchange_and_five_batches_compile_once(pool: Pool) ->
     for graphs, worst in pool.run(2, _compiled):
         assert graphs == [forward, backward] * 2
         assert worst < 1e-5
+
+
+UNEQUAL = RunTable([[(0, 6)], [(6, 3)], [(9, 1)], [(10, 6)]])
+RUNS = {
+    "eager": (UNEQUAL, False, None),
+    "equal groups": (RunTable([[(0, 7)], [(7, 1)], [(8, 1)], [(9, 7)]]), True, None),
+    # Ranks 2 and 3 have 7, and are told of the first group, too.
+    "compiled": (UNEQUAL, True, r"runs give ranks \[0, 1\] 9 tokens together, but in compiled"),
+}
+"""Shards of a batch: runs, whether it is compiled, and why it cannot be."""
+
+
+def test_compiled_code_has_groups_of_equal_lengths(pool: Pool) -> None:
+    """A compiler cannot look at runs; where they are others than it was told, all ranks say so."""
+    for name, (table, is_compiled, why_not) in RUNS.items():
+        for told, error in pool.run(4, _with_runs, table, is_compiled):
+            assert (told is None) == (why_not is None), (name, told)
+            assert told is None or re.search(why_not or "", told), (name, told)
+            assert error < 1e-5, name
+
+
+def _with_runs(table: RunTable, is_compiled: bool) -> tuple[str | None, float]:
+    """What this rank is told, and how far output and gradients are from dense ones."""
+    mesh = init_device_mesh("cpu", (4,))
+    set_sequence_layout(mesh, "balanced", strategy="ulysses:2")
+    torch.manual_seed(0)
+    whole, grad = [torch.randn(1, 4, 16, 4) for _ in range(3)], torch.randn(1, 4, 16, 4)
+    positions = torch.tensor(table.positions(dist.get_rank(), 4, 16))
+
+    def sharded(x: Tensor) -> DTensor:
+        local = x[:, :, positions].contiguous()
+        how = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+        return DTensor.from_local(local, mesh, [Shard(2)], **how)
+
+    attend: Any = ring_attention
+    if is_compiled:
+        attend = torch.compile(ring_attention, backend="aot_eager", fullgraph=True)
+    inputs = [sharded(x).requires_grad_() for x in whole]
+    try:
+        out = attend(*inputs, runs=runs_of(table))
+        grads = torch.autograd.grad(out, inputs, sharded(grad))
+    except (ValueError, RingError) as error:
+        return str(error), 0.0
+    dense = dense_attention(*whole, CAUSAL)
+    pairs = zip((out, *grads), (dense.out, *dense.backward(grad)), strict=True)
+    return None, max((x.to_local() - y[:, :, positions]).abs().max().item() for x, y in pairs)
 
 
 def _compiled() -> tuple[list[list[str]], float]:

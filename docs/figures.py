@@ -127,11 +127,11 @@ def census() -> Iterator[str]:
     table = re.findall(r"^\| ([\w-]+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
     equal = [f"{equal} of {total} {kind}" for kind, total, equal, _ in table]
     unpacked = sum(int(count) for *_, count in table)
+    packed = f"; {unpacked} of these without packed documents" if unpacked else ""
     yield from wrap(
         f"Of the model types of transformers {version}, {', '.join(equal)} ones give the loss and "
-        "all gradients of one process, as small random models; "
-        f"{unpacked} of these take packed documents only if each begins with the part of a rank. "
-        "The others are refused with the reason, or could not be made small: see "
+        "all gradients of one process, as small random models on plain, padded and packed batches"
+        f"{packed}. The others are refused with the reason, or could not be made small: see "
         "[models](docs/models.md).",
         WIDTH,
     )

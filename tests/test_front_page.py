@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dtensor_ring
 from docs import figures, timeline
@@ -61,6 +62,16 @@ def test_all_data_have_one_version() -> None:
     version = dtensor_ring.__version__
     assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name
+)
+def test_forms_ask_for_something(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    if path.stem != "config":
+        assert {"name", "description", "body"} <= form.keys()
+        assert all({"type", "id", "attributes"} <= field.keys() for field in form["body"])
 
 
 def test_extras_are_named_in_the_readme() -> None:

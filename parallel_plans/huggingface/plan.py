@@ -29,7 +29,7 @@ from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, in
 from parallel_plans.huggingface.locality import check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
-from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout
+from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
 from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
@@ -143,13 +143,10 @@ class ShardedModel(ParallelStyle):
         """Shard the backbone of a model, and join what is behind it."""
         # Without weights no token can run through it, but through a small one of its kind.
         is_meta = any(x.is_meta for x in backbone.parameters())
-        if is_meta and stateful_layers(backbone):
-            raise ValueError(
-                f"{type(model).__name__} is on the meta device, and the plan reads the shapes of "
-                "states from layers that run; give it weights first, by from_pretrained or to_empty"
-            )
         examined = small_twin(backbone) if is_meta else backbone
         layer_masks, states, why_not, tail = _examine(examined)
+        if is_meta and states:
+            states = specs_of(backbone)  # a twin has smaller ones
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
         model.set_attn_implementation(IMPLEMENTATION)

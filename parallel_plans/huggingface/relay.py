@@ -14,7 +14,16 @@ from dtensor_ring.ops.state import attached, receive_op, send_op
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.spelling import LAYOUTS
 from parallel_plans.huggingface.pieces import Pieces
-from parallel_plans.huggingface.stateful import Call, Run, StateKey, States, stateful_layers
+from parallel_plans.huggingface.probe import frozen
+from parallel_plans.huggingface.stateful import (
+    Call,
+    Run,
+    StateKey,
+    States,
+    relayed,
+    required_parameters,
+    stateful_layers,
+)
 
 
 class StateSpec(NamedTuple):
@@ -60,6 +69,17 @@ class KeptStates:
             )
             for number in range(num_layers)
         )
+
+
+def specs_of(model: Any) -> StateSpecs:
+    """The states of the layers of a model, which may be on the meta device: two tokens tell."""
+    layers, states = stateful_layers(model), KeptStates()
+    weight = next(model.parameters())
+    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
+    with frozen(model), relayed(layers, states):
+        for layer in layers:
+            layer(hidden, **dict.fromkeys(required_parameters(layer)))
+    return states.specs(len(layers))
 
 
 class AxisRelay:

@@ -133,6 +133,12 @@ def _cache_parameter(module: nn.Module) -> str | None:
     return next((name for name in CACHES if name in parameters), None)
 
 
+def required_parameters(layer: nn.Module) -> list[str]:
+    """The names of what a layer has to be called with, beside its input."""
+    parameters = list(signature(type(layer).forward).parameters.values())[2:]
+    return [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+
+
 @contextmanager
 def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
     """Let these layers hand over their states by a relay."""

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
-from tests.families import VOCABULARY, small_model
+from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
+FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3", "Granite 4", "LFM2")
 
 
 def on_meta(family: str) -> Any:
@@ -39,13 +39,14 @@ def sharded(family: str, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = on_meta(family)
     parallelize_module(model, mesh, context_parallel_plan(model))
-    for layer in model.model.layers:
+    for layer in model.base_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     for module in model.modules():  # buffers that no checkpoint has
         if module._non_persistent_buffers_set:
-            model._init_weights(module)
+            is_made_around = type(module).__name__ == "FalconH1Mixer"
+            model._init_weights(model.base_model if is_made_around else module)
     state = get_model_state_dict(model)
     dcp.load({"model": state}, checkpoint_id=folder)
     set_model_state_dict(model, state)
@@ -72,8 +73,12 @@ def errors(family: str, folder: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sharded_and_loaded_equals_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *(x for x in HYBRIDS if x not in FAMILIES)])
+def test_sharded_and_loaded_equals_one_process(
+    pool: Pool, request: pytest.FixtureRequest, tmp_path: Path, family: str
+) -> None:
+    if family not in FAMILIES and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
     for found in pool.run(2, errors, family, str(tmp_path)):
         assert len(found) > 5
         assert largest(found) < 1e-5, found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_ring.ops.state import receive_op, send_op
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.relay import KeptStates, first
-from parallel_plans.huggingface.stateful import relayed, stateful_layers
+from parallel_plans.huggingface.stateful import relayed, required_parameters, stateful_layers
 from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.huggingface.test_families import compare
@@ -68,9 +67,7 @@ def test_layers_go_on_from_their_states(family: str) -> None:
 
 def output(layer: Any, hidden: Tensor) -> Tensor:
     """That of a layer that gets nothing else."""
-    parameters = signature(type(layer).forward).parameters.values()
-    others = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    return first(layer(hidden, **dict.fromkeys(others[2:])))
+    return first(layer(hidden, **dict.fromkeys(required_parameters(layer))))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-hybrids", action="store_true", help="all models whose layers have states"
     )
+    parser.addoption("--all-images", action="store_true", help="of all models that see images")
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")

@@ -15,11 +15,14 @@ from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layout import Layout
+from parallel_plans.huggingface.language_model import has_axes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
+POSITIONS, SHAPES_OF_AXES = "position_ids", ("(3, B, S)", "(4, B, S)")
+"""Of several axes they have the sequence last; everything else has it second."""
 LOGITS_TO_KEEP = "logits_to_keep"
 SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
@@ -34,6 +37,8 @@ def described(batch: dict[str, Any]) -> dict[str, str]:
 
 
 def _described(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(_described, x))}]"
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
     if x.layout is not torch.strided or x.is_nested:
@@ -79,7 +84,7 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported over a sharded sequence")
-    seq_len = _check_lengths(given)
+    seq_len = _check_lengths(given, has_axes(model))
     _check_range(model, given)
     return seq_len
 
@@ -133,25 +138,43 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
             )
 
 
-def _check_lengths(given: dict[str, Any]) -> int:
+def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:
     """All inputs must have one length."""
     lengths = {}
     for name, x in given.items():
         if x is None or name in WHOLE or not isinstance(x, Tensor):
             continue
-        shape = SHAPES.get(name, "(B, S)")
-        if x.ndim != shape.count(",") + 1:
+        shapes = [SHAPES.get(name, "(B, S)")]
+        if name == POSITIONS and has_axes:
+            shapes += SHAPES_OF_AXES
+        if not any(_fits(x, shape) for shape in shapes):
             raise ValueError(
-                f"{name} must be {shape} over a sharded sequence, got {tuple(x.shape)}"
+                f"{name} must be {' or '.join(shapes)} over a sharded sequence, got "
+                f"{tuple(x.shape)}"
             )
         if not x.numel():
             raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
-        lengths[name] = x.shape[1]
+        lengths[name] = x.shape[_sequence_dim(name)]
     _check_rows(given)
     seq_len = next(iter(lengths.values()))
     if any(length != seq_len for length in lengths.values()):
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
     return seq_len
+
+
+def _fits(x: Tensor, shape: str) -> bool:
+    """Whether the tensor has as many dims as the shape, and the sizes that it says."""
+    sizes = shape.strip("()").split(", ")
+    if len(sizes) != x.ndim:
+        return False
+    return all(
+        int(size) == number for size, number in zip(sizes, x.shape, strict=True) if size.isdigit()
+    )
+
+
+def _sequence_dim(name: str) -> int:
+    """Which dimension of an argument has the tokens."""
+    return -1 if name == POSITIONS else 1
 
 
 def _check_rows(given: dict[str, Any]) -> None:
@@ -160,7 +183,7 @@ def _check_rows(given: dict[str, Any]) -> None:
     tokens = given["inputs_embeds"] if ids is None else ids
     for name, rows in (("attention_mask", 1), ("position_ids", 1), ("labels", len(tokens))):
         x = given.get(name)
-        if x is not None and len(x) not in (rows, len(tokens)):
+        if x is not None and x.shape[_sequence_dim(name) - 1] not in (rows, len(tokens)):
             raise ValueError(
                 f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
             )
@@ -172,14 +195,17 @@ def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
     for name, x in batch.items() if by else ():
         if isinstance(x, Tensor) and name not in WHOLE:
             value = IGNORE_INDEX if name.endswith("labels") else 0
-            padded[name] = nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, by), value=value)
+            after = (x.ndim - 1 - _sequence_dim(name)) % x.ndim
+            padded[name] = nn.functional.pad(x, (0, 0) * after + (0, by), value=value)
     return padded
 
 
 def local_batch(batch: dict[str, Any], mesh: DeviceMesh, layout: Layout) -> dict[str, Any]:
     """This rank's tokens of everything that has tokens."""
     return {
-        name: local_tokens(x, mesh, 1, layout) if isinstance(x, Tensor) and name not in WHOLE else x
+        name: local_tokens(x, mesh, _sequence_dim(name), layout)
+        if isinstance(x, Tensor) and name not in WHOLE
+        else x
         for name, x in batch.items()
     }
 

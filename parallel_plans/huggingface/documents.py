@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
 from parallel_plans.boundaries import boundaries
-from parallel_plans.huggingface.patterns import LayerMask
+from parallel_plans.huggingface.patterns import AXES_WITH_TEXT, LayerMask
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Documents:
     chunks: dict[int, Tensor] = field(default_factory=dict)
     runs: Tensor | None = None
     """The runs of each rank, see `sequence_runs`, if the layout belongs to the batch."""
+    has_axes: bool = False
+    """Whether they were found in positions of several axes."""
 
     def of(self, layer_mask: LayerMask) -> tuple[Tensor | None, Mask]:
         """Boundaries and mask for a layer."""
@@ -36,14 +38,14 @@ class Documents:
         # The chunks are cut out of the documents already, so the mask must not count them again.
         if mask.chunk in self.chunks:
             return self.chunks[mask.chunk], Mask(mask.left, mask.right)
-        return (self.packed if layer_mask.by_positions else self.others), mask
+        return (self.packed if layer_mask.starts_anew(self.has_axes) else self.others), mask
 
     def bounded(self, seq_len: int) -> Documents:
         """The same for a batch that was padded after `seq_len` tokens: padding sees nothing."""
         # Tokens after the last boundary see nothing, as padding should.
         whole = torch.tensor([0, seq_len], dtype=torch.int32)
         packed, others = (whole if x is None else x for x in (self.packed, self.others))
-        return Documents(packed, others, self.chunks)
+        return replace(self, packed=packed, others=others)
 
 
 def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Documents:
@@ -57,9 +59,8 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Doc
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
             boundaries are not those of one row.
     """
-    given, padding, positions = (
-        batch.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids")
-    )
+    given, padding = (batch.get(name) for name in ("cu_seq_lens_q", "attention_mask"))
+    positions, has_axes = _text_positions(batch.get("position_ids"))
     if given is not None:
         if padding is not None:
             _require(
@@ -78,7 +79,16 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Doc
     # Masks by padding hold in all layers, masks by positions in some.
     by_positions = padding is None
     within = _within(starts, chunks, positions if by_positions else None)
-    return Documents(bounds, None if by_positions else bounds, within)
+    others = None if by_positions else bounds
+    return Documents(bounds, others, within, has_axes=has_axes)
+
+
+def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
+    """Those that count tokens, `(B, S)`, and whether they are one axis of several."""
+    has_axes = positions is not None and positions.ndim > 2
+    if positions is None or not has_axes:
+        return positions, False
+    return (positions[0] if len(positions) == AXES_WITH_TEXT else None), True
 
 
 def cached_documents(

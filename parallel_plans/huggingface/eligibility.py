@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 from torch import nn
 
 from parallel_plans.huggingface.classification import WHOLE_HEADS, backbone_of
+from parallel_plans.huggingface.language_model import (
+    language_model_of,
+    parts_beside_text,
+    takes_labels,
+)
 from parallel_plans.huggingface.positions import (
     FROM_TOKENS,
     LENGTH_DEPENDENT_ROPE,
@@ -24,7 +28,10 @@ WITHOUT_STATE = (*ATTENTION_LAYERS, "moe", "mlp", "dense", "sparse")
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
-HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+HEADS = (
+    *("Model", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+    *("ForMaskedLM", "ForTokenClassification"),
+)
 
 
 def without_adapters(model: Any) -> Any:
@@ -52,8 +59,14 @@ def check_model(model: Any) -> None:
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
     """Reasons that stand in the way of a plan."""
-    if reason := _of_several_parts(model, config):
-        yield reason
+    if getattr(config, "is_encoder_decoder", False):
+        yield (
+            "its decoder attends to what an encoder makes of another sequence, and cross attention "
+            "of Hugging Face models is not supported over a sharded sequence"
+        )
+        return
+    if language_model_of(model) is not model:
+        yield from _reasons_of_parts(model)
         return
     if layers := _stateful_layers(model, config):
         yield (
@@ -97,36 +110,28 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         )
 
 
-def _of_several_parts(model: Any, config: Any) -> str | None:
-    """Why a model is not one stack of layers over one sequence, and what to do instead."""
-    if getattr(config, "is_encoder_decoder", False):
-        return (
-            "its decoder attends to what an encoder makes of another sequence, and cross attention "
-            "of Hugging Face models is not supported over a sharded sequence"
-        )
-    modules = dict(model.named_modules())
-    models = {name: x for name, x in modules.items() if hasattr(x, "set_attn_implementation")}
-    others = [name for name, x in models.items() if type(x.config) is not type(config)]
-    if not others and config.get_text_config() is config:
-        return None
-    decoder = model.get_decoder()
-    path = next((name for name, x in models.items() if x is decoder), "")
-    beside = ", ".join(name for name in others if name != path)
+def _reasons_of_parts(model: Any) -> Iterator[str]:
+    """Reasons that stand in the way of a plan for a model around a language model."""
+    decoder = language_model_of(model)
+    path = next((name for name, x in model.named_modules() if x is decoder), "")
+    beside = ", ".join(name for name in parts_beside_text(model) if name != path)
     what = f"its language model is a part of it, beside {beside or 'what makes its inputs'}"
-    if not path:
-        return f"{what}, and no module of its own"
-    if reason := next(_reasons(decoder, decoder.config), None):
-        return f"{what}; that part, {path}, has no plan either: {reason}"
-    return (
-        f"{what}; apply the plan, with unshard_outputs=True, to its {path} alone, and if the "
-        'model makes its masks, set model.config.text_config._attn_implementation = "ring"'
-    )
+    if decoder is None:
+        yield f"{what}, and no module of its own"
+        return
+    for reason in _reasons(decoder, decoder.config):
+        yield f"{what}; that part, {path}, has no plan either: {reason}"
+    if not _has_known_head(model):
+        yield (
+            f"{what}, and its head reads the sequence as a whole; apply the plan, with "
+            f"unshard_outputs=True, to its {path} alone, and if the model makes its masks, set "
+            'model.config.text_config._attn_implementation = "ring"'
+        )
 
 
 def _has_known_head(model: Any) -> bool:
     name = type(model).__name__
-    is_base = "labels" not in signature(model.forward).parameters
-    return name.endswith(HEADS[1:]) or (is_base and name.endswith(HEADS[0]))
+    return name.endswith(HEADS[1:]) or (not takes_labels(model) and name.endswith(HEADS[0]))
 
 
 def _stateful_layers(model: Any, config: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from math import isclose
 from typing import Any, NamedTuple
@@ -95,17 +95,19 @@ def _is_plain(head: nn.Linear) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
-def call_for_losses(
-    plain: Callable[..., Any], model: Any, batch: dict[str, Any], labels: Tensor
-) -> tuple[Any, Tensor]:
-    """The output of a model with a `LossHead`, without logits, and the losses of its tokens."""
+def give_labels(model: Any, labels: Tensor | None) -> None:
+    """Let the head of a model make losses of what it is called on next, if there are labels."""
+    if labels is not None:
+        model.get_output_embeddings().labels = labels
+
+
+def take_losses(model: Any) -> Tensor | None:
+    """Those that its head has made since it got labels, and have it make logits again."""
     head = model.get_output_embeddings()
-    head.labels = labels
-    try:
-        output, losses = plain(model, **batch), head.losses
-    finally:
-        head.labels = head.losses = None
-    return output, losses
+    if not isinstance(head, LossHead):
+        return None
+    losses, head.labels, head.losses = head.losses, None, None
+    return losses
 
 
 def find_tail(model: Any) -> Tail | None:

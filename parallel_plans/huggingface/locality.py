@@ -10,11 +10,13 @@ special tokens; nor, in 16 bits, what depends on how many tokens there are in al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 from parallel_plans.huggingface.relay import KeptStates, StateSpecs
 from parallel_plans.huggingface.stateful import relayed, stateful_layers
@@ -57,6 +59,46 @@ def check_locality(model: Any) -> StateSpecs:
                         "hold, or on how many there are"
                     )
     return states.specs(len(layers))
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model that makes something of the tokens of its language model together.
+
+    Raises:
+        ValueError: if what it makes of some hidden states is not what it makes of all.
+    """
+    everything = tuple(range(NUM_TOKENS))
+    with frozen(model):
+        whole = _of_tokens(probe(model, everything))
+        for shard in SHARDS:
+            with _hidden_states(language_model_of(model), shard):
+                found = _of_tokens(probe(model, everything))
+            if found.shape[:2] != (whole.shape[0], len(shard)) or not _agree(found, whole, shard):
+                raise ValueError(
+                    f"no context-parallel plan for {type(model).__name__}: what it makes of the "
+                    "hidden states of its language model depends on tokens that a rank does not "
+                    "hold"
+                )
+
+
+def _of_tokens(output: Any) -> Tensor:
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state if logits is None else logits
+
+
+@contextmanager
+def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]:
+    """Let a language model return the hidden states of some tokens only."""
+
+    def cut(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[:, list(shard)]
+        return output
+
+    hook = decoder.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> None:

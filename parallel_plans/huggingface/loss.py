@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from math import isclose, isfinite
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
+from parallel_plans.huggingface.language_model import takes_labels
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
 NUM_ITEMS = 5
@@ -37,7 +37,7 @@ class Loss(NamedTuple):
 
 def predicts_next(model: Any) -> bool:
     """Whether its labels are the tokens themselves, to be shifted by one."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
 def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
@@ -53,7 +53,7 @@ def other_loss(model: Any) -> str | None:
 
     A rank has the logits of its own tokens, and labels that are shifted already.
     """
-    if "labels" not in signature(model.forward).parameters:
+    if not takes_labels(model):
         return None
     everything = tuple(range(NUM_TOKENS))
     with frozen(model):

@@ -30,6 +30,8 @@ class OutputSpec(NamedTuple):
     router: RouterSpec | None
     kept: LastTokens | None = None
     """Those that have logits, if not all have."""
+    of_tokens: frozenset[str] | None = None
+    """Names of the outputs that are dealt, if not all are."""
 
 
 class Outputs:
@@ -62,6 +64,8 @@ class Outputs:
         for name, x in parts.items():
             if name == "loss":
                 results[name] = self.axis.sum(x)
+            elif spec.of_tokens is not None and name not in spec.of_tokens:
+                results[name] = x  # made of the whole batch, on every rank
             elif spec.router is None or name not in OF_ROUTERS:
                 results[name] = self._output(name, x, spec, detaches)
         if spec.router is not None:

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
 from parallel_plans.huggingface.first_attention import first_attention, two_tokens
+from parallel_plans.huggingface.language_model import has_axes
 from parallel_plans.strategies import Strategies
 
 MARKER = "ring pattern"
+AXES_WITH_TEXT = 4
+"""Axes of positions whose first counts tokens; of three none does."""
 
 
 class Pattern(NamedTuple):
@@ -59,6 +62,12 @@ class LayerMask(NamedTuple):
     by_positions: bool
     strategy: str | None = None
     """Of the attention; `None` is as the axis says."""
+    by_axes: bool = False
+    """Whether it starts anew where the first of four axes of positions does not go on."""
+
+    def starts_anew(self, has_axes: bool) -> bool:
+        """Whether positions tell it where documents begin."""
+        return self.by_axes if has_axes else self.by_positions
 
 
 LayerMasks = dict[Pattern, LayerMask | str]
@@ -98,15 +107,19 @@ def read_patterns(model: Any) -> LayerMasks:
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
     # The same two tokens as two documents of one: only masks by positions tell.
     restarted = _mask_functions(model, tokens, position_ids=tokens)
+    axes = tokens.expand(AXES_WITH_TEXT, 1, 2)
+    by_axes = _mask_functions(model, tokens, position_ids=axes) if has_axes(model) else whole
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
             "so that nobody can tell which tokens its layers see; it has no context-parallel plan"
         )
     layer_masks: LayerMasks = {}
-    for (pattern, function), (_, packed) in zip(whole, restarted, strict=True):
+    for (pattern, function), (_, packed), (_, of_axes) in zip(
+        whole, restarted, by_axes, strict=True
+    ):
         mask = _mask_of(pattern, function)
-        found = mask if isinstance(mask, str) else LayerMask(mask, _starts_anew(mask, packed))
+        found = mask if isinstance(mask, str) else _layer_mask(mask, packed, of_axes)
         # One name, two masks: attention could not tell which is meant.
         if layer_masks.setdefault(pattern, found) != found:
             layer_masks[pattern] = (
@@ -126,6 +139,11 @@ def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size:
     strategies.check([x.mask for x in found.values()], world_size)
     chosen = {x: y._replace(strategy=strategies.named(y.mask)) for x, y in found.items()}
     return layer_masks | chosen
+
+
+def _layer_mask(mask: Mask, packed: MaskFunction, of_axes: MaskFunction) -> LayerMask:
+    by_positions, by_axes = (_starts_anew(mask, x) for x in (packed, of_axes))
+    return LayerMask(mask, by_positions, by_axes=by_axes)
 
 
 def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:

@@ -18,6 +18,7 @@ from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.dtensor.axis_config import configured
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.spelling import as_layout
+from parallel_plans.huggingface.around import install_around
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.cached import cache_of, call_with_cache
 from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
@@ -25,8 +26,15 @@ from parallel_plans.huggingface.dropout import check_dropout
 from parallel_plans.huggingface.eligibility import check_model, without_adapters
 from parallel_plans.huggingface.generate import install_generate
 from parallel_plans.huggingface.given import mask_of
-from parallel_plans.huggingface.head import Tail, call_for_losses, find_tail, install_head
-from parallel_plans.huggingface.locality import check_locality
+from parallel_plans.huggingface.head import (
+    Tail,
+    find_tail,
+    give_labels,
+    install_head,
+    take_losses,
+)
+from parallel_plans.huggingface.language_model import language_model_of
+from parallel_plans.huggingface.locality import check_head, check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
@@ -64,8 +72,9 @@ def context_parallel_plan(
 
     Args:
         model: a decoder or encoder of transformers 5.x that goes through its attention interface:
-            a base model, or one with a head `ForCausalLM`, `ForMaskedLM`,
-            `ForTokenClassification` or `ForSequenceClassification`, whose logits are whole.
+            a base model, or one with a head `ForCausalLM`, `ForConditionalGeneration` (with images,
+            which every rank gets), `ForMaskedLM`, `ForTokenClassification` or
+            `ForSequenceClassification`, whose logits are whole.
         layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
             deals each batch anew by its documents (not under `torch.compile`).
         strategy: how attention is made parallel, see `SequenceAxis`; one for all layers, or by what
@@ -124,7 +133,8 @@ class ShardedModel(ParallelStyle):
         model: Any = without_adapters(module)
         check_layout(model, self.layout)
         backbone = backbone_of(model)
-        replaced = [x for x in (model, backbone) if "forward" in vars(x)]
+        parts = (model, backbone, language_model_of(backbone))
+        replaced = [x for x in parts if "forward" in vars(x)]
         if replaced:
             is_ours = bool(shardings_of(model))
             by = "a context_parallel_plan" if is_ours else origin(replaced[0].forward)
@@ -141,15 +151,19 @@ class ShardedModel(ParallelStyle):
 
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
         """Shard the backbone of a model, and join what is behind it."""
+        decoder = language_model_of(backbone)
+        around = None if decoder is backbone else backbone
         # Without weights no token can run through it, but through a small one of its kind.
         is_meta = any(x.is_meta for x in backbone.parameters())
         examined = small_twin(backbone) if is_meta else backbone
         layer_masks, states, why_not, tail = _examine(examined)
         if is_meta and states:
-            states = specs_of(backbone)  # a twin has smaller ones
+            states = specs_of(decoder)  # a twin has smaller ones
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
-        model.set_attn_implementation(IMPLEMENTATION)
+        decoder.set_attn_implementation(IMPLEMENTATION)
+        # Models around make masks for it, and some have a config of their own that says which.
+        model.config.get_text_config()._attn_implementation = IMPLEMENTATION
         if tail is not None:
             install_head(backbone, tail)
         loss = Loss(getattr(backbone, "_loss_function", None), *why_not)
@@ -157,13 +171,16 @@ class ShardedModel(ParallelStyle):
         # Any other head gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         relay = AxisRelay(axis, states) if states else None
-        sharding = Sharding(backbone, axis, layer_masks, loss, unshards, relay)
+        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, relay, around)
         if relay is not None:
-            relay_states(stateful_layers(backbone), relay)
-        backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
+            relay_states(stateful_layers(decoder), relay)
         if head is not None:
             join_behind(head, sharding.join)
-        install_generate(model, sharding)
+        if around is not None:
+            install_around(around, decoder, sharding)
+        else:
+            backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
+            install_generate(model, sharding)
         model.context_parallel_sharding = sharding
 
 
@@ -174,25 +191,30 @@ def _examine(
 
     They are that of its labels, and that of its routers. Leaves the model as it was.
     """
-    before = model.config._attn_implementation
+    decoder = language_model_of(model)
+    before = decoder.config._attn_implementation
     try:
         layer_masks: LayerMasks = {}
-        if has_attention(model) or not stateful_layers(model):
-            layer_masks = read_patterns(model)
-            check_dropout(model)
-        states = check_locality(model)
+        if has_attention(decoder) or not stateful_layers(decoder):
+            layer_masks = read_patterns(decoder)
+            check_dropout(decoder)
+        states = check_locality(decoder)
+        if decoder is not model:
+            check_head(model)
         reasons = other_loss(model), other_balance(model)
         return layer_masks, states, reasons, None if reasons[0] else find_tail(model)
     finally:
-        model.set_attn_implementation(before)
+        decoder.set_attn_implementation(before)
 
 
 def _own_config(model: nn.Module, shared: Any) -> None:
     """Copy the config, so that other models that share it keep their attention."""
-    own = deepcopy(shared)
+    copies: dict[int, Any] = {}  # of the configs in it, too
+    deepcopy(shared, copies)
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
+        config = getattr(module, "config", None)
+        if config is not None and id(config) in copies:
+            module.config = copies[id(config)]
 
 
 def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]:
@@ -210,9 +232,11 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
         if cache is not None:
             return call_with_cache(plain, self, sharding, cache, given)
         batch, outcome = sharding.inputs(self, given)
-        if outcome.head_labels is None:
-            return sharding.outputs(plain(self, **batch), outcome)
-        output, losses = call_for_losses(plain, self, batch, outcome.head_labels)
+        give_labels(self, outcome.head_labels)
+        try:
+            output = plain(self, **batch)
+        finally:
+            losses = take_losses(self)
         return sharding.outputs(output, outcome, losses)
 
     wrapper: Any = forward

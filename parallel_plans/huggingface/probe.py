@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel_plans.huggingface.attention import at_positions
 from parallel_plans.huggingface.first_attention import PROBE
+from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.patterns import pattern_of
 
 NUM_TOKENS = 8
@@ -41,20 +42,30 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
     parameter = next(model.parameters())
     num_rows = 1 if parameter.dtype.itemsize > 2 else NUM_TOKENS // len(indices)
     index = torch.tensor([indices] * num_rows, device=parameter.device)
-    positions = index % (getattr(model.config, "max_position_embeddings", None) or NUM_TOKENS)
+    config = model.config.get_text_config()
+    positions = index % (getattr(config, "max_position_embeddings", None) or NUM_TOKENS)
     AttentionInterface.register(PROBE, _alone)
     AttentionMaskInterface.register(PROBE, pattern_of)
-    model.set_attn_implementation(PROBE)
-    if hasattr(model.config, ROUTER_LOGITS):  # a config may ask for them
+    decoder = language_model_of(model)
+    decoder.set_attn_implementation(PROBE)
+    if hasattr(config, ROUTER_LOGITS):  # a config may ask for them
         inputs = {ROUTER_LOGITS: False} | inputs
-    return model(
-        input_ids=index % model.config.vocab_size,
-        position_ids=positions,
-        attention_mask=torch.ones_like(positions),
-        use_cache=False,
-        ring=index[0],
-        **inputs,
-    )
+
+    def tell(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Whatever mask a model around it has made: here each token sees itself only.
+        return args, kwargs | {"ring": index[0], "attention_mask": torch.ones_like(positions)}
+
+    hook = decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        return model(
+            input_ids=index % config.vocab_size,
+            position_ids=positions,
+            attention_mask=torch.ones_like(positions),
+            use_cache=False,
+            **inputs,
+        )
+    finally:
+        hook.remove()
 
 
 def _alone(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.loss import predicts_next
 from parallel_plans.huggingface.probe import NUM_TOKENS, ROUTER_LOGITS, frozen, probe
 
@@ -90,6 +91,8 @@ def other_balance(model: Any) -> str | None:
     """
     if not hasattr(model.config, ROUTER_LOGITS) or not hasattr(model, "router_aux_loss_coef"):
         return None
+    if language_model_of(model) is not model:
+        return "the model around the language model makes it of tokens that were not dealt"
     labels = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
     given = {"labels": labels % model.config.vocab_size}
     if predicts_next(model):

@@ -30,6 +30,7 @@ from parallel_plans.huggingface.batch import (
     pad,
     take_labels,
 )
+from parallel_plans.huggingface.deepstack import feature_rows, local_features
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.frames import Dealt
 from parallel_plans.huggingface.given import given_masks, is_given, largest
@@ -60,9 +61,13 @@ class Sharding(Outputs):
         loss: Loss,
         unshard_outputs: bool,
         relay: AxisRelay | None = None,
+        around: Any = None,
     ) -> None:
+        """Of `model`, which may be the language model of one `around` it."""
         self._names = list(signature(model.forward).parameters)
-        self._predicts_next = predicts_next(model)
+        self._predicts_next = predicts_next(around or model)
+        # A model around it is called with the whole batch, before its tokens are dealt.
+        self._passes_labels = self._predicts_next and around is None
         super().__init__(axis, unshard_outputs)
         self.returns_logits = False  # beside a loss, without being asked in the call
         self.generates = False  # in a call of `generate`
@@ -102,12 +107,13 @@ class Sharding(Outputs):
         ring, length, layout = self._deal(batch, seq_len, seen)
         positions = self.positions(batch, seq_len)
         self.largest.set(positions)
-        batch = pad(batch | {"position_ids": positions}, length - seq_len)
-        batch = local_batch(batch, self.axis.mesh, layout)
+        batch |= {"position_ids": positions} | feature_rows(batch)
+        batch = pad(batch, length - seq_len)
+        batch = local_features(local_batch(batch, self.axis.mesh, layout))
         is_projected = not has_logits and loss_head(model) is not None
         routers = self._routers(model, batch, ring.indices < seq_len)
         # Beside labels, the model would add the load-balancing loss of this rank's tokens.
-        is_ours = is_projected or routers is not None or not self._predicts_next
+        is_ours = is_projected or routers is not None or not self._passes_labels
         labels = take_labels(batch) if is_ours else None
         # They say where documents are in the whole batch, and attention knows.
         for name in BOUNDARIES:
@@ -170,7 +176,7 @@ class Sharding(Outputs):
         # A collective in each forward would cost, and a graph cannot compare.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
             return
-        if _has_content(batch):
+        if has_content(batch):
             group = axis_group(self.axis.mesh)
             here = described(batch) | {"weights": checksum(model, group)}
             check_agreement(group, here, SAME_BATCH)
@@ -182,7 +188,7 @@ class Sharding(Outputs):
         Raises:
             RingError: on every rank, if not.
         """
-        if _has_content(batch):
+        if has_content(batch):
             with meeting(axis_group(self.axis.mesh), "a dealt turn", described(batch)):
                 pass
 
@@ -213,8 +219,8 @@ class Sharding(Outputs):
     def _boundaries(self, batch: dict[str, Any], documents: Documents) -> Tensor | None:
         """Of documents in layers with a state, which mask padding by themselves."""
         masks = [x for x in self.layer_masks.values() if isinstance(x, LayerMask)]
-        by_positions = not masks or any(x.by_positions for x in masks)
-        is_packed = by_positions and "attention_mask" not in batch
+        starts_anew = not masks or any(x.starts_anew(documents.has_axes) for x in masks)
+        is_packed = starts_anew and "attention_mask" not in batch
         return documents.packed if is_packed or "cu_seq_lens_q" in batch else None
 
     def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
@@ -276,7 +282,7 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
             sharding.unshards_outputs, sharding.returns_logits = were
 
 
-def _has_content(batch: dict[str, Any]) -> bool:
+def has_content(batch: dict[str, Any]) -> bool:
     """Whether its tensors are real."""
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)

@@ -53,9 +53,15 @@ def with_mamba() -> Any:
     return model
 
 
+def answers() -> Any:
+    """A model of images whose head reads the sequence as a whole."""
+    model = gemma3()
+    model.__class__ = type("Gemma3ForQuestionAnswering", (type(model),), {})
+    return model
+
+
 REFUSED = {
-    r"beside model\.vision_tower; apply .* to its model\.language_model alone": gemma3,
-    r"beside model\.vision_tower, model\.audio_tower; apply .* to its model\.language": gemma4,
+    r"beside model\.vision_tower, and its head .* to its model\.language_model alone": answers,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
 }
 
@@ -67,7 +73,8 @@ def test_reasons(match: str) -> None:
 
 
 @pytest.mark.parametrize("build", [gemma3, gemma4])
-def test_what_is_advised_has_a_plan(build: Any) -> None:
+def test_models_of_images_have_a_plan(build: Any) -> None:
+    check_model(build())
     check_model(build().model.language_model)
 
 

@@ -1,0 +1,203 @@
+"""The model around a language model: it merges images into the text, and has the head.
+
+It runs as the model's own code does, with the whole batch on every rank: the vision tower, the
+merge of embeddings, positions, and masks. Its language model deals what it is called with, and
+returns the hidden states of this rank's tokens, on which the head then runs.
+
+Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
+ranks have one loss, whose backward sums over them, so what a rank's own tokens send back is as many
+times too large as there are ranks, and the mean over the axis is the whole. The tower's backward is
+linear in that, so it needs nothing of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring.dtensor.agreement import meeting
+from dtensor_ring.dtensor.annotation import axis_group
+from parallel_plans.huggingface.batch import LOGITS_TO_KEEP, described
+from parallel_plans.huggingface.documents import Documents
+from parallel_plans.huggingface.head import give_labels, take_losses
+from parallel_plans.huggingface.outputs import OutputSpec
+from parallel_plans.huggingface.sharding import Sharding, has_content
+
+OF_OUTPUTS = (
+    *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
+    LOGITS_TO_KEEP,
+)
+"""Arguments about what follows the language model, which are dealt with the tokens."""
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+"""Options of configs: the token that stands for a part of an image."""
+NO_CACHE = (
+    "a model with images has no cache over a sharded sequence; leave past_key_values out, set "
+    "use_cache=False, and generate within `with stock_model(model):`"
+)
+
+
+@dataclass
+class Call:
+    """A forward of the model around."""
+
+    model: Any
+    taken: dict[str, Any]
+    """Its arguments that are dealt with the tokens."""
+    is_image: Tensor | None
+    """Whether a token is a part of an image, `(B, S)`."""
+    spec: OutputSpec | None = None
+    """Of the outputs, once the language model has run."""
+
+
+class Around:
+    """Takes a batch to the language model within a model, and what that returns to the head."""
+
+    def __init__(self, model: Any, sharding: Sharding) -> None:
+        self._names = list(signature(model.forward).parameters)
+        self._sharding = sharding
+        self._call: Call | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+        """Copies of a model share it, as they share the forward that calls it."""
+        return self
+
+    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call that are not `None`, by name.
+
+        Raises:
+            ValueError: if it has a cache.
+        """
+        found = dict(zip(self._names, args, strict=False)) | kwargs
+        found = {name: x for name, x in found.items() if x is not None}
+        if found.pop("past_key_values", None) is not None or found.pop("use_cache", False):
+            raise ValueError(NO_CACHE)
+        if model.get_output_embeddings() is None:
+            found.pop("labels", None)  # those of the model around a base model
+        return found
+
+    @contextmanager
+    def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
+        """A context in which the model runs; takes what is about its outputs from the arguments.
+
+        Raises:
+            RingError: on every rank, if the ranks have other batches.
+        """
+        taken = {name: given.pop(name) for name in OF_OUTPUTS if name in given}
+        # At every call: a rank without images would not wait for the others, and be wrong.
+        if has_content(given) and not torch.compiler.is_compiling():
+            group = axis_group(self._sharding.axis.mesh)
+            with meeting(group, "a batch with images", described(given | taken)):
+                pass
+        call = self._call = Call(model, taken, image_tokens(model.config, given))
+        try:
+            yield call
+        finally:
+            self._call = None
+
+    def deal(self, decoder: Any, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """This rank's part of what the language model is called with."""
+        call = self._call
+        if call is None or call.spec is not None:
+            raise ValueError(
+                f"{type(decoder).__name__} is a part of a model under a context_parallel_plan, "
+                "which is to be called as a whole, and calls it once"
+            )
+        batch, call.spec = self._sharding.inputs(call.model, given | call.taken)
+        if call.is_image is not None and not torch.compiler.is_compiling():
+            check_cuts(call.is_image, batch["ring"].frames[0].documents)
+        return call, {name: x for name, x in batch.items() if name != "ignore_index"}
+
+
+def install_around(model: Any, decoder: Any, sharding: Sharding) -> None:
+    """Deal the tokens of a model where it calls its language model."""
+    around = Around(model, sharding)
+    model.forward = _method(model, _whole_forward(type(model).forward, sharding, around))
+    decoder.forward = _method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
+    if hasattr(model, "generate"):
+        model.generate = MethodType(_no_generate, model)
+
+
+def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
+    """The forward of the model around."""
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = around.given(self, args, kwargs)
+        try:
+            with around.call(self, given) as call:
+                output = plain(self, **given, use_cache=False)
+        finally:
+            losses = take_losses(self)
+        if call.spec is None:
+            raise ValueError(f"{type(self).__name__} did not call its language model")
+        return sharding.outputs(output, call.spec, losses)
+
+    return forward
+
+
+def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
+    """The forward of the language model."""
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call, batch = around.deal(self, sharding.given(self, args, kwargs))
+        kept = batch.pop(LOGITS_TO_KEEP, None)
+        spec: Any = call.spec
+        give_labels(call.model, spec.head_labels)
+        output = plain(self, **batch)
+        call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
+        if spec.kept is not None:  # the head runs on what it gets
+            output.last_hidden_state = output.last_hidden_state.index_select(1, kept)
+        return output
+
+    return forward
+
+
+def _method(model: nn.Module, forward: Any) -> MethodType:
+    """A forward in place of the model's own, with its signature."""
+    forward.__signature__ = signature(type(model).forward)
+    del forward.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
+    return MethodType(forward, model)
+
+
+def _no_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(NO_CACHE)
+
+
+def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
+    """Which tokens are parts of images, `(B, S)`; `None` if the batch does not tell."""
+    tokens = given.get("input_ids")
+    ids = [getattr(config, name, None) for name in IMAGE_TOKENS]
+    known = [x for x in ids if isinstance(x, int)]
+    if not isinstance(tokens, Tensor) or not known:
+        return None
+    return torch.isin(tokens, torch.tensor(known, device=tokens.device))
+
+
+def check_cuts(is_image: Tensor, documents: Documents) -> None:
+    """Refuse a document that begins within an image, whose parts could not see one another.
+
+    Raises:
+        ValueError: naming the token.
+    """
+    bounds = documents.packed
+    if bounds is None:
+        return
+    is_cut = (is_image[:, 1:] & is_image[:, :-1]).cpu()
+    rows = bounds.expand(len(is_cut), -1)
+    for row, begins in enumerate(rows.tolist()):
+        for begin in begins:
+            if 0 < begin <= is_cut.shape[1] and is_cut[row, begin - 1]:
+                raise ValueError(
+                    f"a document begins at token {begin} of row {row}, within an image: the tokens "
+                    "on both sides stand for parts of one; let documents begin before their "
+                    "images, with a token of text between two of them"
+                )

@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = list(items)
     if not config.getoption("--all-cases"):
-        kept = [item for item in kept if "repeats" not in item.keywords]
+        kept = [item for item in kept if not _is_marked(item, "repeats")]
     if config.getoption("--quick"):
         kept = _sample(kept)
     if processes := config.getoption("--processes"):
@@ -61,10 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
     items[:] = kept
     for item in items:
-        if "gpu" in item.keywords:
+        if _is_marked(item, "gpu"):
             item.add_marker(pytest.mark.filterwarnings("default"))  # packages have theirs
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _is_marked(item: pytest.Item, mark: str) -> bool:
+    # Not by `item.keywords`, where the folders above a test are, too.
+    return item.get_closest_marker(mark) is not None
 
 
 def _has_workers(item: pytest.Item) -> bool:
@@ -77,7 +82,7 @@ def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
     seen: set[str] = set()
     kept = []
     for item in items:
-        if "slow" in item.keywords:
+        if _is_marked(item, "slow"):
             continue
         test = item.nodeid.partition("[")[0]
         if test not in seen or crc32(item.nodeid.encode()) % 5 == 0:

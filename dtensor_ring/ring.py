@@ -35,8 +35,12 @@ def ring_forward(
             label = Label("forward", step.number, step.source)
             # If nothing came before it, nothing is merged.
             is_last = step is plan.steps[-1]
+            in_flight = plan.shards[step.number].moves
             with shards.moving(step, label) as kv:
-                forward_step(step, query, kv, partial, kernel, scores, label, is_last)
+                forward_step(
+                    *(step, query, kv, partial, kernel, scores, label, is_last),
+                    in_flight=in_flight,
+                )
     with label("merge"):
         return partial.result()
 

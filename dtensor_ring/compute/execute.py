@@ -40,6 +40,7 @@ def forward_step(
     label: Label,
     is_last: bool = False,
     with_segments: bool = True,
+    in_flight: bool = False,
 ) -> None:
     """Add the attention over the keys and values of a step to `partial`.
 
@@ -53,8 +54,9 @@ def forward_step(
         label: names this step in a profile.
         is_last: whether no step comes after this one, so that a single launch is all there is.
         with_segments: whether tiles may be joined to segments, for which keys may be copied.
+        in_flight: whether messages are in flight meanwhile.
     """
-    todo = _launches(step, query, kv[0], with_segments and kernel.has_segments)
+    todo = _launches(step, query, kv[0], with_segments and kernel.has_segments, in_flight)
     # Without a second launch, nothing is merged.
     if todo and not (is_last and len(todo) == 1 and partial.is_empty):
         partial.expect(kv[1])
@@ -101,21 +103,23 @@ def backward_step(
             one.add(at, grad)
 
 
-def _launches(step: Step, query: Tensor, key: Tensor, has_segments: bool) -> tuple[Launch, ...]:
+def _launches(
+    step: Step, query: Tensor, key: Tensor, has_segments: bool, in_flight: bool = False
+) -> tuple[Launch, ...]:
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
-    return launches(step, (batch_size, num_rows, key.shape[2]), has_segments)
+    return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
 
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
     """`out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
+    q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
     if launch.segments is None:
-        q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
         return kernel.forward(q, k, v, launch, scores)
     # Segments count through all batch rows, so these become one dimension.
-    out, lse = kernel.forward(_flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
-    batch_size = query.shape[0]
+    out, lse = kernel.forward(_flat(q), _flat(k), _flat(v), launch, scores)
+    batch_size = q.shape[0]
     return _by_batch(out, batch_size), lse.unflatten(1, (batch_size, -1)).transpose(0, 1)
 
 
@@ -123,13 +127,14 @@ def _backward(
     launch: Launch, saved: Saved, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
 ) -> Gradients:
     """Gradients of the query, key and value `(B, N, R, H)` of a launch."""
+    saved = saved.at(launch.rows)
+    q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
     if launch.segments is None:
-        q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
-        return kernel.backward(saved.at(launch.rows), q, k, v, launch, scores)
+        return kernel.backward(saved, q, k, v, launch, scores)
     slopes = None if saved.grad_lse is None else _heads_first(saved.grad_lse)
     flat = Saved(_flat(saved.grad_out), _flat(saved.out), _heads_first(saved.lse), slopes)
-    grads = kernel.backward(flat, _flat(query), _flat(kv[0]), _flat(kv[1]), launch, scores)
-    dq, dk, dv = (_by_batch(grad, query.shape[0]) for grad in grads)
+    grads = kernel.backward(flat, _flat(q), _flat(k), _flat(v), launch, scores)
+    dq, dk, dv = (_by_batch(grad, q.shape[0]) for grad in grads)
     return dq, dk, dv
 
 

@@ -18,7 +18,7 @@ from dtensor_ring.planning.span import length
 class Segments:
     """Boundaries of tiles, one after the other on both sides.
 
-    They cover all tokens of all batch rows. Queries that see nothing are a segment without keys,
+    They cover all tokens of a launch. Queries that see nothing are a segment without keys,
     and keys that nobody sees are one without queries.
 
     Attributes:

@@ -30,6 +30,11 @@ class Hop(NamedTuple):
     receives: tuple[Transfer, ...] = ()
     releases: tuple[int, ...] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether there are messages."""
+        return bool(self.sends or self.receives)
+
 
 class Route(ABC):
     """How keys and values come to one rank, and gradients leave it.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.kernels import Launch
 from dtensor_ring.compute.launches import FEWEST, launches
-from dtensor_ring.compute.memory import cols_of, rows_of
+from dtensor_ring.compute.memory import Region, cols_of, rows_of
 from dtensor_ring.compute.segments import Segments
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Step
@@ -39,28 +39,29 @@ def scored(launch: Launch, shape: tuple[int, int, int]) -> Pairs:
     """By one launch."""
     counts = torch.zeros(shape, dtype=torch.int)
     (batches, _, rows), (of_keys, _, cols) = launch.rows, launch.cols
-    assert batches == of_keys, "a tile has the same batch rows on both sides"
+    assert batches == of_keys, "both sides have the same batch rows"
     if launch.segments is None:
         region = counts[batches, rows, cols]
         region += visible(launch.mask, region.shape[1:], 1)[0, 0]
         return counts
-    _, num_rows, num_cols = shape
-    segments = launch.segments
-    for (row, end_row), (col, end_col) in zip(
-        pairwise(segments.rows), pairwise(segments.cols), strict=True
-    ):
-        if row < end_row and col < end_col:
-            (batch, last), (of_key, last_of_key) = (
-                (start // size, (end - 1) // size)
-                for start, end, size in ((row, end_row, num_rows), (col, end_col, num_cols))
-            )
-            assert batch == last == of_key == last_of_key, "a segment has one batch row"
-            rows = slice(row - batch * num_rows, end_row - batch * num_rows)
-            cols = slice(col - batch * num_cols, end_col - batch * num_cols)
-            counts[batch, rows, cols] += visible(launch.mask, (end_row - row, end_col - col), 1)[
-                0, 0
-            ]
+    queries, keys = (places(region, shape[0]) for region in (launch.rows, launch.cols))
+    for some_rows, some_cols in launch.segments.tiles():
+        # The batch row and the token of each.
+        of_query, of_key = queries[some_rows], keys[some_cols]
+        batch = of_query[0, 0]
+        assert (of_query[:, 0] == batch).all(), "a segment has one batch row"
+        assert (of_key[:, 0] == batch).all()
+        seen = visible(launch.mask, (len(of_query), len(of_key)), 1)[0, 0]
+        counts[batch, of_query[:, 1:], of_key[:, 1]] += seen
     return counts
+
+
+def places(region: Region, batch_size: int) -> torch.Tensor:
+    """Batch row and token of each entry of a region in one dimension, `(T, 2)`."""
+    batches, tokens = (
+        torch.arange(size)[at] for size, at in zip((batch_size, 999), region[::2], strict=True)
+    )
+    return torch.cartesian_prod(batches, tokens)
 
 
 def check(launch: Launch, shape: tuple[int, int, int]) -> None:
@@ -68,13 +69,19 @@ def check(launch: Launch, shape: tuple[int, int, int]) -> None:
     segments = launch.segments
     if segments is None:
         return
-    for region, num_tokens in zip((launch.rows, launch.cols), shape[1:], strict=True):
-        assert region == (slice(None), slice(None), slice(0, num_tokens)), "all tokens"
     ends = segments.rows, segments.cols
-    for boundaries, num_tokens in zip(ends, shape[1:], strict=True):
-        assert (boundaries[0], boundaries[-1]) == (0, shape[0] * num_tokens), "all tokens"
-        assert list(boundaries) == sorted(boundaries)
     sizes = [(b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)]
+    for region, boundaries, num_tokens in zip(
+        (launch.rows, launch.cols), ends, shape[1:], strict=True
+    ):
+        covered = places(region, shape[0])
+        assert (boundaries[0], boundaries[-1]) == (0, len(covered)), "all tokens"
+        assert list(boundaries) == sorted(boundaries)
+        if covered[0, 0] == covered[-1, 0]:
+            assert all(sizes[0]), "it begins with a tile"
+            assert all(sizes[-1]), "it ends with one"
+        else:
+            assert region[2] == slice(0, num_tokens), "all tokens of several batch rows"
     assert segments.max_rows == max(rows for rows, _ in sizes)
     assert segments.max_cols == max(cols for _, cols in sizes)
     if launch.mask != FULL:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,18 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 flash = torch.ops.flash_attn_3
 
+SM_MARGIN = 8
+"""Multiprocessors that a forward leaves to messages in flight.
+
+It runs one block on each of the others until all is done, and NCCL's kernels share none with it.
+So without a margin a message that loses the race waits until the tile is done. The backward's
+blocks end one by one, and need none. Eight of an H100's 132 is a guess: no GPU measured it.
+"""
+
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Those that kernels are built for."""
+
 
 class FlashAttn3(VarlenKernel):
     """Flash attention 3 (Shah et al., 2024, arXiv 2407.08608) for Hopper GPUs.
@@ -27,10 +42,10 @@ class FlashAttn3(VarlenKernel):
     name = "flash_attn3"
 
     def missing(self) -> str | None:
-        return no_gpu(9) or _missing_package()
+        return no_gpu(9) or _missing_package() or _left_out("VARLEN", "BACKWARD")
 
     def supports(self, problem: Problem) -> str | None:
-        if reason := gpu_limits(problem) or one_head_dim(problem, 256):
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256) or _left_out_of(problem):
             return reason
         is_deterministic = problem.determinism != "off"
         if problem.head_dim > 192 and is_deterministic:
@@ -45,6 +60,8 @@ class FlashAttn3(VarlenKernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
         more = {**lengths(band.segments, q.device), **_options(band)}
+        if band.in_flight and "sm_margin" in _arguments(flash.fwd):
+            more["sm_margin"] = SM_MARGIN
         # Keys in one split: with 0 it might choose several, whose lse are apart.
         out, lse, *_ = flash.fwd(q, k, v, num_splits=1, **more)
         return out, lse
@@ -68,10 +85,10 @@ class PagedFlashAttn3(PagedKernel):
     name = "flash_attn3"
 
     def missing(self) -> str | None:
-        return no_gpu(9) or _missing_package()
+        return no_gpu(9) or _missing_package() or _left_out("PAGEDKV", "VARLEN")
 
     def supports(self, problem: Problem, block: int) -> str | None:
-        return gpu_limits(problem) or one_head_dim(problem, 256)
+        return gpu_limits(problem) or one_head_dim(problem, 256) or _left_out_of(problem)
 
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
@@ -101,6 +118,42 @@ def _missing_package() -> str | None:
     if not (hasattr(flash, "fwd") and hasattr(flash, "bwd")):
         return "this flash_attn_interface is too old: it registers no torch.ops.flash_attn_3"
     return None
+
+
+def _left_out(*features: str) -> str | None:
+    """Why a build without one of these features cannot, `None` if it has them all."""
+    flags = _build_flags()
+    for feature in features:
+        if flags.get(f"FLASHATTENTION_DISABLE_{feature}"):
+            return f"it was built with FLASH_ATTENTION_DISABLE_{feature}; build it without"
+    return None
+
+
+def _left_out_of(problem: Problem) -> str | None:
+    """Why the build cannot serve the problem; ranks of one axis have the same build."""
+    needs = [("LOCAL", problem.windowed), ("SOFTCAP", bool(problem.softcap))]
+    needs += [("FP16", problem.dtype == torch.float16)]
+    if reason := _left_out(*(feature for feature, is_needed in needs if is_needed)):
+        return reason
+    # A head dim runs as the next larger one that is there.
+    there = [size for size in HEAD_DIMS if not _left_out(f"HDIM{size}")]
+    if problem.head_dim > max(there, default=0):
+        return f"it was built for head dims of {there}, got {problem.head_dim}"
+    return None
+
+
+def _build_flags() -> dict[str, bool]:
+    """What the package says of its build; older ones say nothing."""
+    try:
+        return dict(load("flash_attn_config").CONFIG["build_flags"])
+    except Exception:  # whatever is there, the operators themselves say what they cannot
+        return {}
+
+
+@lru_cache(maxsize=4)
+def _arguments(operator: Any) -> frozenset[str]:
+    """Names of an operator's arguments, which differ between builds."""
+    return frozenset(x.name for x in operator.default._schema.arguments)
 
 
 def _options(band: Band) -> dict[str, object]:

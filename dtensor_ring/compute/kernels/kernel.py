@@ -29,10 +29,10 @@ class Kernel(ABC):
     `v` `(B, Nkv, C, Hv)`. `out` is `(B, N, R, Hv)` and `lse` `(B, N, R)`.
 
     **Segments** are many tiles, one after the other in memory. Only a kernel that sets
-    `has_segments` gets them. `q` is `(T, N, H)`, `k` `(U, Nkv, H)` and `v`
-    `(U, Nkv, Hv)`: all tokens of all batch rows. `out` is `(T, N, Hv)` and `lse` `(N, T)`, heads
-    first. Segment number s has the queries from `segments.rows[s]` to `segments.rows[s + 1]`, and
-    sees the keys between the same two entries of `segments.cols`.
+    `has_segments` gets them. `q` is `(T, N, H)`, `k` `(U, Nkv, H)` and `v` `(U, Nkv, Hv)`: all
+    tokens of the launch's regions. `out` is `(T, N, Hv)` and `lse` `(N, T)`, heads first. Segment
+    number s has the queries from `segments.rows[s]` to `segments.rows[s + 1]`, and sees the keys
+    between the same two entries of `segments.cols`.
 
     **Inputs** have any strides whose last is 1. N is a multiple of Nkv, and B, R, C are at least 1.
     A kernel does not write to them.

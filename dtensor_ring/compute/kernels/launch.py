@@ -14,13 +14,16 @@ class Launch:
     """One call of a block kernel: a tile, or segments, which are many tiles of one mask.
 
     Attributes:
-        rows: region of the local queries `(B, N, L)`; all of them if there are segments.
-        cols: region of the resident keys `(B, Nkv, C)`; all of them if there are segments.
+        rows: region of the local queries `(B, N, L)`; of several batch rows with segments, all
+            tokens.
+        cols: region of the resident keys `(B, Nkv, C)`, likewise.
         mask: the band, in indices of the tile or of each segment.
         segments: boundaries of the tiles; `None` for a single tile.
+        in_flight: whether messages are in flight meanwhile, whose kernels want multiprocessors.
     """
 
     rows: Region
     cols: Region
     mask: Mask
     segments: Segments | None = None
+    in_flight: bool = False

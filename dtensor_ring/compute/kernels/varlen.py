@@ -42,6 +42,7 @@ class Band(NamedTuple):
         scale: factor of the scores.
         softcap: bound of the scores; 0.0 means none.
         segments: boundaries of the tiles; `None` for a single tile.
+        in_flight: whether messages are in flight meanwhile.
     """
 
     is_causal: bool
@@ -49,6 +50,7 @@ class Band(NamedTuple):
     scale: float
     softcap: float
     segments: Segments | None
+    in_flight: bool = False
 
 
 class VarlenKernel(Kernel):
@@ -97,7 +99,9 @@ def _token_major(x: Tensor, launch: Launch) -> Tensor:
 def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
     window = window_of(launch, q.shape[1], k.shape[1])
     is_causal = launch.mask == Mask.causal()
-    return Band(is_causal, window, scores.scale, scores.softcap, launch.segments)
+    return Band(
+        *(is_causal, window, scores.scale, scores.softcap, launch.segments, launch.in_flight)
+    )
 
 
 def clear_empty_rows(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
+from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, flash_attn3
 from dtensor_ring.compute.kernels.registry import able_kernel
 from tests.packages import packages
 from tests.rings import Case as RingCase
@@ -97,3 +98,32 @@ def test_ring(name: str, case: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_kernels_have_segments() -> None:
     assert OF_SEGMENTS == ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash"]
+
+
+@pytest.mark.parametrize("has_argument", [True, False])
+def test_flash_attn3_leaves_multiprocessors_to_messages(
+    has_argument: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, in steps whose hops move anything; older builds have no such argument."""
+    margins: list[int] = []
+    known = flash_attn3._arguments(flash_attn3.flash.fwd)
+    assert "sm_margin" in known
+    arguments = known if has_argument else known - {"sm_margin"}
+    monkeypatch.setattr(flash_attn3, "_arguments", lambda op: arguments)
+    forward, real = KERNELS["flash_attn3"], flash_attn3.flash
+
+    class Noting:
+        bwd = real.bwd
+
+        @staticmethod
+        def fwd(*args: Any, **kwargs: Any) -> Any:
+            margins.append(kwargs.get("sm_margin", 0))
+            return real.fwd(*args, **kwargs)
+
+    monkeypatch.setattr(flash_attn3, "flash", Noting)
+    monkeypatch.setattr(forward.__class__, "missing", lambda self: None)
+    check_ring(RingCase(RINGS["zigzag"]), Played(forward.name, "cpu", torch.float32), monkeypatch)
+    ranks, steps = 4, 4
+    expected = ranks * (steps - 1) if has_argument else 0  # nothing is sent in the last step
+    assert margins.count(flash_attn3.SM_MARGIN) == expected
+    assert margins.count(0) == len(margins) - expected

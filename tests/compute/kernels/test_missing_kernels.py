@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +224,49 @@ def test_another_implementation_in_place_of_atens(
     reason = KERNELS["cuda_flash"].missing()
     assert (reason is None) == is_served
     assert is_served or "activate_flash_attention_impl('FA4') has replaced" in (reason or "")
+
+
+def flags(**disabled: bool) -> SimpleNamespace:
+    """What a build of flash attention 3 says of itself."""
+    names = {f"FLASHATTENTION_DISABLE_{name}": value for name, value in disabled.items()}
+    return SimpleNamespace(CONFIG={"build_flags": names})
+
+
+@pytest.mark.parametrize(
+    ("disabled", "problem", "reason"),
+    [
+        ((), {"windowed": True, "softcap": 2.0}, None),
+        (("LOCAL",), {"windowed": True}, "built with FLASH_ATTENTION_DISABLE_LOCAL"),
+        (("LOCAL",), {}, None),
+        (("SOFTCAP",), {"softcap": 2.0}, "FLASH_ATTENTION_DISABLE_SOFTCAP"),
+        (("FP16",), {"dtype": torch.float16}, "FLASH_ATTENTION_DISABLE_FP16"),
+        (("HDIM64", "HDIM96"), {}, None),
+        (("HDIM192", "HDIM256"), {"head_dim": 128, "value_head_dim": 128}, None),
+        (
+            ("HDIM192", "HDIM256"),
+            {"head_dim": 136, "value_head_dim": 136},
+            r"head dims of \[64, 96, 128\], got 136",
+        ),
+    ],
+    ids=str,
+)
+def test_builds_of_flash_attn3_without_a_feature(
+    disabled: tuple[str, ...],
+    problem: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = flags(**dict.fromkeys(("CLUSTER", *disabled), True))
+    monkeypatch.setattr(flash_attn3, "load", lambda module: found)
+    given = replace(Problem("cuda", torch.bfloat16, 64, 64), **problem)
+    said = KERNELS["flash_attn3"].supports(given)
+    assert said is None if reason is None else re.search(reason, said or "")
+
+
+@pytest.mark.parametrize("feature", ["VARLEN", "BACKWARD"])
+def test_builds_of_flash_attn3_that_no_ring_can_use(
+    feature: str, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(9, 0)
+    monkeypatch.setattr(flash_attn3, "load", lambda module: flags(**{feature: True}))
+    assert f"DISABLE_{feature}; build" in (KERNELS["flash_attn3"].missing() or "")

@@ -15,7 +15,8 @@ from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.check import check_inputs, check_num_queries
 from dtensor_ring.ops.decode_options import DECODE_SCHEMA, MAX_QUERIES, unflatten_decode
-from dtensor_ring.ops.schema import check_batch, unit_stride
+from dtensor_ring.ops.schema import check_batch
+from dtensor_ring.ops.strides import loadable, unit_stride
 from dtensor_ring.ops.word import decode_turn
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.transport.combine import Combine
@@ -37,7 +38,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     with decode_turn(call, question, query, value) as combine:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
         step, kernel = question.step(key), call.select(query, value, question)
-        query, key, value = unit_stride(query, key, value)
+        query, key, value = loadable(query, key, value)
         return decode(query, (key, value), step, kernel, call.scores, combine)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.compute.merge import merge_gradients
 from dtensor_ring.compute.partial import Partial
+from dtensor_ring.ops.strides import unit_stride
 
 NAME = "dtensor_ring::merge_attention"
 
@@ -19,7 +20,7 @@ merge_op = torch.ops.dtensor_ring.merge_attention.default
 
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    outs = [_unit_stride(out) for out in outs]
+    outs = unit_stride(*outs)
     partial = Partial(outs[0], outs[0].shape[3])
     rows = region(None, (0, outs[0].shape[2]))
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -33,7 +34,7 @@ def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake(NAME)
 def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # Strides as `Partial.result` gives them.
-    out = _unit_stride(outs[0])
+    (out,) = unit_stride(outs[0])
     return empty(out, out.shape, order_of(out)), lses[0].new_empty(lses[0].shape)
 
 
@@ -50,7 +51,3 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
 
 
 torch.library.register_autograd(NAME, _gradients, setup_context=_setup)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -15,6 +15,7 @@ from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, unflatten
 from dtensor_ring.ops.scattered import warn_of_tiles
+from dtensor_ring.ops.strides import loadable, unit_stride
 from dtensor_ring.ops.word import turn
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.session import session_of
@@ -45,7 +46,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
         warn_of_tiles(plan, question)
         announce(call, question, plan, kernel.name, key, value)
-        query, key, value = unit_stride(query, key, value)
+        query, key, value = loadable(query, key, value)
         out, lse = ring_forward(
             *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
         )
@@ -73,18 +74,13 @@ def _backward(
     with turn(call, question, query, value, lse) as transport:
         plan = question.plan(query, key)
         kernel = call.select(query, value, question.slices, grad_lse is not None)
-        grad_out, query, key, value = unit_stride(grad_out, query, key, value)
+        grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
             *(saved, query, (key, value), plan, kernel, call.scores),
             *(transport, call.place.policy),
         )
     return *grads, sinks_gradient(saved, call.scores.sinks)
-
-
-def unit_stride(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with a last stride of 1: kernels rely on it, and not all of them check."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 @torch.library.register_fake(FORWARD)

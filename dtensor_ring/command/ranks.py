@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtensor_ring.transport.process_group import urgent
+
 SECONDS = 60
 """After them, a rank that does not come is told of."""
 
@@ -42,7 +44,12 @@ def connected() -> Iterator[Ranks]:
     )
     try:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+        options = urgent(device.type)
+        mesh = init_device_mesh(
+            *(device.type, (dist.get_world_size(),)),
+            mesh_dim_names=("cp",),
+            backend_override=None if options is None else {"cp": options},
+        )
         # Kernels of GPUs take 16 bits only.
         yield Ranks(mesh, device, torch.bfloat16 if has_gpu else torch.float32)
     finally:

@@ -75,6 +75,26 @@ class ProcessGroupTransport(Transport):
             group.abort()
 
 
+def urgent(device_type: str) -> dist.ProcessGroupNCCL.Options | None:
+    """Options of a new group for the messages of an axis; `None` where NCCL does not connect ranks.
+
+    Its kernels take the next multiprocessor that attention leaves, before attention's own blocks
+    do. So a hop begins while the tile runs, and not after it.
+
+    Args:
+        device_type: of the mesh, `"cuda"` or `"cpu"`.
+    """
+    world = dist.group.WORLD
+    if device_type != "cuda" or world is None:
+        return None
+    of_all = world._get_backend(torch.device("cuda"))
+    if of_all.name() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = of_all.options._timeout  # of a mesh's group, they decide it
+    return options
+
+
 def transport_of(group: dist.ProcessGroup) -> Transport:
     """The transport of a group: the one that was set for it, else point-to-point messages."""
     found = _TRANSPORTS.get(group)

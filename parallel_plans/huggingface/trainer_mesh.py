@@ -8,6 +8,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtensor_ring.transport.process_group import urgent
+
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """In the order of accelerate, whose data loaders take ranks that share a batch for neighbours."""
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -80,7 +82,12 @@ def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     sizes = _sizes(config)
     _check_ranks(sizes, "parallelism config")
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "cp"}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    options = urgent(device_type)
+    return init_device_mesh(
+        *(device_type, tuple(kept.values())),
+        mesh_dim_names=tuple(kept),
+        backend_override=None if options is None else {"cp": options},
+    )
 
 
 def _check_ranks(sizes: dict[str, int], what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface import context_parallel_plan, trainer_mesh
 from tests.families import small_model
 from tests.huggingface.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.test_trainer_steps import HARMLESS
@@ -246,3 +247,25 @@ def refuse_options(folder: str) -> None:
 
 def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, under_torchrun, refuse_options, str(tmp_path))
+
+
+@pytest.mark.parametrize("options", [None, object()])
+def test_meshes_that_are_made_here_take_them(
+    options: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`init_device_mesh` gives them to the axis of the ring only."""
+    made: list[Any] = []
+    config = ParallelismConfig(**RING_CONFIG)
+    monkeypatch.setattr(trainer_mesh, "urgent", lambda device_type: options)
+    monkeypatch.setattr(trainer_mesh, "_check_ranks", lambda sizes, what: None)
+    takes = signature(trainer_mesh.init_device_mesh)
+    monkeypatch.setattr(
+        trainer_mesh,
+        "init_device_mesh",
+        lambda *args, **more: made.append(takes.bind(*args, **more)),
+    )
+    trainer_mesh._mesh_of(config, "cuda")
+    (call,) = made
+    assert call.arguments["mesh_dim_names"] == ("dp_shard", "cp")
+    expected = None if options is None else {"cp": options}
+    assert call.arguments["backend_override"] == expected

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from dtensor_ring.transport import process_group
 from dtensor_ring.transport.process_group import ProcessGroupTransport, set_transport, transport_of
 from dtensor_ring.transport.protocol import P2P
 from tests.pool import Pool
@@ -50,3 +54,32 @@ def _check_transport_of() -> None:
     mine = ProcessGroupTransport(group)
     set_transport(group, mine)
     assert transport_of(group) is mine
+
+
+class World:
+    """A group whose ranks that backend connects, after a timeout of its own."""
+
+    def __init__(self, backend: str) -> None:
+        options = SimpleNamespace(_timeout=timedelta(seconds=77))
+        self._backend = SimpleNamespace(name=lambda: backend, options=options)
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        assert device.type == "cuda"
+        return self._backend
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build without NCCL")
+def test_messages_of_gpus_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups that are made here, which keep the timeout of the job."""
+    for backend, device, is_urgent in (
+        ("nccl", "cuda", True),
+        ("nccl", "cpu", False),
+        ("gloo", "cuda", False),
+    ):
+        world = SimpleNamespace(WORLD=World(backend))
+        monkeypatch.setattr(process_group.dist, "group", world)
+        options = process_group.urgent(device)
+        assert (options is not None) == is_urgent
+        if options is not None:
+            assert options.is_high_priority_stream
+            assert options._timeout == timedelta(seconds=77)

@@ -69,15 +69,8 @@ census: $(VENV)/.installed ## try the plan on every model type of transformers, 
 soak: $(VENV)/.installed ## random calls and failures for 10 minutes; ARGS="--minutes 60" for an hour
 	$(VENV)/bin/python -m tests.faults.soak $(ARGS)
 
-# Flash attention 4 apart: its compiler is young, and a test that hangs ends all behind it.
-gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## test and measure on a GPU
-	@failed=0; \
-	files=$$(grep -lr --include="test_*.py" mark.gpu tests); \
-	for which in "not flash_attn4" flash_attn4; do \
-		$(GPU_PYTHON) -m pytest -m gpu -k "$$which" $$files || failed=1; \
-	done; \
-	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu.py $(ARGS) || failed=1; \
-	exit $$failed
+gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## check and measure a GPU, in 10 minutes; ARGS="--sanitize" for more
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -10,19 +10,6 @@ from pathlib import Path
 from tests.test_public import ROOT
 
 
-def test_gpu_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--quick"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
-    measured = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert not [what for what in measured["about"] if what.startswith("failed")]
-    rows = measured["rows"]
-    assert len(rows) == 2
-    for row in rows:
-        assert len(row["single"]) == len(row["ours"]) == 2, "forward, and with backward"
-    assert [row["torch"] is not None for row in rows] == [True, False]
-    assert (tmp_path / "out" / "gpu.png").stat().st_size
-
-
 def test_benchmark_of_the_loss(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "loss.py", "--quick"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)

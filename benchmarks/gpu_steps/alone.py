@@ -1,7 +1,6 @@
 """The ranks of a ring one after the other on one device: ours, PyTorch's, and one kernel on all."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 from baselines import Stages, templated
-from link import Link
 from torch import Tensor
 
 from dtensor_ring import Contiguous
@@ -29,6 +27,7 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.packet import Packet
 from dtensor_ring.transport.protocol import P2P
 from dtensor_ring.transport.rotation import ShardRotation
+from gpu_steps.link import Link, cycles_per_second
 
 
 @dataclass(frozen=True)
@@ -225,15 +224,15 @@ def _over(link: Link) -> Iterator[None]:
         yield
 
 
-def seconds_of(stages: Stages, device: str) -> list[float]:
+BUSY = 5e-3
+"""Seconds that the GPU works on something else first, while the host queues the launches."""
+
+
+def seconds_of(stages: Sequence[Callable[[], object]]) -> list[float]:
     """From the start to the end of each stage."""
-    if device != "cuda":
-        start, seconds = time.perf_counter(), []
-        for stage in stages:
-            stage()
-            seconds.append(time.perf_counter() - start)
-        return seconds
     begin, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(1 + len(stages)))
+    # Else the host's time to the first launch counts, for many ranks more than for one launch.
+    torch.cuda._sleep(int(BUSY * cycles_per_second()))
     begin.record()
     for stage, end in zip(stages, ends, strict=True):
         stage()
@@ -242,22 +241,32 @@ def seconds_of(stages: Stages, device: str) -> list[float]:
     return [1e-3 * begin.elapsed_time(end) for end in ends]
 
 
-def merge_share(stages: Stages, device: str) -> float:
-    """The part of the forward that merging takes."""
-    marks: list[tuple[Any, Any]] = []
+def median_seconds(run: Callable[[], object], repeats: int) -> float:
+    """The median, after one run to warm up."""
+    return median([seconds_of([run])[0] for _ in range(1 + repeats)][1:])
 
-    def now() -> Any:
-        if device != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def best_kernels(device: str) -> list[str]:
+    """Kernels that run here, best first, but for the reference."""
+    plain = Attention("", 1, 1, Contiguous(), Mask.causal(), device=device).problem()
+    return [
+        name
+        for name, kernel in KERNELS.items()
+        if name != "reference" and (kernel.missing() or kernel.supports(plain)) is None
+    ]
+
+
+def merge_share(stages: Stages) -> float:
+    """The part of the forward that merging takes."""
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any) -> Any:
-            start = now()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             result = method(*args)
-            marks.append((start, now()))
+            end.record()
+            marks.append((start, end))
             return result
 
         return marked
@@ -265,9 +274,7 @@ def merge_share(stages: Stages, device: str) -> float:
     # Parts are merged where there is no room for another, and at the end.
     merging = {name: timed(getattr(Partial, name)) for name in ("make_room", "result")}
     with patch.multiple(Partial, **merging):
-        total = seconds_of(stages[:1], device)[0]
-    if device != "cuda":
-        return sum(end - start for start, end in marks) / total
+        total = seconds_of(stages[:1])[0]
     return sum(1e-3 * start.elapsed_time(end) for start, end in marks) / total
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from itertools import cycle
+from math import inf
 
 import torch
 from torch import Tensor
@@ -13,13 +14,12 @@ from dtensor_ring.transport.protocol import P2P, Transport
 class Arrival:
     """A message on its way, on another stream than what is computed."""
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._event = stream.record_event() if stream is not None else None
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event()
 
     def wait(self) -> None:
         """Lets the current stream wait; the host does not."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 class Link(Transport):
@@ -29,16 +29,18 @@ class Link(Transport):
         shards: the messages with keys and values, in the order in which they arrive; after the last
             comes the first again.
         sums: the beginning of every message with sums of gradients; of another dtype.
-        rate: bytes per second of the link, `None` for as fast as the device copies. On CUDA only.
+        rate: bytes per second of the link, `None` for as fast as the device copies; infinite if all
+            is there already, and has any content.
     """
 
     def __init__(self, shards: list[Tensor], sums: Tensor, rate: float | None = None) -> None:
         self._shards, self._sums, self._rate = cycle(shards), sums, rate
-        self._stream = torch.cuda.Stream(sums.device) if sums.is_cuda else None
+        self._stream = torch.cuda.Stream()
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Arrival]:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        if self._rate == inf:
+            return []
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for flat in (message.flat for message in receives):
                 if self._rate is not None:

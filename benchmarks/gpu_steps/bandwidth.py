@@ -1,0 +1,57 @@
+"""How fast parts are put together, next to the memory's published speed."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, Region, empty, region
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.together import put_together
+from gpu_steps.alone import median_seconds
+from gpu_steps.machine import Finding, Machine
+
+HEADS, HEAD_DIM = 32, 128
+PUBLISHED = {"H100": 3.35e12, "H200": 4.8e12, "B200": 8e12}
+"""Bytes per second of the memory, by a part of the GPU's name."""
+AIM = 0.88
+"""Of what is published, or of a copy where that is not known."""
+
+
+def bandwidth(machine: Machine) -> Iterator[Finding]:
+    whole = torch.randn(1, HEADS, machine.side, HEAD_DIM, device=machine.device)
+    copied = torch.empty_like(whole)
+    rate = 2 * whole.nbytes / median_seconds(partial(copied.copy_, whole), machine.repeats)
+    name = torch.cuda.get_device_name()
+    best = next((speed for part, speed in PUBLISHED.items() if part in name), rate)
+    yield Finding("copy, GB/s", f"{rate / 1e9:.0f} of {best / 1e9:.0f}")
+    half = region(None, (machine.side // 2, machine.side))
+    for what, order in (("token-major", TOKEN_MAJOR), ("head-major", HEAD_MAJOR)):
+        for number in (2, 4, 8):
+            yield _merge(machine, f"{number} parts, {what}", order, [WHOLE] * number, best)
+        yield _merge(machine, f"a whole and 3 halves, {what}", order, [WHOLE, *[half] * 3], best)
+
+
+def _merge(
+    machine: Machine, what: str, order: Order, regions: list[Region], best: float
+) -> Finding:
+    shape = 1, HEADS, machine.side, HEAD_DIM
+    parts = [_part(machine, at, order) for at in regions]
+    target = empty(parts[0].x, shape, order)
+    lse = torch.empty(shape[:3], device=machine.device)
+    moved: list[Tensor] = [target, lse]
+    for part in parts:
+        assert part.lse is not None
+        moved += [part.x, part.lse]
+    merge = partial(put_together, Sum(target, parts, lse))
+    rate = sum(x.nbytes for x in moved) / median_seconds(merge, machine.repeats)
+    aim = f"{AIM:.0%} of {best / 1e9:.0f} GB/s" if rate < AIM * best else ""
+    return Finding(f"merge of {what}, GB/s", f"{rate / 1e9:.0f}", aim)
+
+
+def _part(machine: Machine, at: Region, order: Order) -> Part:
+    rows = len(range(*at[2].indices(machine.side)))
+    like = torch.empty(0, device=machine.device, dtype=machine.dtype)
+    x = empty(like, (1, HEADS, rows, HEAD_DIM), order).normal_()
+    return Part(at, x, torch.randn(1, HEADS, rows, device=machine.device))

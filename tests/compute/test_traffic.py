@@ -5,21 +5,15 @@ Merging step by step moved 2.09 GB forward and 3.22 GB backward here, in 11 and 
 
 from __future__ import annotations
 
-from statistics import mean
-
 import pytest
 import torch
 
-from dtensor_ring import Mask, ZigZag
-from tests.rings import Ring
-from tests.traffic import Traffic, of_rank
+from tests.roofline import PAGE, RANKS, RING, SHARD, counted, flops, replaced, tables
+from tests.traffic import of_rank
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="builds for CPUs make no fake CUDA tensors"
 )
-
-RANKS, SHARD = 8, 8192
-RING = Ring(ZigZag(), RANKS, RANKS * SHARD, Mask.causal())
 
 
 @pytest.mark.parametrize(
@@ -30,12 +24,18 @@ RING = Ring(ZigZag(), RANKS, RANKS * SHARD, Mask.causal())
 def test_bytes_and_launches_beside_the_kernels(
     num_parts: int | None, gigabytes: tuple[float, float], launches: tuple[float, float]
 ) -> None:
-    by_rank = [of_rank(RING, rank, num_parts=num_parts) for rank in range(RANKS)]
-    for found, most_bytes, most in zip(
-        zip(*by_rank, strict=True), gigabytes, launches, strict=True
-    ):
-        assert mean(_gigabytes(x) for x in found) <= most_bytes
-        assert mean(x.launches.total() for x in found) <= most
+    for found, most_bytes, most in zip(counted(num_parts), gigabytes, launches, strict=True):
+        assert found[0] <= 1e9 * most_bytes
+        assert found[1] <= most
+
+
+def test_the_page_on_speed() -> None:
+    """Its tables are written by `python -m tests.roofline --write`."""
+    text = PAGE.read_text()
+    for name, table in tables().items():
+        assert replaced(text, name, table) == text, name
+    forward, backward = (f"{work / 1e12:.2g}" for work in flops())
+    assert f"A rank computes {forward} TFLOP forward and {backward} backward" in text
 
 
 def test_what_is_counted() -> None:
@@ -44,7 +44,3 @@ def test_what_is_counted() -> None:
     output, lse = 32 * SHARD * 128 * 2, 32 * SHARD * 4
     assert forward.bytes["put_together"] == (RANKS + 1) * (output + lse)
     assert forward.launches["put_together"] == 1
-
-
-def _gigabytes(traffic: Traffic) -> float:
-    return traffic.bytes.total() / 1e9

@@ -1,0 +1,179 @@
+"""What a ring can reach on a GPU: its bytes and launches as counted, at published speeds.
+
+`python -m tests.roofline --write` puts the tables into `docs/speed.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import mean
+
+from dtensor_ring import Mask, ZigZag
+from tests.rings import Ring
+from tests.traffic import HEAD_DIM, HEADS, of_rank
+
+PAGE = Path(__file__).parent.parent / "docs" / "speed.md"
+RANKS, SHARD = 8, 8192
+RING = Ring(ZigZag(), RANKS, RANKS * SHARD, Mask.causal())
+NUM_PARTS = (None, 4, 8)
+BEFORE = (2.09, 11.0), (3.22, 32.0)
+"""GB and launches forward and backward when every step was merged at once."""
+
+STREAM = 0.88
+"""Of the published speed of a memory that one pass over it reaches: an assumption."""
+HOPPER, BLACKWELL = 0.97 / 0.993, 0.988 / 0.993
+"""How much blocks of tiles fill their waves on 132 and 148 multiprocessors, next to one launch."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and a kernel at their published speeds.
+
+    Attributes:
+        name: of both.
+        memory: bytes per second.
+        flops: per second, forward and backward, where they are published.
+        waves: part of the speed that tiles keep, whose last wave of blocks is not full.
+        split: seconds that a backward of tiles takes longer than one launch, within the kernel.
+    """
+
+    name: str
+    memory: float
+    flops: tuple[float, ...]
+    waves: float = HOPPER
+    split: float = 0.0
+
+
+GPUS = (
+    Gpu("H100, flash attention 3", 3.35e12, (650e12, 550e12), split=0.8e-3),
+    Gpu("H200, flash attention 3", 4.8e12, (650e12, 550e12), split=0.8e-3 * 3.35 / 4.8),
+    Gpu("H100, flash attention 2", 3.35e12, (370e12, 330e12), split=1.3e-3),
+    Gpu("H200, flash attention 2", 4.8e12, (370e12, 330e12), split=1.3e-3 * 3.35 / 4.8),
+    Gpu("B200, flash attention 4", 8e12, (1605e12,), BLACKWELL),
+)
+
+HOST = (0.43e-3, 0.94e-3)
+"""Seconds of Python of 8 steps, forward and backward, around kernels that do nothing."""
+HOP = 0.1e-3
+"""Seconds of the host to start and to wait for the messages of a hop."""
+
+
+@cache
+def counted(num_parts: int | None) -> tuple[tuple[float, float], ...]:
+    """Bytes and launches beside the kernels, mean of all ranks: forward and backward."""
+    by_rank = [of_rank(RING, rank, num_parts=num_parts) for rank in range(RANKS)]
+    return tuple(
+        (mean(x.bytes.total() for x in stage), mean(x.launches.total() for x in stage))
+        for stage in zip(*by_rank, strict=True)
+    )
+
+
+@cache
+def flops() -> tuple[float, float]:
+    """Of a rank, forward and backward, counted from the tiles of all plans."""
+    steps = [step for plan in RING.plans() for step in plan.steps]
+    pairs = sum(tile.area for step in steps for tile in step.tiles) / RANKS
+    # Two products forward; five backward, where scores are computed again.
+    return 4 * HEADS * HEAD_DIM * pairs, 10 * HEADS * HEAD_DIM * pairs
+
+
+def bound(gpu: Gpu, num_parts: int | None, num_stages: int) -> float:
+    """Speed next to one launch, of the forward or with the backward."""
+    found = list(zip(counted(num_parts), flops(), gpu.flops, strict=False))[:num_stages]
+    alone = sum(work / speed for _, work, speed in found)
+    moved = sum(num_bytes for (num_bytes, _), _, _ in found) / (STREAM * gpu.memory)
+    split = gpu.split if num_stages == 2 else 0
+    return alone / (alone / gpu.waves + moved + split)
+
+
+def host_bound(gpu: Gpu, stage: int) -> int:
+    """Tokens of a rank below which the host takes longer than the kernels."""
+    # Forward a hop moves shards; backward there is one of sums as well.
+    host = HOST[stage] + (1 + stage) * (RANKS - 1) * HOP
+    kernels = flops()[stage] / gpu.flops[stage]
+    return round(SHARD * (host / kernels) ** 0.5)
+
+
+def replaced(text: str, name: str, table: str) -> str:
+    """The page with that table between its markers."""
+    begin, end = f"<!-- {name}: written by tests/roofline.py -->\n", f"\n<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + table + end + after
+
+
+def tables() -> dict[str, str]:
+    """Tables of the page, by name."""
+    return {
+        "bytes": "\n".join(_bytes()),
+        "bounds": "\n".join(_bounds()),
+        "host": "\n".join(_host()),
+    }
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _head(*titles: str) -> Iterator[str]:
+    yield _row(*titles)
+    yield _row(*("---" for _ in titles))
+
+
+def _bytes() -> Iterator[str]:
+    yield from _head(
+        *("`num_parts`", "GB forward", "GB backward", "launches forward", "launches backward")
+    )
+    yield _row("step by step, as before", *(x[i] for i in range(2) for x in BEFORE))
+    for num_parts in NUM_PARTS:
+        found = counted(num_parts)
+        name = "`None`, which is 2 here" if num_parts is None else num_parts
+        gigabytes = (f"{num_bytes / 1e9:.2f}" for num_bytes, _ in found)
+        yield _row(name, *gigabytes, *(f"{launches:g}" for _, launches in found))
+
+
+def _bounds() -> Iterator[str]:
+    titles = [f"`num_parts={x}`" for x in NUM_PARTS]
+    yield from _head(
+        *(
+            "",
+            "ms alone",
+            *(f"{x} forward" for x in titles),
+            *(f"{x} with backward" for x in titles),
+        )
+    )
+    for gpu in GPUS:
+        times = [work / speed for work, speed in zip(flops(), gpu.flops, strict=False)]
+        shown = " + ".join(f"{1e3 * seconds:.1f}" for seconds in times)
+        cells = [
+            f"{bound(gpu, num_parts, stages):.1%}" if stages <= len(times) else ""
+            for stages in (1, 2)
+            for num_parts in NUM_PARTS
+        ]
+        yield _row(gpu.name, shown, *cells)
+
+
+def _host() -> Iterator[str]:
+    yield from _head("", "forward", "backward")
+    for gpu in GPUS:
+        found = [f"{host_bound(gpu, stage):,}" for stage in range(len(gpu.flops))]
+        yield _row(gpu.name, *[*found, ""][:2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace the tables in the page")
+    write, text = parser.parse_args().write, PAGE.read_text()
+    for name, table in tables().items():
+        text = replaced(text, name, table)
+        print(table)
+    if write:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

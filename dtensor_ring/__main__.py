@@ -3,6 +3,7 @@
 import sys
 
 from dtensor_ring.command.main import main
+from parallel_plans.models import load
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(load))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtensor_ring.command.finding import Finding
 from dtensor_ring.command.ranks import Ranks
+from dtensor_ring.command.silent import Silent
 from dtensor_ring.compute.kernels import Scores, kernel_for
 from dtensor_ring.ops.options import default_scale
 from dtensor_ring.planning.mask import Mask
@@ -25,13 +26,6 @@ SHAPE = 1, 8, 2048, 64
 """Of a rank's query, key and value."""
 
 REPEATS = 5
-
-
-class Silent(Transport):
-    """Sends nothing: what is computed is wrong, and takes the time of the kernels."""
-
-    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        return ()
 
 
 class Again(Transport):

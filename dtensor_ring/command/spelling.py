@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
+from dtensor_ring.command.model import AXES
 from dtensor_ring.planning.mask import Mask
 
 
@@ -79,3 +82,37 @@ def heads_of(text: str) -> tuple[int, int]:
         case [queries, keys]:
             return queries, keys
     raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Axes of a mesh, and how many ranks are along each.
+
+    Raises:
+        ArgumentTypeError: if these are not known axes with numbers.
+
+    >>> mesh_of("cp=8,dp_shard=4")
+    {'cp': 8, 'dp_shard': 4}
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    names = [name for name, _, _ in pairs]
+    if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "
+            f"axes: {', '.join(AXES)}"
+        )
+    return {name: number(size) for name, _, size in pairs}
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """A floating dtype by its name.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
+    return found

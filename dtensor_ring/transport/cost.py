@@ -61,16 +61,16 @@ def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cos
     num_heads, num_key_heads = sizes.share(exchange)
     column = sizes.batch * num_key_heads * sum(sizes.head_dims)
     room = largest_packet(plan)
-    forward = _moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
-    backward = forward + _moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
+    forward = moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
+    backward = forward + moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
     if exchange is None:
         return forward, backward
     # Queries, keys and values go, outputs come back; then gradients, the other way round.
     (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
     inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
     output = ((heads, value_dim),)
-    there, given = (_traded(exchange, sizes, tensors) for tensors in (inputs, output))
-    back, returned = (_traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
+    there, given = (traded(exchange, sizes, tensors) for tensors in (inputs, output))
+    back, returned = (traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
     token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
     kept = token * exchange.num_tokens[1]
     # Backward has the gradients beside query, key, value and output.
@@ -82,13 +82,13 @@ def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
     return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
 
 
-def _moved(traffic: Traffic, column: int, room: int) -> Cost:
+def moved(traffic: Traffic, column: int, room: int) -> Cost:
     """Messages of columns of so many bytes, in buffers of so many columns."""
     held = traffic.num_buffers * room * column
     return Cost(traffic.sent * column, traffic.received * column, traffic.num_sent, held)
 
 
-def _traded(
+def traded(
     exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
 ) -> Cost:
     """One exchange of tensors of so many heads and head dim, together in one message to a peer."""

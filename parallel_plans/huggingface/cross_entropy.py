@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
+from dtensor_ring.ops.autocast import autocast_dtype
 
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
@@ -59,9 +60,8 @@ def projected_cross_entropy(
         >>> projected_cross_entropy(torch.zeros(2, 3), torch.ones(4, 3), None, labels)
         tensor([1.3863, 0.0000])
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(hidden.device.type)
+    if dtype is not None and hidden.dtype != torch.float64:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
     op = torch.ops.dtensor_ring.projected_cross_entropy.default

@@ -1,0 +1,180 @@
+"""The command `estimate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor_ring.command.footprint import Footprint
+from dtensor_ring.command.model import Asked, Load, Model, alone
+
+OPTIMIZER = 2
+"""Numbers that AdamW keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training step takes on one rank; sizes are in bytes.
+
+    Printed by the command; the fields are those of its JSON.
+    """
+
+    model: str
+    mesh: Mapping[str, int]
+    seq_len: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    """States of AdamW."""
+    gathered: int
+    """Parameters of other ranks, and their gradients, while FSDP2 has them here."""
+    attention_kept: int
+    """Queries, keys, values, outputs and log-sum-exps that attentions keep for their backward."""
+    attention_working: int
+    """What one attention has beside that while it runs: keys and values of other ranks, sums of
+    their gradients, and partial results."""
+    others_kept: int
+    """Everything else that is kept for the backward."""
+    peak: int
+    messages: Mapping[str, int]
+    """Of one training step: how many this rank sends, bytes sent and received, and bytes held."""
+    attentions: list[dict[str, Any]] = field(default_factory=list)
+    """Each kind of attention, with its number of calls in a forward."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What a table shows."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        sizes = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "states of AdamW": self.optimizer,
+            "gathered parameters": self.gathered,
+            "kept by attentions": self.attention_kept,
+            "kept by the rest": self.others_kept,
+            "in one attention": self.attention_working,
+            "peak": self.peak,
+        }
+        rows = [("model", self.model), ("mesh", axes), ("tokens", f"{self.seq_len:,}")]
+        rows += [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes.items() if size]
+        for each in self.attentions:
+            (heads, key_heads), (dim, value_dim) = each["heads"], each["head_dims"]
+            dims = f"{dim}" if dim == value_dim else f"{dim} and {value_dim}"
+            shape = f"{heads} heads over {key_heads}, head dim {dims}"
+            rows.append(("attention", f"{each['calls']} x {shape}, {each['hops']} hops"))
+        sent, received = (f"{self.messages[x] / 2**20:,.1f}" for x in ("sent", "received"))
+        told = f"{self.messages['messages']:,}, {sent} MiB sent, {received} MiB received"
+        return [*rows, ("messages of a step", told)]
+
+
+def estimate(
+    load: Load,
+    model: str,
+    seq_len: int,
+    mesh: Mapping[str, int],
+    batch: int,
+    layout: str | None,
+    strategy: str,
+    dtype: torch.dtype | None,
+    as_json: bool,
+) -> int:
+    """Print what a training step takes on one rank; returns the exit status."""
+    asked = Asked(seq_len, batch, layout or "zigzag", strategy, dtype)
+    try:
+        found = estimated(load, model, mesh, asked)
+    except (ImportError, ValueError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        _show(found)
+    return 0
+
+
+def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) -> Estimate:
+    """What a training step takes, see Note [Dry run].
+
+    Raises:
+        ImportError: if a package that the model needs is not installed.
+        ValueError: if the model cannot be made, is not served, or has no attention.
+    """
+    with alone(mesh.get("cp", 1)) as axis:
+        model = load(spelling, axis, asked)
+        with Footprint() as step:
+            step.count(list(model.module.parameters()))
+            before = step.alive
+            loss = model.loss()
+            # Seen at its end: what the forward drops is not kept.
+            others, kept = step.alive - before - step.kept, step.kept
+            loss.backward()
+    if not step.attentions:
+        raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
+    memory = _of_parameters(model.module, mesh)
+    return Estimate(
+        model=model.name,
+        mesh=dict(mesh),
+        seq_len=asked.seq_len,
+        **memory,
+        attention_kept=kept,
+        attention_working=step.working,
+        others_kept=others,
+        peak=_peak(step, model.module, memory),
+        messages=asdict(step.messages),
+        attentions=[
+            x._asdict() | {"mask": str(x.mask), "hops": x.steps - 1, "calls": calls}
+            for x, calls in step.attentions.items()
+        ],
+    )
+
+
+def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:
+    """The most at once: a step that has parameters and gradients whole, less what is elsewhere."""
+    whole = _of_parameters(module, {})
+    return step.peak - _sum(whole) + _sum(memory) + whole["optimizer"]
+
+
+def _sum(memory: Mapping[str, int]) -> int:
+    return sum(memory.values())
+
+
+def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
+    whole, trained = _size(module), _size(module, trained=True)
+    # FSDP2 shards over the ranks of both axes.
+    ranks = mesh["dp_shard"] * mesh.get("cp", 1) if "dp_shard" in mesh else 1
+    parts = {"parameters": whole, "gradients": trained, "optimizer": OPTIMIZER * trained}
+    parts = {name: -(-size // ranks) for name, size in parts.items()}
+    return parts | {"gathered": _gathered(module) if ranks > 1 else 0}
+
+
+def _gathered(module: nn.Module) -> int:
+    """Layers are gathered one by one, the next while one runs; the rest is there all the time."""
+    lists = [x for x in module.modules() if isinstance(x, (nn.ModuleList, nn.ModuleDict))]
+    layers = [layer for x in lists for layer in x.children()]
+    largest = max(map(_size, layers), default=0)
+    root = _size(module) - sum(_size(x) for x in _outermost(lists))
+    # In backward, the gradients of a layer beside its parameters.
+    return root + 3 * largest
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that are in none of the others."""
+    inner = {id(part) for x in modules for part in x.modules() if part is not x}
+    return [x for x in modules if id(x) not in inner]
+
+
+def _size(module: nn.Module, trained: bool = False) -> int:
+    parameters = [x for x in module.parameters() if x.requires_grad or not trained]
+    return sum(x.numel() * x.itemsize for x in parameters)
+
+
+def _show(found: Estimate) -> None:
+    from dtensor_ring.command.finding import Finding, show
+
+    show([Finding(*row) for row in found.rows()])

@@ -1,0 +1,150 @@
+"""What a training step allocates and sends on one rank, from a run on the meta device.
+
+Note [Dry run]: the step runs as it is, on tensors without content, in a group without other ranks.
+What ops allocate is counted while it lives. An attention is one op of which the count sees the
+results only; so its loop runs once more beside it, with a kernel that computes nothing and a
+transport that sends nothing, and what that allocates is added for as long as the op takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dtensor_ring.command.shapes import Shapes
+from dtensor_ring.command.silent import Silent
+from dtensor_ring.command.storages import Storages, storages_of
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.ops.exchange import exchange_op
+from dtensor_ring.ops.exchange_options import unflatten_trade
+from dtensor_ring.ops.options import Call, unflatten
+from dtensor_ring.ops.schema import ring_backward_op, ring_op, unit_stride
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.traffic import largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport.cost import Cost, Sizes, moved, traded
+
+
+class Attention(NamedTuple):
+    """What attentions of a model have in common."""
+
+    heads: tuple[int, int]
+    """Of queries, and of keys and values, on this rank while it attends."""
+    head_dims: tuple[int, int]
+    """Of queries and keys, and of values."""
+    mask: Mask
+    steps: int
+
+
+class Footprint(Storages):
+    """As a context around a training step, it counts memory and messages.
+
+    Attributes:
+        attentions: how often the forward calls each.
+        messages: all of the step; `held` is that of the attention that holds most.
+        working: bytes that an attention has at most beside its inputs: messages that are in flight
+            or kept, partial results and gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions = Counter[Attention]()
+        self.messages = Cost()
+        self.working = 0
+        self._kept: set[int] = set()
+        self._loops: dict[tuple[Any, ...], int] = {}  # layers are alike
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is ring_op:
+            self._attend(*args)
+            self._kept |= {x._cdata for x in storages_of([args[:3], result])}
+        elif func is ring_backward_op:
+            self._attend_backward(*args)
+        elif func is exchange_op:
+            self._send(_exchange_cost(*args))
+        self.count(result, {x._cdata for x in storages_of([args, kwargs])})
+        return result
+
+    @property
+    def kept(self) -> int:
+        """Bytes that attentions so far keep for their backward: inputs, outputs and lse."""
+        return self.bytes_of(self._kept)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
+        call = unflatten(options)
+        plan = call.question(query.shape[0]).plan(query, key)
+        heads, dims = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
+        self.attentions[Attention(heads, dims, call.scores.mask, plan.num_steps)] += 1
+        self._send(_message_cost(plan, call, key, value, is_forward=True))
+        self._add((query, key, value, *options), lambda: _forward(call, plan, query, key, value))
+
+    def _attend_backward(
+        self, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, *rest: Any
+    ) -> None:
+        value, out, lse, *options = rest
+        call = unflatten(tuple(options))
+        plan = call.question(query.shape[0]).plan(query, key)
+        self._send(_message_cost(plan, call, key, value, is_forward=False))
+        saved = Saved(grad_out, out, lse, grad_lse)
+        self._add(
+            (grad_out, grad_lse, query, key, *rest),
+            lambda: _backward(call, plan, saved, query, key, value),
+        )
+
+    def _send(self, cost: Cost) -> None:
+        """Note messages; what one call holds is free again before the next."""
+        held = max(self.messages.held, cost.held)
+        self.messages = replace(self.messages + cost, held=held)
+
+    def _add(self, arguments: tuple[Any, ...], run: Callable[[], None]) -> None:
+        """Note what a loop has beside everything else."""
+        key = tuple(
+            (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) and x.is_meta else x
+            for x in arguments
+        )
+        if key not in self._loops:
+            with Storages() as loop:
+                run()
+            self._loops[key] = loop.peak
+        self.working = max(self.working, self._loops[key])
+        self.peak = max(self.peak, self.alive + self._loops[key])
+
+
+def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
+    query, key, value = unit_stride(query, key, value)
+    ring_forward(*(query, (key, value), plan, Shapes(), call.scores, Silent(), call.place.policy))
+
+
+def _backward(
+    call: Call, plan: Plan, saved: Saved, query: Tensor, key: Tensor, value: Tensor
+) -> None:
+    grad_out, query, key, value = unit_stride(saved.grad_out, query, key, value)
+    saved = replace(saved, grad_out=grad_out)
+    policy = call.place.policy
+    ring_backward(saved, query, (key, value), plan, Shapes(), call.scores, Silent(), policy)
+
+
+def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
+    """The messages of one loop: backward sends keys and values again, and their gradients."""
+    numbers = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (key, value))
+    policy, room = call.place.policy, largest_packet(plan)
+    kv_dtype = policy.kv_dtype or key.dtype
+    shards = moved(shard_traffic(plan), numbers * kv_dtype.itemsize, room)
+    if is_forward:
+        return shards
+    return shards + moved(sum_traffic(plan), numbers * policy.sum_dtype(key.dtype).itemsize, room)
+
+
+def _exchange_cost(tensors: list[Tensor], *options: Any) -> Cost:
+    """The messages of tokens that are traded for heads."""
+    trade = unflatten_trade(options)
+    plan, x = trade.plan(tensors, trade.layouts()), tensors[0]
+    sizes = Sizes((0, trade.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)
+    shapes = [(count, x.shape[3]) for count, x in zip(trade.num_heads, tensors, strict=True)]
+    return traded(plan, sizes, shapes, trade.is_back)

@@ -1,0 +1,76 @@
+"""A model of transformers without weights, under the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring.command.model import Asked, Model
+from parallel_plans.huggingface.plan import context_parallel_plan
+
+KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+"""Classes of which the first that has the model makes it."""
+
+
+def model_of_config(path: Path, mesh: DeviceMesh, asked: Asked) -> Model:
+    """The model of a `config.json`, with its sequence over a mesh.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        ValueError: if the file is not the config of a model with labels that has a plan.
+    """
+    config = _config(path)
+    if asked.dtype is not None:
+        config.dtype = asked.dtype
+    with torch.device("meta"):
+        model = _model(config)
+    plan = context_parallel_plan(model, asked.layout, strategy=asked.strategy)
+    module: Any = parallelize_module(model, mesh, plan)
+    tokens = torch.zeros(asked.batch, asked.seq_len, dtype=torch.long, device="meta")
+    return Model(
+        type(model).__name__,
+        module,
+        lambda: module(input_ids=tokens, labels=tokens, use_cache=False).loss,
+    )
+
+
+def _config(path: Path) -> Any:
+    """The config that the file has.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        options = json.loads(path.read_text())
+        name = options.pop("model_type")
+        return CONFIG_MAPPING[name].from_dict(options)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not the config.json of a model of transformers "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _model(config: Any) -> Any:
+    """The model of a config, with the head whose labels are the tokens.
+
+    Raises:
+        ValueError: if it is of another kind.
+    """
+    import transformers
+
+    for kind in KINDS:
+        auto = getattr(transformers, kind)
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config, dtype=config.dtype or torch.float32)
+    raise ValueError(
+        f"{type(config).__name__} has no model {' or '.join(x.removeprefix('Auto') for x in KINDS)}"
+        "; what is estimated is a training step of a language model"
+    )

@@ -1,0 +1,40 @@
+"""Models by the spelling that a command line has, on the meta device."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.command.model import Asked, Model
+
+
+def load(spelling: str, mesh: DeviceMesh, asked: Asked) -> Model:
+    """A model of transformers by its config, or of torchtitan by a config function.
+
+    Args:
+        spelling: a `config.json`, or the folder that has one; or `module:function`, as in
+            `parallel_plans.torchtitan:llama3_debugmodel_ring`.
+        mesh: of the sequence.
+        asked: what it is to be run on.
+
+    Raises:
+        ImportError: if transformers or torchtitan is not installed.
+        ValueError: if there is no such model, or one that has no context-parallel plan.
+    """
+    path = Path(spelling)
+    if path.exists():
+        from parallel_plans.huggingface.meta import model_of_config
+
+        return model_of_config(path / "config.json" if path.is_dir() else path, mesh, asked)
+    name, colon, function = spelling.partition(":")
+    if not colon:
+        raise ValueError(
+            f"there is no file or folder {spelling}; --model takes the config.json of a Hugging "
+            "Face model, its folder, or module:function of a torchtitan config"
+        )
+    # Its module subclasses classes of torchtitan, so it is imported for this model only.
+    return import_module("parallel_plans.torchtitan.meta").model_of_function(
+        *(name, function, mesh, asked)
+    )

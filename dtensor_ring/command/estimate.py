@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -106,13 +106,7 @@ def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) 
     """
     with alone(mesh.get("cp", 1)) as axis:
         model = load(spelling, axis, asked)
-        with Footprint() as step:
-            step.count(list(model.module.parameters()))
-            before = step.alive
-            loss = model.loss()
-            # Seen at its end: what the forward drops is not kept.
-            others, kept = step.alive - before - step.kept, step.kept
-            loss.backward()
+        step, kept, others = _run(model)
     if not step.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
     memory = _of_parameters(model.module, mesh)
@@ -131,6 +125,28 @@ def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) 
             for x, calls in step.attentions.items()
         ],
     )
+
+
+def _run(model: Model) -> tuple[Footprint, int, int]:
+    """A step, and the bytes that attentions, and all else, keep for the backward.
+
+    Raises:
+        ValueError: if the model's code needs numbers.
+    """
+    try:
+        with Footprint() as step:
+            step.count(list(model.module.parameters()))
+            before = step.alive
+            loss = model.loss()
+            # Looked at now: what the forward has dropped is not kept.
+            kept, whole = step.kept, step.alive - before
+            loss.backward()
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{model.name} does not run without weights, on the meta device, which an estimate "
+            f"needs ({type(error).__name__}: {error})"
+        ) from error
+    return step, kept, whole - kept
 
 
 def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:
@@ -163,7 +179,7 @@ def _gathered(module: nn.Module) -> int:
     return root + 3 * largest
 
 
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that are in none of the others."""
     inner = {id(part) for x in modules for part in x.modules() if part is not x}
     return [x for x in modules if id(x) not in inner]

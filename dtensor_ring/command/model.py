@@ -60,9 +60,7 @@ def alone(world_size: int) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise ValueError("this process is a rank of a group; start it without a launcher")
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=world_size - 1, world_size=world_size
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
     try:
         yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     finally:

@@ -11,6 +11,7 @@ import pytest
 
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.command.main import main
+from parallel_plans.models import load
 from tests.test_public import ROOT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -31,9 +32,9 @@ def test_schedule(
 ) -> None:
     command = ["schedule", "--seq-len", "1024", "--world-size", "4", *options]
     expected = describe_schedule(*asked)
-    assert main(command) == 0
+    assert main(load, command) == 0
     assert capsys.readouterr().out == f"{expected}\n"
-    assert main([*command, "--json"]) == 0
+    assert main(load, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["areas"] == expected.areas
     assert found["received"] == expected.received
@@ -44,9 +45,9 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     command += " --max-held 1000000"
     expected = compare_strategies(Mask.sliding(100), 1024, 4, (8, 2), 64, max_held=10**6)
     assert {row.why_not is None for row in expected.rows} == {True, False}
-    assert main(command.split()) == 0
+    assert main(load, command.split()) == 0
     assert capsys.readouterr().out == f"{expected}\n"
-    assert main([*command.split(), "--json"]) == 0
+    assert main(load, [*command.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["strategy"] for row in found] == [row.strategy for row in expected.rows]
     assert found[0]["forward"]["sent"] == expected.rows[0].forward.sent
@@ -66,17 +67,19 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ("compare --seq-len 8 --world-size 2 --heads 8", 2, "heads of queries and of keys"),
         ("compare --seq-len 8 --world-size 2 --heads 8,3", 1, "must be a multiple"),
         ("doctor --fix", 2, "unrecognized arguments: --fix"),
+        ("estimate --model x --seq-len 8 --mesh tp=2", 2, "known axes: cp, dp_shard"),
+        ("estimate --model x --seq-len 8 --mesh cp=2 --dtype int8", 2, "not a floating dtype"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
     command: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        found: Any = main(command.split())
+        found: Any = main(load, command.split())
     except SystemExit as error:
         found = error.code
     assert found == status
-    *_, line = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
@@ -85,11 +88,11 @@ def test_doctor_without_a_launcher(
     kernel: str | None, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--kernel", kernel] if kernel else []
-    assert main(["doctor", "--json", *options]) == status
+    assert main(load, ["doctor", "--json", *options]) == status
     found = json.loads(capsys.readouterr().out)
     assert [what for what, row in found.items() if row["is_bad"]] == [f"kernel {kernel}"] * status
     assert "torchrun" in found["ring"]["advice"]
-    assert main(["doctor", *options]) == status
+    assert main(load, ["doctor", *options]) == status
     assert "torchrun" in capsys.readouterr().out
 
 

@@ -184,7 +184,11 @@ def test_a_config_of_torchtitan() -> None:
         ("[1]", (), "is not the config.json of a model of transformers"),
         ('{"model_type": "llamas"}', (), "is not the config.json of a model of transformers"),
         ('{"model_type": "resnet"}', (), "a training step of a language model"),
-        ('{"model_type": "mamba", "num_hidden_layers": 2}', (), "no context-parallel plan for Mamba"),
+        (
+            '{"model_type": "mamba", "num_hidden_layers": 2}',
+            (),
+            "no context-parallel plan for Mamba",
+        ),
         (None, (), "there is no file or folder"),
         (None, ("--model", "nobody:config"), "is not a config function of torchtitan"),
         ("", ("--layout", "zag"), "unknown layout 'zag'"),

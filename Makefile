@@ -35,7 +35,7 @@ format: $(VENV)/.installed ## fix style and format in place
 	$(VENV)/bin/ruff format
 
 docs: $(VENV)/.installed ## build the pages of docs/ as a site, in out/site; any warning is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 # Built from the sdist, and installed without the checkout: what is missing there is missed here.
 # The packages it needs are those of our environment, by their path; its editable install is not.

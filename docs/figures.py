@@ -1,8 +1,8 @@
-"""Writes the figures of README.md, from the cards of benchmarks/results and from docs/models.md.
+"""Writes figures of pages, from the cards of benchmarks/results and from docs/models.md.
 
     python -m docs.figures --write
 
-Without the option they are printed. A test compares them with the page.
+Without the option they are printed. A test compares them with the pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "README.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "measured.md"
 CARDS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "docs" / "models.md"
 
@@ -27,7 +27,7 @@ SLOW = 15
 """How much longer a message takes than a step computes, on the slowest links that are measured."""
 
 WIDTH = 115
-"""Of lines of the page."""
+"""Of lines of the pages."""
 
 Measurement = dict[str, Any]
 
@@ -146,26 +146,28 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "single": single,
     "census": census,
 }
-"""What the page has, by the name between its markers."""
+"""What pages have, by the name between their markers."""
 
 
-def page() -> str:
-    """README.md with these figures."""
-    text = PAGE.read_text()
-    for name, lines in PARTS.items():
+def written(page: Path) -> str:
+    """A page with the figures that it has a place for."""
+    text = page.read_text()
+    for name in re.findall(r"^<!-- (\w+): written by docs/figures.py -->$", text, re.MULTILINE):
         begin, end = f"<!-- {name}: written by docs/figures.py -->\n", f"<!-- end of {name} -->\n"
         before, rest = text.split(begin)
         _, after = rest.split(end)
-        text = f"{before}{begin}" + "".join(f"{line}\n" for line in lines()) + f"{end}{after}"
+        lines = "".join(f"{line}\n" for line in PARTS[name]())
+        text = f"{before}{begin}{lines}{end}{after}"
     return text
 
 
 def main() -> None:
     """Write the figures, or print them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace those of the page")
+    parser.add_argument("--write", action="store_true", help="replace those of the pages")
     if parser.parse_args().write:
-        PAGE.write_text(page())
+        for page in PAGES:
+            page.write_text(written(page))
         return
     for lines in PARTS.values():
         print(*lines(), sep="\n", end="\n\n")

@@ -17,8 +17,13 @@ from tests.test_public import ROOT
 README = ROOT / "README.md"
 
 
-def test_figures_are_those_of_the_cards() -> None:
-    assert figures.page() == README.read_text(), "run python -m docs.figures --write"
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_cards(page: Path) -> None:
+    assert figures.written(page) == page.read_text(), "run python -m docs.figures --write"
+
+
+def test_all_figures_are_in_the_readme() -> None:
+    assert not {name for name in figures.PARTS if f"<!-- {name}: " not in README.read_text()}
 
 
 def test_a_figure_is_that_of_its_card() -> None:

@@ -10,6 +10,7 @@ from parallel_plans.torchtitan.attention import RingAttention
 from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
 from parallel_plans.torchtitan.decoder import use_ring
 from parallel_plans.torchtitan.documents import Documents
+from parallel_plans.torchtitan.kernel import ring_kernel, ring_strategy
 from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "RingValidator",
     "ring_attention",
     "ring_checkpointing",
+    "ring_kernel",
+    "ring_strategy",
     "use_ring",
 ]
 

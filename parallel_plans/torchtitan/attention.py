@@ -71,7 +71,7 @@ class RingAttention(Module):
         self.mask = mask_of(self.window_size)
         self.layout, self.kernel = config.layout, config.kernel
         self.strategy = config.strategy
-        self.policy = _policy(config.grad_dtype)
+        self.policy = policy_of(config.grad_dtype)
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -103,21 +103,16 @@ class RingAttention(Module):
             ValueError: without documents, or with what a ring cannot do.
         """
         axis, documents = self._axis(), _documents(attention_masks)
-        _refuse(others)
-        sinks = None if out_transform is None else _sinks(out_transform)
-        with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
-            out = axis.attention(
-                *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
-                mask=self.mask,
-                cu_seqlens=documents.cu_seqlens,
-                sinks=sinks,
-                scale=scale,
-                runs=documents.runs,
-                # Layers share the axis, and may differ in their strategies.
-                strategy=self.strategy,
-            ).transpose(1, 2)
-        if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
-            spmd.assert_type(out, get_local_type(q_BLNH), get_partition_spec(q_BLNH))
+        refuse(others)
+        out = attend(
+            *(axis, documents, q_BLNH, k_BLNH, v_BLNH),
+            mask=self.mask,
+            sinks=None if out_transform is None else sinks_of(out_transform),
+            scale=scale,
+            # Layers share the axis, and may differ in their strategies.
+            strategy=self.strategy,
+        )
+        typed_as(q_BLNH, out)
         return out
 
     def _axis(self) -> SequenceAxis:
@@ -127,6 +122,30 @@ class RingAttention(Module):
                 "leaves it out unless training starts from a config of parallel_plans.torchtitan"
             )
         return self.axis
+
+
+def attend(
+    axis: SequenceAxis,
+    documents: Documents,
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
+    with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
+        return axis.attention(
+            *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
+            cu_seqlens=documents.cu_seqlens,
+            runs=documents.runs,
+            **options,
+        ).transpose(1, 2)
+
+
+def typed_as(query: Tensor, out: Tensor) -> None:
+    """Say that an output is sharded as its query, where torchtitan checks such types."""
+    if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
+        spmd.assert_type(out, get_local_type(query), get_partition_spec(query))
 
 
 def mask_of(window_size: tuple[int, int]) -> Mask:
@@ -157,7 +176,12 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
     return replace(config, in_dst_shardings=sources, local_map=config.local_map and grads)
 
 
-def _policy(grad_dtype: str | None) -> TransferPolicy | None:
+def policy_of(grad_dtype: str | None) -> TransferPolicy | None:
+    """The policy by which sums of gradients travel in the dtype of that name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
     if grad_dtype is None:
         return None
     if grad_dtype not in TORCH_DTYPE_MAP:
@@ -166,8 +190,12 @@ def _policy(grad_dtype: str | None) -> TransferPolicy | None:
     return TransferPolicy(grad_dtype=TORCH_DTYPE_MAP[grad_dtype])
 
 
-def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The sinks by which gpt-oss transforms the output: for the ring they are one more block."""
+def sinks_of(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The sinks by which gpt-oss transforms the output: for the ring they are one more block.
+
+    Raises:
+        ValueError: if it is another transform.
+    """
     if not ismethod(out_transform) or out_transform.__func__ is not GptOssAttention._apply_sinks:
         name = getattr(out_transform, "__qualname__", repr(out_transform))
         raise ValueError(
@@ -180,7 +208,12 @@ def _sinks(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
 
-def _refuse(others: dict[str, Any]) -> None:
+def refuse(others: dict[str, Any]) -> None:
+    """Refuse arguments of an attention that a ring has no use for.
+
+    Raises:
+        ValueError: naming them.
+    """
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"ring attention does not take {', '.join(given)}; leave it out")

@@ -1,0 +1,216 @@
+"""The ring as a kernel of torchtitan's `ContextParallelTransform`; releases do not have it yet.
+
+Note [Seam]: after 0.3.0, torchtitan puts attention for context parallelism into a model by a
+transform of its config, `ContextParallelTransform(kernel=...)`. A kernel is a class that inherits
+an attention and `ContextParallelKernel`, whose `cp_group` is that of the current SPMD mesh. It gets
+folded local tensors `(T, N, H)`, contiguous tokens and, as its config says by
+`shard_attention_mask`, boundaries of documents in global positions. Names there still change, so
+both classes are arguments here: nothing of this file has to exist in torchtitan but what 0.3.0 has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, make_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config.override import override
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.spmd_types import current_spmd_mesh
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.module import Module
+
+from dtensor_ring import SequenceAxis
+from parallel_plans.strategies import Strategies
+from parallel_plans.torchtitan.attention import (
+    RingAttention,
+    attend,
+    mask_of,
+    policy_of,
+    refuse,
+    sinks_of,
+    typed_as,
+)
+from parallel_plans.torchtitan.documents import Documents
+
+
+def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
+    """The ring in place of an attention, for `ContextParallelTransform(kernel=...)`.
+
+    Args:
+        attention: class of torchtitan's attention with variable lengths, whose config has a
+            `window_size`; the kernel's config inherits its fields.
+        capability: torchtitan's class that kernels for context parallelism inherit,
+            `ContextParallelKernel`.
+
+    Returns:
+        A class whose `Config` has these fields more: `strategy`, for all layers or by kind of
+        attention, see `use_ring`; `kernel`, name of the block kernel; `grad_dtype`, see
+        `RingAttention.Config`.
+
+    Example:
+        >>> from torchtitan.models.common.attention import VarlenAttention
+        >>> class ContextParallelKernel: ...
+        >>> Kernel = ring_kernel(VarlenAttention, ContextParallelKernel)
+        >>> Kernel.Config(window_size=(127, 0), strategy={"sliding": "ring"}).build().strategy
+        'ring'
+    """
+    # A version of the capability may have a config, too. Only one of the bases can have slots.
+    bases = tuple(x.Config for x in (capability, attention) if hasattr(x, "Config"))
+    name = f"Ring{attention.__name__}"
+    # Boundaries stay those of the whole sequence, and heads need not divide: Ulysses deals any.
+    declared = {"shard_attention_mask": False, "shard_attention_heads": False}
+    config = make_dataclass(
+        "Config",
+        [(name, str | None, field(default=None)) for name in ("strategy", "kernel", "grad_dtype")],
+        bases=bases,
+        namespace=declared | {"__qualname__": f"{name}.Config"},
+        kw_only=True,
+        slots=True,
+    )
+    return type(name, (_RingKernel, capability, attention), {"Config": config})
+
+
+class _RingKernel(Module):
+    """What makes an attention of torchtitan one over the ring."""
+
+    window_size: tuple[int, int]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mask = mask_of(self.window_size)
+        self.strategy = Strategies.of(config.strategy).named(self.mask)
+        self.kernel, self.policy = config.kernel, policy_of(config.grad_dtype)
+        self.axis: SequenceAxis | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        # Before anything is compiled: a compiler cannot follow how an axis is made.
+        mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
+        assert mesh is not None
+        self.axis = self._axis_of(mesh)
+        super().parallelize(parallel_dims)
+
+    def _axis_of(self, mesh: DeviceMesh, layout: str = "contiguous") -> SequenceAxis:
+        return SequenceAxis(mesh, layout, kernel=self.kernel, policy=self.policy)
+
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        *,
+        attention_masks: Any = None,
+        attention_metadata: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # heads are grouped as their numbers say
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens, `(T, N, H)` to `(T, N, Hv)`.
+
+        Args:
+            q_THK: local tokens of all sequences of the batch, one after the other.
+            k_THK: likewise.
+            v_THV: likewise.
+            attention_masks: with `cu_seq_q`, the boundaries of documents in the whole of these.
+            attention_metadata: what later versions call it.
+            scale: factor of the scores.
+            enable_gqa: whether there are fewer key heads.
+            out_transform: that of attention sinks, if any.
+            others: none.
+
+        Raises:
+            ValueError: without documents, or with what a ring cannot do.
+        """
+        given = attention_masks if attention_metadata is None else attention_metadata
+        documents = _documents_of(given)
+        refuse(others)
+        if self.axis is None:
+            self.axis = self._axis_of(_current_mesh())
+        tensors = [x.unsqueeze(0) for x in (q_THK, k_THK, v_THV)]
+        out = attend(
+            *(self.axis, documents, *tensors),
+            mask=self.mask,
+            sinks=None if out_transform is None else sinks_of(out_transform),
+            scale=scale,
+            strategy=self.strategy,
+        ).squeeze(0)
+        typed_as(q_THK, out)
+        return out
+
+    @staticmethod
+    def prepare_cp_metadata(attention_metadata: Any, *, permutation: Tensor | None) -> Documents:
+        """The documents of a batch, on the CPU for all layers: what later versions ask kernels for.
+
+        Raises:
+            ValueError: if a load balancer has dealt the tokens in another order.
+        """
+        if permutation is not None:
+            raise ValueError(
+                "a load balancer has permuted the tokens, which this kernel takes in their order: "
+                'give --parallelism.context_parallel_load_balancer None; strategies with "ulysses" '
+                "are balanced by themselves, and the configs of parallel_plans.torchtitan take any "
+                "layout"
+            )
+        documents = _documents_of(attention_metadata)
+        return Documents(documents.cu_seqlens.cpu())
+
+
+def _documents_of(metadata: Any) -> Documents:
+    """The documents that torchtitan's attention with variable lengths gets."""
+    if isinstance(metadata, Documents):
+        return metadata
+    cu_seqlens = getattr(metadata, "cu_seq_q", None)
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            "a ring reads documents off cu_seq_q, as attention with variable lengths has it, got "
+            f'{type(metadata).__name__}; give the model attn_backend="varlen"'
+        )
+    if metadata.max_q != metadata.max_k or metadata.cu_seq_k.shape != cu_seqlens.shape:
+        raise ValueError("keys have documents of their own, and this kernel is for self-attention")
+    return Documents(cu_seqlens)
+
+
+def _current_mesh() -> DeviceMesh:
+    """The ranks that share a sequence."""
+    mesh = current_spmd_mesh()
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            "this kernel has no ranks: it was not parallelized, and there is no SPMD mesh with an "
+            "axis named cp"
+        )
+    return mesh["cp"]
+
+
+@override(target=Decoder.Config, description="strategies of attention over the ring")
+def ring_strategy(
+    config: Decoder.Config, *, strategy: str | dict[str, str] | None = None
+) -> Decoder.Config:
+    """Override: the strategies of a model that has the ring, by `ring_kernel` or `use_ring`.
+
+        --override.imports 'parallel_plans.torchtitan.ring_strategy={"strategy":"ulysses:4"}'
+
+    Raises:
+        ValueError: if a strategy is unknown, no layer is of a kind, or no attention is a ring.
+    """
+    strategies = Strategies.of(strategy)
+    rings: list[Any] = [
+        x for _, x, _, _ in config.traverse(Module.Config, recurse=True) if _is_ring(x)
+    ]
+    if not rings:
+        raise ValueError(
+            "no attention of this model is a ring: put it there by ring_kernel or use_ring first"
+        )
+    masks = [mask_of(ring.window_size) for ring in rings]
+    strategies.check(masks)
+    for ring, mask in zip(rings, masks, strict=True):
+        ring.strategy = strategies.named(mask)
+    return config
+
+
+def _is_ring(config: Any) -> bool:
+    """Whether a config builds attention over the ring."""
+    kind = config._owner
+    return kind is not None and issubclass(kind, (_RingKernel, RingAttention))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -20,7 +22,7 @@ def doctor(kernel: str | None = None, as_json: bool = False) -> int:
     """Print what is installed, which kernels run, and whether a ring of all ranks is right.
 
     Returns:
-        The exit status: 1 if something is wrong.
+        The exit status: 1 if something is wrong, or no ring was tested for lack of a launcher.
     """
     is_launched = dist.is_torchelastic_launched()
     # Rank 0 reports; known before there is a group, which may not come about.
@@ -32,7 +34,12 @@ def doctor(kernel: str | None = None, as_json: bool = False) -> int:
         findings.append(Finding("ring", "not tested", f"to test it: {LAUNCH}"))
     if is_first:
         _print(findings, as_json)
-    return int(any(finding.is_bad for finding in findings))
+    if not is_launched:
+        print(
+            f"no ring was tested, as there are no other ranks; start it by: {LAUNCH}",
+            file=sys.stderr,
+        )
+    return int(not is_launched or any(finding.is_bad for finding in findings))
 
 
 def _print(findings: list[Finding], with_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dtensor_ring.command.compare import compare
@@ -63,6 +64,8 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command = commands.add_parser("schedule", help=text, description=text)
     command.set_defaults(run=schedule)
     _add_attention(command)
+    command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
+    command.add_argument("--png", type=Path, help="write a picture of it to this file")
 
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from dtensor_ring.command.drawing import drawing
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.schedule import describe_schedule
+from dtensor_ring.planning.schedule import Schedule, describe_schedule
 
 
 def schedule(
@@ -17,11 +19,14 @@ def schedule(
     mask: Mask,
     cu_seqlens: Sequence[int] | None,
     as_json: bool,
+    html: Path | None = None,
+    png: Path | None = None,
 ) -> int:
-    """Print the work of each rank at each step; returns the exit status."""
+    """Print the work of each rank at each step, and draw it; returns the exit status."""
     try:
         found = describe_schedule(layout or "zigzag", mask, seq_len, world_size, cu_seqlens)
-    except ValueError as error:
+        _save(found, html, png)
+    except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     if not as_json:
@@ -30,3 +35,33 @@ def schedule(
     measures = {"imbalance": found.imbalance, "makespan": found.makespan}
     print(json.dumps({"areas": found.areas, "received": found.received, **measures}))
     return 0
+
+
+def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
+    """Draw what is asked for.
+
+    Raises:
+        ImportError: if the package that draws it is not installed.
+        OSError: if it cannot be written.
+    """
+    for path, suffix, package in ((html, "html", "plotly"), (png, "png", "matplotlib")):
+        if path is None:
+            continue
+        try:
+            _draw(found, path, suffix)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f'--{suffix} draws with {package}: pip install "dtensor-ring[plot]"'
+            ) from error
+
+
+def _draw(found: Schedule, path: Path, suffix: str) -> None:
+    # Packages that draw are imported where they are needed.
+    if suffix == "html":
+        from dtensor_ring.command.html import page
+
+        path.write_text(page(drawing(found)))
+    else:
+        from dtensor_ring.command.png import save_picture
+
+        save_picture(drawing(found), path)

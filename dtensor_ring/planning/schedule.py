@@ -228,16 +228,23 @@ def _imbalance(areas: list[list[int]]) -> float:
     return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
 
-def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
-    begun = [0] * len(plans)
+def step_begins(plans: Sequence[Plan], areas: list[list[int]]) -> list[list[int]]:
+    """When each rank begins its steps, by step, then when all are done: see `Schedule.makespan`."""
+    begins = [[0] * len(plans)]
     for step in range(len(areas[0])):
-        done = [begin + work[step] for begin, work in zip(begun, areas, strict=True)]
-        begun = [
-            max([end, *(begun[peer] for peer in _peers(plan, step))])
-            for end, plan in zip(done, plans, strict=True)
-        ]
+        done = [begin + work[step] for begin, work in zip(begins[-1], areas, strict=True)]
+        begins.append(
+            [
+                max([end, *(begins[-1][peer] for peer in _peers(plan, step))])
+                for end, plan in zip(done, plans, strict=True)
+            ]
+        )
+    return begins
+
+
+def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
     whole = sum(map(sum, areas))
-    return max(begun) * len(plans) / whole if whole else 1.0
+    return max(step_begins(plans, areas)[-1]) * len(plans) / whole if whole else 1.0
 
 
 def _peers(plan: Plan, step: int) -> Iterator[int]:

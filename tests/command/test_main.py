@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,16 +85,17 @@ def test_what_cannot_be_done_is_one_line(
     assert message in line
 
 
-@pytest.mark.parametrize(("kernel", "status"), [(None, 0), ("flash_attn2", 1), ("nobody's", 1)])
-def test_doctor_without_a_launcher(
-    kernel: str | None, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("kernel", [None, "flash_attn2", "nobody's"])
+def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--kernel", kernel] if kernel else []
-    assert main(load, ["doctor", "--json", *options]) == status
-    found = json.loads(capsys.readouterr().out)
-    assert [what for what, row in found.items() if row["is_bad"]] == [f"kernel {kernel}"] * status
-    assert "torchrun" in found["ring"]["advice"]
-    assert main(load, ["doctor", *options]) == status
+    assert main(load, ["doctor", "--json", *options]) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    is_bad = [what for what, row in found.items() if row["is_bad"]]
+    assert is_bad == [f"kernel {kernel}"] * (kernel is not None)
+    (line,) = printed.err.splitlines()
+    assert "torchrun" in line
+    assert main(load, ["doctor", *options]) == 1
     assert "torchrun" in capsys.readouterr().out
 
 
@@ -103,6 +106,29 @@ def test_doctor_of_two_ranks() -> None:
     assert found["ranks"]["found"].startswith("2 on ")
     assert {"ring, causal", "ring, window", "overlap"} <= found.keys()
     assert not any(row["is_bad"] for row in found.values())
+
+
+def test_doctor_of_a_kernel_that_is_not_there_leaves_nothing_behind() -> None:
+    doctor = [*TORCHRUN, "-m", "dtensor_ring", "doctor", "--kernel", "flash_attn2"]
+    mark = f"DOCTOR_OF={os.getpid()}"
+    name, _, value = mark.partition("=")
+    environment = os.environ | {name: value, "COLUMNS": "200"}
+    run = subprocess.run(
+        doctor, cwd=ROOT, env=environment, timeout=120, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "wrong" in run.stdout
+    assert "kernel flash_attn2" in run.stdout
+    left = [path.parent.name for path in Path("/proc").glob("*/environ") if _has(path, mark)]
+    assert not left
+
+
+def _has(path: Path, mark: str) -> bool:
+    """Whether a process has a mark in its environment."""
+    try:
+        return mark.encode() in path.read_bytes()
+    except OSError:  # it has ended, or belongs to somebody else
+        return False
 
 
 def test_doctor_finds_a_wrong_ring(monkeypatch: pytest.MonkeyPatch) -> None:

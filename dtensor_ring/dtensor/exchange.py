@@ -17,7 +17,7 @@ from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_exchanged, check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
 from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.heads import head_shard_of
 
 
 def exchange(
@@ -123,16 +123,16 @@ def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
 
 def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_back: bool) -> None:
     """Refuse heads that cannot be dealt to ranks, or copies that would come back."""
-    share = share_of(0, num_sharing, num_key_heads)  # no rank has more parts of a key head
+    shard = head_shard_of(0, num_sharing, num_key_heads)  # no rank has more parts of a key head
     for count in counts:
         try:
-            share.span(count, num_key_heads)
+            shard.span(count, num_key_heads)
         except ValueError as error:
             raise ValueError(
                 f"the heads of tensors, num_heads {counts} with num_key_heads {num_key_heads}, "
                 f"cannot be dealt to {num_sharing} ranks, heads: {error}"
             ) from None
-        if is_back and share.is_copied(count, num_key_heads):
+        if is_back and shard.is_copied(count, num_key_heads):
             raise ValueError(
                 f"heads that were copied to several ranks cannot come back: num_heads is {count} "
                 f"of num_key_heads {num_key_heads}, for {num_sharing} ranks, heads"

@@ -18,7 +18,7 @@ from dtensor_ring.ops.autograd import exchange_op, ring_op
 from dtensor_ring.ops.exchange_options import Dealt, Seen, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
 from dtensor_ring.ops.schema import ring_backward_op
-from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.heads import head_shard_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
 
@@ -135,8 +135,8 @@ class Trading:
 
     @property
     def _span(self) -> slice:
-        share = share_of(self._rank % self._heads, self._heads, self._num_heads[1])
-        return slice(*share.span(*self._num_heads))
+        shard = head_shard_of(self._rank % self._heads, self._heads, self._num_heads[1])
+        return slice(*shard.span(*self._num_heads))
 
 
 def traded_attention(

@@ -30,8 +30,8 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
         # Within the turn: what one rank refuses, or has no memory for, is told to the others.
         trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
-        legs = traded(plan, trade.num_heads, trade.num_key_heads, trade.is_back)
-        return exchange_tensors(tensors, rank, legs, transport, Label("exchange", 0, rank))
+        splits = traded(plan, trade.num_heads, trade.num_key_heads, trade.is_back)
+        return exchange_tensors(tensors, rank, splits, transport, Label("exchange", 0, rank))
 
 
 torch.library.impl(EXCHANGE, "CompositeExplicitAutograd")(forward)

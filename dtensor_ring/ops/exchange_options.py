@@ -13,7 +13,7 @@ from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_
 from dtensor_ring.ops.options import Length, group_named
 from dtensor_ring.planning.documents import Documents
 from dtensor_ring.planning.exchange import Exchange, exchange_of
-from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.heads import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import checked_slices
@@ -134,8 +134,8 @@ class Trade(NamedTuple):
 
     def local_heads(self, rank: int) -> list[int]:
         """Heads of a rank where heads are dealt."""
-        share = share_of(rank % self.heads, self.heads, self.num_key_heads)
-        return [length(share.span(count, self.num_key_heads)) for count in self.num_heads]
+        shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
+        return [length(shard.span(count, self.num_key_heads)) for count in self.num_heads]
 
     def tokens_after(self, rank: int, world_size: int) -> Any:
         """Tokens of this rank in the end, as a compiler may know them: from lengths alone."""

@@ -16,14 +16,17 @@ import numpy as np
 from dtensor_ring.planning.cache import cached_bytes
 from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.dealing import Dealing, deal
-from dtensor_ring.planning.heads import Share, share_of
+from dtensor_ring.planning.heads import HeadShard, head_shard_of
 from dtensor_ring.planning.joined import Joined
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.span import length
 
 
-class Parcel(NamedTuple):
-    """Tokens that go to a rank or come from it, as they are counted in the tensor of this rank."""
+class TokenSplit(NamedTuple):
+    """Tokens that go to a rank or come from it, as they are counted in the tensor of this rank.
+
+    As the splits of `all_to_all_single`, but tokens of a rank need not lie side by side.
+    """
 
     peer: int
     cols: Cols
@@ -50,14 +53,14 @@ class Exchange:
     """Ranks of a group."""
     num_tokens: tuple[int, int]
     """Of this rank: before, and after."""
-    sends: tuple[Parcel, ...]
+    sends: tuple[TokenSplit, ...]
     """With the heads of the peer."""
-    receives: tuple[Parcel, ...]
+    receives: tuple[TokenSplit, ...]
     """With the heads of this rank."""
 
-    def share(self, rank: int, num_key_heads: int) -> Share:
+    def head_shard(self, rank: int, num_key_heads: int) -> HeadShard:
         """The heads of any rank, after the exchange."""
-        return share_of(rank % self.heads, self.heads, num_key_heads)
+        return head_shard_of(rank % self.heads, self.heads, num_key_heads)
 
     def sent(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
         """What leaves this rank of a tensor with so many heads, by peer.
@@ -65,7 +68,7 @@ class Exchange:
         On the way back it comes.
         """
         return {
-            peer: Amount(len(cols), length(self.share(peer, num_key_heads).span(*heads)))
+            peer: Amount(len(cols), length(self.head_shard(peer, num_key_heads).span(*heads)))
             for heads in [(num_heads, num_key_heads)]
             for peer, cols in self.sends
             if peer != self.rank
@@ -76,7 +79,7 @@ class Exchange:
 
         On the way back it leaves.
         """
-        own = length(self.share(self.rank, num_key_heads).span(num_heads, num_key_heads))
+        own = length(self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads))
         return {peer: Amount(len(cols), own) for peer, cols in self.receives if peer != self.rank}
 
     @property
@@ -118,11 +121,11 @@ def exchange_of(
     )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
     sends = [
-        Parcel(group * heads + member, cols)
+        TokenSplit(group * heads + member, cols)
         for group, cols in _cols_by(cells.groups[mine], cells.lengths[mine])
         for member in range(heads)
     ]
-    receives = [Parcel(*found) for found in _cols_by(cells.owners[ours], cells.lengths[ours])]
+    receives = [TokenSplit(*found) for found in _cols_by(cells.owners[ours], cells.lengths[ours])]
     num_tokens = int(cells.lengths[mine].sum()), int(cells.lengths[ours].sum())
     return Exchange(rank, heads, num_tokens, tuple(sends), tuple(receives))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dtensor_ring.planning.span import Span
 
 
-class Share(NamedTuple):
+class HeadShard(NamedTuple):
     """The heads of one rank: whole key heads with their query heads, or a part of one key head.
 
     Query heads stay with the key head that they see. Where a key head goes to several ranks, each
@@ -22,12 +22,12 @@ class Share(NamedTuple):
     num_parts: int = 1
 
     def span(self, num_heads: int, num_key_heads: int) -> Span:
-        """The heads of this share in a tensor, which has some for each key head.
+        """The heads of this shard in a tensor, which has some for each key head.
 
         Raises:
             ValueError: if they cannot be dealt so.
 
-        >>> Share(1, 2, part=0, num_parts=2).span(14, 2), Share(1, 2, 0, 2).span(2, 2)
+        >>> HeadShard(1, 2, part=0, num_parts=2).span(14, 2), HeadShard(1, 2, 0, 2).span(2, 2)
         ((7, 10), (1, 2))
         """
         if num_heads % num_key_heads:
@@ -52,7 +52,7 @@ class Share(NamedTuple):
         return self.num_parts > 1 and num_heads == num_key_heads
 
 
-def share_of(member: int, num_ranks: int, num_key_heads: int) -> Share:
+def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
     """The heads of a rank of a group, as even as whole key heads allow.
 
     The chunks of `shard_length` would leave the last ranks without heads where the number does not
@@ -63,15 +63,15 @@ def share_of(member: int, num_ranks: int, num_key_heads: int) -> Share:
         num_ranks: ranks of the group.
         num_key_heads: that are dealt; if they are fewer than ranks, a key head goes to several.
 
-    >>> [share_of(member, 3, 4) for member in range(3)] == [Share(0, 1), Share(1, 2), Share(2, 4)]
-    True
-    >>> share_of(1, 3, 2), share_of(2, 3, 2)
-    (Share(begin=0, end=1, part=1, num_parts=2), Share(begin=1, end=2, part=0, num_parts=1))
+    >>> [head_shard_of(member, 3, 4)[:2] for member in range(3)]
+    [(0, 1), (1, 2), (2, 4)]
+    >>> head_shard_of(1, 3, 2), head_shard_of(2, 3, 2)
+    (HeadShard(begin=0, end=1, part=1, num_parts=2), HeadShard(begin=1, end=2, part=0, num_parts=1))
     """
     if num_key_heads >= num_ranks:
         begin, end = (i * num_key_heads // num_ranks for i in (member, member + 1))
-        return Share(begin, end)
+        return HeadShard(begin, end)
     head = member * num_key_heads // num_ranks
     # Rounded up: the first rank whose key head is this one, and the first of the next one.
     first, end = (-(-i * num_ranks // num_key_heads) for i in (head, head + 1))
-    return Share(head, head + 1, member - first, end - first)
+    return HeadShard(head, head + 1, member - first, end - first)

@@ -191,7 +191,7 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
     pairs = list(zip(schedule.plans, exchanges, strict=True))
     costs = [rank_costs(plan, exchange, sizes) for plan, exchange in pairs]
     forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))
-    heads = [sizes.share(exchange)[0] for exchange in exchanges]
+    heads = [sizes.heads_after(exchange)[0] for exchange in exchanges]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     return StrategyCost(
         strategy.spec,

@@ -47,18 +47,18 @@ class Sizes(NamedTuple):
     sum_itemsize: int
     """Of sums of their gradients."""
 
-    def share(self, exchange: Exchange | None) -> tuple[int, int]:
+    def heads_after(self, exchange: Exchange | None) -> tuple[int, int]:
         """Query heads and key heads of a rank after an exchange, all of them without one."""
         if exchange is None:
             return self.heads
-        of_rank = exchange.share(exchange.rank, self.heads[1])
+        of_rank = exchange.head_shard(exchange.rank, self.heads[1])
         query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
         return query, key
 
 
 def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cost, Cost]:
     """Forward and backward of one rank, which may exchange before its plan and after it."""
-    num_heads, num_key_heads = sizes.share(exchange)
+    num_heads, num_key_heads = sizes.heads_after(exchange)
     column = sizes.batch * num_key_heads * sum(sizes.head_dims)
     room = largest_packet(plan)
     forward = moved(shard_traffic(plan), column * sizes.kv_itemsize, room)

@@ -25,7 +25,7 @@ ALIGNED = 16
 """Bytes that messages and tensors within them begin at a multiple of: any dtype can be there."""
 
 
-class Leg(NamedTuple):
+class Split(NamedTuple):
     """One side of a message: the tokens, and the heads of each tensor, that it has."""
 
     peer: int
@@ -41,8 +41,8 @@ class Leg(NamedTuple):
 class Traded(NamedTuple):
     """An exchange of tensors: what leaves, what comes, and how many tokens and heads result."""
 
-    sends: tuple[Leg, ...]
-    receives: tuple[Leg, ...]
+    sends: tuple[Split, ...]
+    receives: tuple[Split, ...]
     num_tokens: int
     num_heads: tuple[int, ...]
 
@@ -57,12 +57,12 @@ def traded(
     """
 
     def spans(rank: int) -> tuple[Span, ...]:
-        share = exchange.share(rank, num_key_heads)
-        return tuple(share.span(count, num_key_heads) for count in num_heads)
+        shard = exchange.head_shard(rank, num_key_heads)
+        return tuple(shard.span(count, num_key_heads) for count in num_heads)
 
     own = tuple((0, length(span)) for span in spans(exchange.rank))
-    whole = tuple(Leg(peer, cols, spans(peer)) for peer, cols in exchange.sends)
-    parts = tuple(Leg(peer, cols, own) for peer, cols in exchange.receives)
+    whole = tuple(Split(peer, cols, spans(peer)) for peer, cols in exchange.sends)
+    parts = tuple(Split(peer, cols, own) for peer, cols in exchange.receives)
     before, after = exchange.num_tokens
     if is_back:
         return Traded(parts, whole, before, tuple(num_heads))
@@ -95,9 +95,9 @@ def exchange_tensors(
         for x, heads in zip(tensors, plan.num_heads, strict=True)
     ]
     arrived = dict(incoming.views)
-    for leg in plan.sends:
-        if leg.peer == rank:  # what stays has no message
-            arrived[rank] = [_taken(leg.part(i, x), leg.cols) for i, x in enumerate(tensors)]
+    for split in plan.sends:
+        if split.peer == rank:  # what stays has no message
+            arrived[rank] = [_taken(split.part(i, x), split.cols) for i, x in enumerate(tensors)]
     regions = _regions(plan.receives, len(tensors))
     with label("unpack"):
         _unpack(results, [x for x in regions if x.peers == [rank]], arrived)
@@ -115,26 +115,26 @@ class _Region(NamedTuple):
     """Tokens and heads of one result, and the peers that they come from."""
 
     number: int
-    leg: Leg
+    split: Split
     peers: list[int]
 
 
-def _regions(legs: Sequence[Leg], num_tensors: int) -> list[_Region]:
+def _regions(splits: Sequence[Split], num_tensors: int) -> list[_Region]:
     """What the results consist of; on the way back, copies of a key head come from several."""
     found: dict[tuple[int, Cols, Span], _Region] = {}
     for number in range(num_tensors):
-        for leg in legs:
-            what = number, leg.cols, leg.heads[number]
-            found.setdefault(what, _Region(number, leg, [])).peers.append(leg.peer)
+        for split in splits:
+            what = number, split.cols, split.heads[number]
+            found.setdefault(what, _Region(number, split, [])).peers.append(split.peer)
     return list(found.values())
 
 
 def _unpack(
     results: Sequence[Tensor], regions: Sequence[_Region], arrived: dict[int, list[Tensor]]
 ) -> None:
-    for number, leg, peers in regions:
+    for number, split, peers in regions:
         part = _sum([arrived[peer][number] for peer in peers])
-        unpack(leg.part(number, results[number]), part, leg.cols)
+        unpack(split.part(number, results[number]), part, split.cols)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -163,7 +163,7 @@ class _Messages:
     Args:
         transport: what allocates it.
         tensors: whose batch, head dims and dtypes the messages have.
-        legs: what each of them has.
+        splits: what each of them has.
         device: of the buffer.
     """
 
@@ -171,14 +171,14 @@ class _Messages:
         self,
         transport: Transport,
         tensors: Sequence[Tensor],
-        legs: Sequence[Leg],
+        splits: Sequence[Split],
         device: torch.device,
     ) -> None:
-        self._transport, self._legs = transport, legs
+        self._transport, self._splits = transport, splits
         shapes = [
-            [(x.shape[0], length(span), len(leg.cols), x.shape[3])
-             for x, span in zip(tensors, leg.heads, strict=True)]
-            for leg in legs
+            [(x.shape[0], length(span), len(split.cols), x.shape[3])
+             for x, span in zip(tensors, split.heads, strict=True)]
+            for split in splits
         ]  # fmt: skip
         sizes = [
             [prod(shape) * x.itemsize for shape, x in zip(row, tensors, strict=True)]
@@ -191,27 +191,27 @@ class _Messages:
         self.views: dict[int, list[Tensor]] = {}
         """By peer, the part of each tensor in its message, `(B, n, C, H)`."""
         offset = 0
-        for leg, row, of_leg in zip(legs, shapes, sizes, strict=True):
-            flat = self._buffer[offset : offset + sum(of_leg)]
-            offset += _aligned(sum(of_leg))
+        for split, row, of_split in zip(splits, shapes, sizes, strict=True):
+            flat = self._buffer[offset : offset + sum(of_split)]
+            offset += _aligned(sum(of_split))
             views, begin = [tensors[0]] * len(tensors), 0
             for i in order:
-                part = flat[begin : begin + of_leg[i]].view(tensors[i].dtype)
+                part = flat[begin : begin + of_split[i]].view(tensors[i].dtype)
                 views[i] = part.as_strided(row[i], strides(row[i], TOKEN_MAJOR))
-                begin += of_leg[i]
+                begin += of_split[i]
             self._flats.append(flat)
-            self.views[leg.peer] = views
+            self.views[split.peer] = views
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy what leaves."""
-        for leg in self._legs:
-            for number, view in enumerate(self.views[leg.peer]):
-                pack(view, leg.part(number, tensors[number]), leg.cols)
+        for split in self._splits:
+            for number, view in enumerate(self.views[split.peer]):
+                pack(view, split.part(number, tensors[number]), split.cols)
 
     def messages(self) -> list[P2P]:
         """Nothing empty travels."""
-        found = zip(self._flats, self._legs, strict=True)
-        return [P2P(flat, leg.peer, source=leg.peer) for flat, leg in found if flat.numel()]
+        found = zip(self._flats, self._splits, strict=True)
+        return [P2P(flat, split.peer, source=split.peer) for flat, split in found if flat.numel()]
 
     def free(self) -> None:
         """Give the buffer back."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
-from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.heads import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
 from tests.played_group import PlayedGroup, play_group
@@ -63,18 +63,18 @@ class Case:
         ranks = range(first, first + self.heads)
         dealt = (self.to.positions(x, self.world_size, self.seq_len) for x in ranks)
         positions = sorted(p for part in dealt for p in part)
-        share = share_of(rank % self.heads, self.heads, self.num_key_heads)
-        spans = [share.span(count, self.num_key_heads) for count in self.num_heads]
+        shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
+        spans = [shard.span(count, self.num_key_heads) for count in self.num_heads]
         return [
             x[:, slice(*span), positions] for x, span in zip(self.tensors(), spans, strict=True)
         ]
 
     def copies(self, number: int) -> Tensor:
         """By head of a tensor, how many ranks of a group have it."""
-        members = (share_of(m, self.heads, self.num_key_heads) for m in range(self.heads))
+        members = (head_shard_of(m, self.heads, self.num_key_heads) for m in range(self.heads))
         counts = torch.zeros(self.num_heads[number])
-        for share in members:
-            counts[slice(*share.span(self.num_heads[number], self.num_key_heads))] += 1
+        for shard in members:
+            counts[slice(*shard.span(self.num_heads[number], self.num_key_heads))] += 1
         return counts.view(1, -1, 1, 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dtensor_ring import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.exchange import Exchange, exchange_of
-from dtensor_ring.planning.heads import share_of
+from dtensor_ring.planning.heads import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
 from tests.layouts import LAYOUTS
@@ -33,7 +33,7 @@ def exchanges(
 
 
 def spans(exchange: Exchange, num_heads: int, num_key_heads: int, peer: int) -> range:
-    return range(*exchange.share(peer, num_key_heads).span(num_heads, num_key_heads))
+    return range(*exchange.head_shard(peer, num_key_heads).span(num_heads, num_key_heads))
 
 
 CASES = [
@@ -90,13 +90,13 @@ def test_heads_are_dealt_once_and_stay_with_their_key_head(
     num_heads: int, num_key_heads: int
 ) -> None:
     for num_ranks in range(1, num_heads + 1):
-        shares = [share_of(member, num_ranks, num_key_heads) for member in range(num_ranks)]
-        queries = [range(*share.span(num_heads, num_key_heads)) for share in shares]
-        keys = [range(*share.span(num_key_heads, num_key_heads)) for share in shares]
+        shards = [head_shard_of(member, num_ranks, num_key_heads) for member in range(num_ranks)]
+        queries = [range(*shard.span(num_heads, num_key_heads)) for shard in shards]
+        keys = [range(*shard.span(num_key_heads, num_key_heads)) for shard in shards]
         assert [head for part in queries for head in part] == [*range(num_heads)]
         assert {head for part in keys for head in part} == {*range(num_key_heads)}
         group = num_heads // num_key_heads
-        for share, of_query, of_key in zip(shares, queries, keys, strict=True):
+        for shard, of_query, of_key in zip(shards, queries, keys, strict=True):
             assert of_query, "no rank is without a head"
             # Grouped-query attention of these heads alone pairs them as that of all heads does.
             inner = len(of_query) // len(of_key)
@@ -104,8 +104,8 @@ def test_heads_are_dealt_once_and_stay_with_their_key_head(
             pairs = [of_key[i // inner] for i in range(len(of_query))]
             assert pairs == [head // group for head in of_query]
             same = [other for other in keys if other == of_key]
-            assert share.is_copied(num_key_heads, num_key_heads) == (len(same) > 1)
-            assert not share.is_copied(num_heads, num_key_heads) or num_heads == num_key_heads
+            assert shard.is_copied(num_key_heads, num_key_heads) == (len(same) > 1)
+            assert not shard.is_copied(num_heads, num_key_heads) or num_heads == num_key_heads
         sizes = [len(part) for part in keys]
         assert num_key_heads < num_ranks or max(sizes) - min(sizes) <= 1
 
@@ -166,8 +166,8 @@ def test_groups_divide_the_axis(arguments: tuple[int, int, int], match: str) -> 
 
 
 def test_heads_that_cannot_be_dealt() -> None:
-    share = share_of(0, 6, 2)
+    shard = head_shard_of(0, 6, 2)
     with pytest.raises(ValueError, match="each has to get a head"):
-        share.span(4, 2)
+        shard.span(4, 2)
     with pytest.raises(ValueError, match="must be a multiple"):
-        share.span(5, 2)
+        shard.span(5, 2)

@@ -13,7 +13,15 @@ from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.estimate import estimate
 from dtensor_ring.command.model import Load
 from dtensor_ring.command.schedule import schedule
-from dtensor_ring.command.spelling import dtype_of, heads_of, mask_of, mesh_of, number, numbers
+from dtensor_ring.command.spelling import (
+    dtype_of,
+    heads_of,
+    hybrid_of,
+    mask_of,
+    mesh_of,
+    number,
+    numbers,
+)
 
 
 def main(load: Load, arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +72,12 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command = commands.add_parser("schedule", help=text, description=text)
     command.set_defaults(run=schedule)
     _add_attention(command)
+    command.add_argument(
+        "--hybrid",
+        type=hybrid_of,
+        help="also show what layouts cost a model with so many layers that carry a state, layers "
+        "with attention, and numbers of a token: 36,12,2048",
+    )
     command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
     command.add_argument("--png", type=Path, help="write a picture of it to this file")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dtensor_ring.command.drawing import drawing
+from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.schedule import Schedule, describe_schedule
 
@@ -18,6 +21,7 @@ def schedule(
     layout: str | None,
     mask: Mask,
     cu_seqlens: Sequence[int] | None,
+    hybrid: Hybrid | None,
     as_json: bool,
     html: Path | None = None,
     png: Path | None = None,
@@ -25,14 +29,17 @@ def schedule(
     """Print the work of each rank at each step, and draw it; returns the exit status."""
     try:
         found = describe_schedule(layout or "zigzag", mask, seq_len, world_size, cu_seqlens)
+        layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
         _save(found, html, png)
     except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     if not as_json:
-        print(found)
+        print(found, *([layouts] if layouts else []), sep="\n")
         return 0
-    measures = {"imbalance": found.imbalance, "makespan": found.makespan}
+    measures: dict[str, Any] = {"imbalance": found.imbalance, "makespan": found.makespan}
+    if layouts:
+        measures["layouts"] = [asdict(row) for row in layouts.rows]
     print(json.dumps({"areas": found.areas, "received": found.received, **measures}))
     return 0
 

@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from dtensor_ring.command.model import AXES
+from dtensor_ring.planning.hybrid import Hybrid
 from dtensor_ring.planning.mask import Mask
 
 
@@ -67,6 +68,24 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} are not numbers with commas between them: 0,1000,8192"
         ) from None
+
+
+def hybrid_of(text: str) -> Hybrid:
+    """Layers with a state, layers with attention, and numbers of a token between them.
+
+    Raises:
+        ArgumentTypeError: if these are not three numbers from 0 on.
+
+    >>> hybrid_of("36,12,2048").hidden_size
+    2048
+    """
+    match numbers(text):
+        case [stateful, attention, hidden_size] if min(stateful, attention, hidden_size) >= 0:
+            return Hybrid(stateful, attention, hidden_size)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} are not layers with a state, layers with attention and numbers of a token: "
+        "36,12,2048"
+    )
 
 
 def heads_of(text: str) -> tuple[int, int]:

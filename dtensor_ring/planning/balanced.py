@@ -35,6 +35,10 @@ MAX_BLOCKS = 2**23
 """More would make a table of runs of half a gigabyte."""
 
 
+WHOLE: tuple[Layout, ...] = (ZigZag(), Contiguous())
+"""Layouts that give a rank two runs at most, whatever the batch."""
+
+
 @dataclass(frozen=True)
 class Balanced(Layout):
     """Equal work for all ranks: short documents whole, long ones in parts on ranks side by side.
@@ -162,15 +166,9 @@ def balanced_partition(
 
 
 def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:
-    """The sequence as a whole, in the layouts that give a rank two runs at most."""
-    for layout in (ZigZag(), Contiguous()):
-        yield Partition.of(
-            [
-                (run.start, run.start + run.length, rank)
-                for rank in range(world_size)
-                for run in layout.runs(rank, world_size, seq_len)
-            ]
-        )
+    """The sequence as a whole."""
+    for layout in WHOLE:
+        yield Partition.dealt(layout, world_size, seq_len)
 
 
 def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:

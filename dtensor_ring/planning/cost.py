@@ -29,6 +29,12 @@ def busiest_load(work: Work, partition: Partition, world_size: int) -> int:
 
 def cost(work: Work, partition: Partition, world_size: int) -> int:
     """Pairs that all ranks together could compute until the ring is done and all has travelled."""
+    makespan, num_received = ring_cost(work, partition, world_size)
+    return world_size * makespan + TOKEN * work.num_rows * num_received
+
+
+def ring_cost(work: Work, partition: Partition, world_size: int) -> tuple[int, int]:
+    """When the last rank is done, in pairs, and the positions that all ranks receive."""
     begins, ends, owners = partition
     ranges, slices, first, end = work.seen(begins, ends)
     num_received = _num_received(partition, owners[ranges], first, end)
@@ -43,7 +49,7 @@ def cost(work: Work, partition: Partition, world_size: int) -> int:
         table[:, 3] = np.minimum(table[:, 3], ends[key])
         found = areas(table, begins[queries], ends[queries])
         makespan = ring_makespan(owners[queries], owners[key], found, world_size)
-    return world_size * makespan + TOKEN * work.num_rows * num_received
+    return makespan, num_received
 
 
 def ring_makespan(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run import Run
 
 
@@ -30,6 +31,17 @@ class Partition(NamedTuple):
         first, last = (np.flatnonzero(np.insert(is_other, at, True)) for at in (0, len(is_other)))
         return (
             cls(begins[first], ends[last], owners[first]) if filled else cls(begins, ends, owners)
+        )
+
+    @classmethod
+    def dealt(cls, layout: Layout, world_size: int, seq_len: int) -> Partition:
+        """That of a layout whose runs are of neighbouring tokens."""
+        return cls.of(
+            [
+                (run.start, run.start + run.length, rank)
+                for rank in range(world_size)
+                for run in layout.runs(rank, world_size, seq_len)
+            ]
         )
 
     @property

@@ -34,6 +34,7 @@ from parallel_plans.huggingface.head import (
     take_losses,
 )
 from parallel_plans.huggingface.language_model import language_model_of
+from parallel_plans.huggingface.layout import DEFAULT, compared_layouts
 from parallel_plans.huggingface.locality import check_head, check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
@@ -41,14 +42,14 @@ from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout
 from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
-from parallel_plans.huggingface.stateful import has_attention, relay_states, stateful_layers
+from parallel_plans.huggingface.stateful import attention_layers, relay_states, stateful_layers
 from parallel_plans.huggingface.twin import small_twin
 from parallel_plans.strategies import Given, Strategies
 
 
 def context_parallel_plan(
     model: nn.Module,
-    layout: Layout | str = "zigzag",
+    layout: Layout | str | None = None,
     *,
     strategy: Given = None,
     kernel: str | None = None,
@@ -75,8 +76,10 @@ def context_parallel_plan(
             a base model, or one with a head `ForCausalLM`, `ForConditionalGeneration` (with images,
             which every rank gets), `ForMaskedLM`, `ForTokenClassification` or
             `ForSequenceClassification`, whose logits are whole.
-        layout: order in which tokens are dealt; "zigzag" balances causal attention, "balanced"
-            deals each batch anew by its documents (not under `torch.compile`).
+        layout: order in which tokens are dealt; "zigzag", the default, balances causal attention,
+            "balanced" deals each batch anew by its documents (not under `torch.compile`). For a
+            model with layers that carry a state, the default is "zigzag" or "contiguous", whichever
+            costs fewer bytes in its longest sequence; the logger `dtensor_ring` tells.
         strategy: how attention is made parallel, see `SequenceAxis`; one for all layers, or by what
             the config's `layer_types` call them: `{"sliding": "ring", "full": "ulysses"}`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
@@ -102,7 +105,7 @@ def context_parallel_plan(
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
     check_model(model)
-    check_layout(model, as_layout(layout))
+    check_layout(model, as_layout(DEFAULT if layout is None else layout))
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     return {"": ShardedModel(layout, how, unshard_outputs, strategies)}
@@ -113,14 +116,15 @@ class ShardedModel(ParallelStyle):
 
     def __init__(
         self,
-        layout: Layout | str,
+        layout: Layout | str | None,
         how: dict[str, Any],
         unshard_outputs: bool,
         strategies: Strategies,
     ) -> None:
         super().__init__()
         self.strategies = strategies
-        self.layout, self.how = as_layout(layout), how
+        self.is_picked, self.how = layout is None, how
+        self.layout = as_layout(DEFAULT if layout is None else layout)
         configured(self.layout, **how)  # which refuses them here, not where the plan is applied
         self.unshard_outputs = unshard_outputs
 
@@ -160,7 +164,9 @@ class ShardedModel(ParallelStyle):
         if is_meta and states:
             states = specs_of(decoder)  # a twin has smaller ones
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
-        axis = SequenceAxis(device_mesh, self.layout, **self.how)
+        size, common = device_mesh.size(), self.strategies.common
+        costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
+        axis = SequenceAxis(device_mesh, costs.best if costs else self.layout, **self.how)
         decoder.set_attn_implementation(IMPLEMENTATION)
         # Models around make masks for it, and some have a config of their own that says which.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
@@ -195,7 +201,7 @@ def _examine(
     before = decoder.config._attn_implementation
     try:
         layer_masks: LayerMasks = {}
-        if has_attention(decoder) or not stateful_layers(decoder):
+        if attention_layers(decoder) or not stateful_layers(decoder):
             layer_masks = read_patterns(decoder)
             check_dropout(decoder)
         states = check_locality(decoder)

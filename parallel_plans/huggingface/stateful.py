@@ -114,9 +114,9 @@ def stateful_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _cache_parameter(module) is not None]
 
 
-def has_attention(model: nn.Module) -> bool:
-    """Whether a module asks transformers for its attention function."""
-    return any("ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x) for x in model.modules())
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that ask transformers for their attention function."""
+    return [x for x in model.modules() if "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x)]
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.command.main import main
+from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
 from parallel_plans.models import load
 from tests.test_public import ROOT
 
@@ -42,6 +44,16 @@ def test_schedule(
     assert found["received"] == expected.received
 
 
+def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--hybrid", "3,1,64"]
+    expected = compare_hybrid_layouts(Hybrid(3, 1, 64), Mask.causal(), 1024, 4)
+    assert main(command) == 0
+    assert capsys.readouterr().out.endswith(f"\n{expected}\n")
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"] == [asdict(row) for row in expected.rows]
+
+
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     command = "compare --seq-len 1024 --world-size 4 --mask sliding:100 --heads 8,2 --head-dim 64"
     command += " --max-held 1000000"
@@ -61,6 +73,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ("", 2, "the following arguments are required: command"),
         ("schedul", 2, "invalid choice: 'schedul'"),
         ("schedule --seq-len 8", 2, "required: --world-size"),
+        ("schedule --seq-len 8 --world-size 2 --hybrid 3,1", 2, "layers with a state, layers with"),
         ("schedule --seq-len 8 --world-size 0", 2, "'0' is not a positive number"),
         ("schedule --seq-len 8 --world-size 2 --mask slid:4", 2, "sliding:<tokens before"),
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtensor_ring import Mask
+from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.state import receive_op, send_op
+from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.relay import KeptStates, first
 from parallel_plans.huggingface.stateful import relayed, required_parameters, stateful_layers
@@ -87,9 +93,15 @@ def test_refused_with_the_reason(pool: Pool, family: str, layout: str, reason: s
     pool.run(1, refused, family, layout, reason)
 
 
-def planned(family: str, layout: str = LAYOUT, **options: Any) -> Any:
+def planned(
+    family: str,
+    layout: str | None = LAYOUT,
+    *,
+    max_position_embeddings: int = 64,
+    **options: Any,
+) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
+    model = small_model(family, max_position_embeddings=max_position_embeddings)
     return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
 
 
@@ -196,15 +208,30 @@ def test_layers_that_know_no_batch_are_not_repeated_with_another(pool: Pool) -> 
 
 
 class StateCalls(TorchDispatchMode):
-    """Counts the calls of both ops."""
+    """Counts calls of ops and what they send: messages of states, bytes of tokens dealt anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[Any] = Counter()
+        self.sent: Counter[str] = Counter()
+        self._op: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func] += func in (receive_op, send_op)
+        self._op = func
         return func(*args, **kwargs or {})
+
+    def starting(self, start: Any) -> Any:
+        """The same start of messages, counted."""
+
+        def counting(transport: Any, receives: Any, sends: Any) -> Any:
+            for message in sends:
+                self.sent["states"] += self._op in (receive_op, send_op)
+                size = message.flat.numel() * message.flat.itemsize
+                self.sent["exchanged"] += size * (self._op is exchange_op)
+            return start(transport, receives, sends)
+
+        return counting
 
 
 def calls(seq_len: int, num_rows: int = 1) -> tuple[int, int, int]:
@@ -221,6 +248,60 @@ def test_a_layer_has_one_message_of_a_row_each_way(pool: Pool) -> None:
     assert pool.run(2, calls, 8) == [(2, 4, 4)] * 2
     assert pool.run(2, calls, 8, 3) == [(2, 12, 12)] * 2
     assert pool.run(4, calls, 3) == [(2, 4, 4)] * 4
+
+
+def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:
+    """What this rank sends forward and backward, and what all shall send to deal tokens anew."""
+    model, world_size = planned("LFM2", layout), dist.get_world_size()
+    tokens = torch.randint(2, VOCABULARY, (1, seq_len))
+    with StateCalls() as calls:
+        start = calls.starting(ProcessGroupTransport.start)
+        with patch.object(ProcessGroupTransport, "start", start):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            forward = calls.sent.copy()
+            loss.backward()
+    hybrid = Hybrid(len(stateful_layers(model)), 1, model.config.hidden_size, itemsize=4)
+    costs = compare_hybrid_layouts(hybrid, Mask.causal(), seq_len, world_size).rows
+    relayouts = [row.relayouts for row in costs if row.layout == layout]
+    return [forward, calls.sent - forward], relayouts[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
+def test_messages_are_those_of_the_schedule(pool: Pool, layout: str, world_size: int) -> None:
+    """One for each layer and neighbour, and the bytes of tokens that are dealt anew."""
+    found = pool.run(world_size, sent, layout, 32)
+    for step, has_no_neighbour in enumerate((world_size - 1, 0)):
+        counts, scheduled = [parts[step] for parts, _ in found], found[0][1]
+        assert sum(x["exchanged"] for x in counts) == scheduled
+        expected = [int(rank != has_no_neighbour) for rank in range(world_size)]
+        assert [x["states"] for x in counts] == expected, "LFM2 has one layer with a state"
+    assert (scheduled == 0) == (layout == LAYOUT)
+
+
+def picked(longest: int) -> tuple[str, list[str]]:
+    """The layout of a plan that was given none, and what the logger says."""
+    logger, said = logging.getLogger("dtensor_ring"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        model = planned("LFM2", None, max_position_embeddings=longest)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    return model.context_parallel_sharding.axis.layout.spec, said
+
+
+@pytest.mark.parametrize(("longest", "layout"), [(64, LAYOUT), (2**20, "zigzag")])
+def test_the_plan_picks_a_layout_by_bytes(pool: Pool, longest: int, layout: str) -> None:
+    for found, said in pool.run(2, picked, longest):
+        assert found == layout
+        assert len(said) == 1
+        assert f"1 layers with a state, 1 with attention: {longest} tokens on 2 ranks" in said[0]
+        assert f"least: {layout}" in said[0]
 
 
 @pytest.mark.parametrize("name", ["none", "full"])

@@ -1,0 +1,67 @@
+"""The layout of a model for which the plan was given none."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dtensor_ring.planning.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.strategy import Strategy
+from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
+from parallel_plans.huggingface.stateful import attention_layers, stateful_layers
+
+DEFAULT: str = "zigzag"
+LONGEST = 32768
+"""Tokens of the longest sequence of a model that has no limit."""
+
+_LOG = logging.getLogger("dtensor_ring")
+
+
+def compared_layouts(
+    model: Any, layer_masks: LayerMasks, world_size: int, strategy: str | None
+) -> HybridComparison | None:
+    """What layouts cost a model with layers that carry a state, in its longest sequence.
+
+    Logs it at level INFO. The least of them is the layout of a plan that was given none.
+
+    Args:
+        model: with weights, or on the meta device.
+        layer_masks: what its layers see; the one that is most frequent counts.
+        world_size: ranks of the axis.
+        strategy: of all layers with attention; `None` for the default.
+
+    Returns:
+        `None` for a model without such layers.
+    """
+    num_stateful = len(stateful_layers(model))
+    if not num_stateful:
+        return None
+    masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
+    found = compare_hybrid_layouts(
+        _sizes(model, num_stateful),
+        max(masks, key=masks.count, default=Mask.causal()),
+        getattr(model.config, "max_position_embeddings", None) or LONGEST,
+        world_size,
+        strategy or Strategy.default,
+    )
+    _LOG.info("layouts of %s: %s", type(model).__name__, found)
+    return found
+
+
+def _sizes(model: Any, num_stateful: int) -> Hybrid:
+    """The layers of a model, and the sizes of its tensors."""
+    config, num_attention = model.config, len(attention_layers(model))
+    if not num_attention:
+        return Hybrid(num_stateful, 0, config.hidden_size, itemsize=model.dtype.itemsize)
+    heads = _largest(config, "num_attention_heads") or 1
+    head_dim = _largest(config, "head_dim") or config.hidden_size // heads
+    key_heads = _largest(config, "num_key_value_heads") or heads
+    sizes = config.hidden_size, (heads, key_heads), head_dim, model.dtype.itemsize
+    return Hybrid(num_stateful, num_attention, *sizes)
+
+
+def _largest(config: Any, name: str) -> int | None:
+    """An option, which may be one number for all layers or one for each."""
+    found = getattr(config, name, None)
+    return max(found, default=None) if isinstance(found, (list, tuple)) else found

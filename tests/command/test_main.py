@@ -47,9 +47,9 @@ def test_schedule(
 def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--hybrid", "3,1,64"]
     expected = compare_hybrid_layouts(Hybrid(3, 1, 64), Mask.causal(), 1024, 4)
-    assert main(command) == 0
+    assert main(load, command) == 0
     assert capsys.readouterr().out.endswith(f"\n{expected}\n")
-    assert main([*command, "--json"]) == 0
+    assert main(load, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layouts"] == [asdict(row) for row in expected.rows]
 

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.fake_cuda import fake_cuda
+from tests.fake_cuda import Event, fake_cuda
 from tests.test_public import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -118,6 +119,22 @@ def test_a_step_that_fails_or_hangs(modules: Any, monkeypatch: pytest.MonkeyPatc
     assert "- second: the step ended early: RuntimeError: no more" in text
     assert "- second: the step ended early: it took too long" in text
     assert "- first: speed: 80; the aim is 90" in text
+
+
+def test_the_clock_starts_behind_a_running_kernel(modules: Any) -> None:
+    """So the host's time to the first launch is none of the GPU's."""
+    from gpu_steps.alone import median_seconds, seconds_of
+
+    told: list[str] = []
+    stages = [lambda: told.append("forward"), lambda: told.append("backward")]
+    with fake_cuda():
+        median_seconds(lambda: None, 1)  # measures the clock
+        with (
+            patch.object(torch.cuda, "_sleep", lambda cycles: told.append("sleep")),
+            patch.object(Event, "record", lambda event: told.append("record")),
+        ):
+            seconds_of(stages)
+    assert told == ["sleep", "record", "forward", "record", "backward", "record"]
 
 
 def test_commands_end_in_time(modules: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,8 @@ def link_of(
     attention: Attention, rank: int, shards: list[Tensor], rate: float | None = None
 ) -> Link:
     """Transfers that bring a rank the shards of the others, as our ring packs them."""
+    if rate == inf:
+        return Link([], shards[2], inf)  # nothing is copied
     mine, (key, value) = attention.plan(rank), shards[2:]
     sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
     order = ShardRotation.order_on(key.device)

@@ -170,6 +170,9 @@ class Card:
                 continue
             try:
                 row = measure(attention, repeats)
+            except torch.OutOfMemoryError:
+                yield Finding(what, "left out: this GPU has too little memory")
+                continue
             except Exception as error:  # compilers of kernels raise what they like
                 yield Finding(what, f"{type(error).__name__}: {error}"[:300], is_wrong=True)
                 continue

@@ -226,14 +226,16 @@ def test_compiles_for_gpus(case: Case, capability: int) -> None:
 
 
 @needs_triton
-def test_lengths_compile_nothing_new() -> None:
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_lengths_compile_nothing_new(is_mean: bool) -> None:
     """Those of a batch of documents differ from any other's."""
     from dtensor_ring.compute.together_triton import put_together as fused
 
     with compiling(90) as found:
         for rows, first in ((4096, 2048), (4097, 1), (16, 3), (33, 17), (1, 0)):
             regions = WHOLE, region(None, (first, rows)), region(0, (0, rows - first))
-            case = replace(COMPILED, shape=(1, 2, rows, 128), regions=regions)
+            case = replace(COMPILED, shape=(1, 2, rows, 128), regions=regions, is_mean=is_mean)
+            case = case if is_mean else replace(case, head_dims=(0, 0))
             fused(*(sum_of(case)))
             assert found.number == 1, (rows, first)
         fused(*(sum_of(replace(case, regions=(WHOLE,) * 4))))
@@ -246,7 +248,10 @@ def sum_of(case: Case) -> list[Sum]:
     return [
         replace(
             x,
-            parts=[replace(part, lse=part.lse.contiguous()) for part in x.parts],
+            parts=[
+                part if part.lse is None else replace(part, lse=part.lse.contiguous())
+                for part in x.parts
+            ],
             target=torch.empty(x.target.transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
         )
         for x in sums

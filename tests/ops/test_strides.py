@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor_ring import register_kernel, ring_attention
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.compute.kernels.registry import unregister_kernel
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, order_of
-from dtensor_ring.ops import strides
+from dtensor_ring.ops import schema, strides
 from dtensor_ring.ops.strides import ALIGNMENT, is_aligned, loadable
+from tests.pool import Pool
 
 SHAPE = 2, 4, 6, 8
 
@@ -58,3 +67,51 @@ def test_copies_keep_the_order(order: tuple[int, ...], monkeypatch: pytest.Monke
 def test_cpus_take_them_as_they_are() -> None:
     x = wide(4)
     assert loadable(x)[0] is x
+
+
+class Picky(Reference):
+    """Refuses what kernels of GPUs would misread."""
+
+    name = "picky"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        assert all(map(is_aligned, (q, k, v)))
+        return super().forward(q, k, v, *rest)
+
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        assert all(map(is_aligned, (saved.out, saved.grad_out, q, k, v)))
+        return super().backward(saved, q, k, v, *rest)
+
+
+def test_kernels_get_what_they_can_load(pool: Pool) -> None:
+    pool.run(1, _check_the_op)
+
+
+def _check_the_op() -> None:
+    """Query, key, value and gradient begin between the multiples; the outcome is the same."""
+    results, mesh = [], init_device_mesh("cpu", (1,))
+    register_kernel(Picky())
+    try:
+        for offset in (0, 4):
+            generator = torch.Generator().manual_seed(0)
+            *inputs, grad_out = (_shifted(offset, generator) for _ in range(4))
+            assert is_aligned(grad_out) == (not offset)
+            inputs = [x.requires_grad_() for x in inputs]
+            with patch.object(schema, "loadable", _on_any_device):
+                out = ring_attention(*inputs, kernel="picky", mesh=mesh)
+                results.append([out, *torch.autograd.grad(out, inputs, grad_out)])
+    finally:
+        unregister_kernel("picky")
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def _shifted(offset: int, generator: torch.Generator) -> Tensor:
+    """Random numbers that begin so many numbers after an aligned address."""
+    numbers = torch.empty(384 + offset, dtype=torch.bfloat16)[offset:]
+    numbers.copy_(torch.randn(384, generator=generator))
+    return numbers.view(2, 6, 4, 8).transpose(1, 2)
+
+
+def _on_any_device(*tensors: Tensor) -> list[Tensor]:
+    return [x if is_aligned(x) else strides._moved(x) for x in tensors]

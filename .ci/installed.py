@@ -1,5 +1,6 @@
 """Checks the package that is installed where this runs: its files, its version, its command."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import metadata
@@ -7,6 +8,15 @@ from importlib.resources import files
 
 import dtensor_ring
 import parallel_plans.huggingface
+
+
+def run(*arguments: str) -> str:
+    """What Python prints, here and in the processes that it starts; none sees the checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *arguments]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout
 
 
 def main() -> None:
@@ -17,10 +27,10 @@ def main() -> None:
         assert str(package.__file__).startswith(sys.prefix), f"{package.__file__} is not installed"
     for name in ("dtensor_ring", "parallel_plans"):
         assert files(name).joinpath("py.typed").is_file()
-    command = [sys.executable, "-I", "-m", "dtensor_ring"]
-    told = subprocess.run([*command, "doctor"], capture_output=True, text=True)
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert dtensor_ring.__version__ in told.stdout
+    told = run("-m", "dtensor_ring", "--version")
+    assert told == f"dtensor-ring {dtensor_ring.__version__}\n", told
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert "ring, causal" in run(*launcher, "-m", "dtensor_ring", "doctor")
     print(f"installed {about['Name']} {about['Version']}, extras {about.get_all('Provides-Extra')}")
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from docs.plans import COLORS
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.schedule import Schedule
+from dtensor_ring.planning.schedule import Schedule, step_begins
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -52,24 +52,14 @@ def blocks(found: Schedule) -> list[Block]:
     """All steps that compute, at the times that `Schedule.makespan` counts with."""
     areas = found.areas
     mean = sum(map(sum, areas)) / len(areas)
-    begun, drawn = [0.0] * len(areas), []
-    for number in range(len(areas[0])):
-        ends = [begin + area[number] / mean for begin, area in zip(begun, areas, strict=True)]
-        for plan, begin, end in zip(found.plans, begun, ends, strict=True):
-            if begin < end:
-                source = plan.steps[number].source
-                drawn.append(Block(plan.rank, source, begin, end, _arriving(plan, number)))
-        # A step begins when its keys are there, so when the ranks that send them have begun it.
-        begun = [
-            max([end, *(begun[peer] for peer in _peers(plan, number))])
-            for plan, end in zip(found.plans, ends, strict=True)
-        ]
-    return drawn
-
-
-def _peers(plan: Plan, number: int) -> Iterator[int]:
-    for hop in plan.shards[number : number + 1]:
-        yield from (transfer.peer for transfer in hop.sends + hop.receives)
+    return [
+        Block(rank, plan.steps[number].source, begin / mean, (begin + area) / mean, arriving)
+        for number, begins in enumerate(step_begins(found.plans, areas)[:-1])
+        for rank, (plan, begin) in enumerate(zip(found.plans, begins, strict=True))
+        for arriving in [_arriving(plan, number)]
+        for area in [areas[rank][number]]
+        if area
+    ]
 
 
 def _arriving(plan: Plan, number: int) -> int | None:

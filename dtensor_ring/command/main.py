@@ -22,6 +22,7 @@ from dtensor_ring.command.spelling import (
     number,
     numbers,
 )
+from dtensor_ring.command.versions import version_of
 
 
 def main(load: Load, arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +52,9 @@ def _parser(load: Load) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
     )
+    # From the package's data: the module above has all that is public, and imports downwards only.
+    version = f"dtensor-ring {version_of('dtensor-ring')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_doctor(commands)
     _add_schedule(commands)

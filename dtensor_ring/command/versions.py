@@ -19,7 +19,7 @@ PACKAGES = (
 def versions() -> list[Finding]:
     """Versions of Python, of the packages and of the GPUs' libraries."""
     found = [Finding("Python", platform.python_version())]
-    found += [Finding(name, _version(name)) for name in PACKAGES]
+    found += [Finding(name, version_of(name)) for name in PACKAGES]
     if not torch.cuda.is_available():
         return [*found, Finding("GPU", "none that torch sees")]
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
@@ -32,7 +32,8 @@ def versions() -> list[Finding]:
     ]
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.command.main import main
 from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
@@ -52,6 +53,13 @@ def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(load, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layouts"] == [asdict(row) for row in expected.rows]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(load, ["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dtensor-ring {dtensor_ring.__version__}\n"
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:

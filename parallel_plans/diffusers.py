@@ -15,10 +15,6 @@ from torch import Tensor
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
 
-LAYOUT = "contiguous"
-"""How diffusers deals tokens; for attention that sees everything, any order is as good."""
-
-
 def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None = None) -> None:
     """Let diffusers' backend "native" run its context parallelism as ring attention, from now on.
 
@@ -77,6 +73,8 @@ class RingBackend:
     """What runs where nothing is parallel."""
     kernel: str | None
     policy: TransferPolicy | None
+    layout: str = "contiguous"
+    """As diffusers deals tokens; for attention that sees everything, any order is as good."""
 
     def __call__(
         self,
@@ -114,7 +112,7 @@ class RingBackend:
         degree = config.ulysses_degree
         strategy = f"ulysses:{degree}" if degree > 1 else "ring"
         how = {"strategy": strategy, "kernel": self.kernel, "policy": self.policy}
-        return SequenceAxis(config._flattened_mesh, LAYOUT, **how)
+        return SequenceAxis(config._flattened_mesh, self.layout, **how)
 
 
 def _refuse(

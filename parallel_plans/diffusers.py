@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
 
+
 def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None = None) -> None:
     """Let diffusers' backend "native" run its context parallelism as ring attention, from now on.
 
@@ -30,9 +31,7 @@ def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None 
     Raises:
         ImportError: if diffusers is not installed, or a version without context parallelism.
 
-    Example:
-        >>> use_ring_attention()  # doctest: +SKIP
-        >>> transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
+    Call it once, then `model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))`.
     """
     registry, native = _registry()
     _register(RingBackend(_stock(registry._backends[native]), kernel, policy))

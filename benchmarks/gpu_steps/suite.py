@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from harness import ROOT
 
 from gpu_steps.alone import best_kernels
@@ -46,6 +47,7 @@ def sanitized(machine: Machine) -> Iterator[Finding]:
 
 
 def _finding(what: str, machine: Machine, command: list[str], seconds: float) -> Finding:
+    torch.cuda.empty_cache()  # the command wants memory, too
     if seconds < 1:
         return Finding(what, "left out: no time was left", "all tests in the time")
     status, text = machine.run(command, seconds)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring import (
     Balanced,
@@ -277,6 +278,11 @@ def _offloaded(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -
         return _sdpa(query, key, value, sinks, mesh)
 
 
+def _checkpointed(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """What autograd saves is made again, exchanges included."""
+    return checkpoint(_sdpa, query, key, value, sinks, mesh, use_reentrant=False)
+
+
 def _as_the_axis_says(
     query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh
 ) -> list[Tensor]:
@@ -300,6 +306,7 @@ WAYS: dict[str, Any] = {
     "dtensors": (_dtensors, lambda sinks, mesh: distribute_tensor(sinks, mesh, [Replicate()])),
     "sdpa": (_sdpa, None),
     "offloaded": (_offloaded, None),
+    "checkpointed": (_checkpointed, None),
     "out only": (_out_only, None),
     "module": (_module, None),
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from time import sleep
 
 import pytest
@@ -15,6 +19,7 @@ from dtensor_ring import Mask
 from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, make, plain, step
 from tests.faults.worlds import TIMEOUT, Failure, Home, Log, Terms, Worlds, failure_of
+from tests.test_public import ROOT
 
 VICTIM, WORLD_SIZE = 1, 3
 LATE = 1.0
@@ -41,6 +46,38 @@ def apart(network: Hosts) -> Iterator[Worlds]:
     worlds = Worlds([Home(name, network.address(0)) for name in network.names])
     yield worlds
     worlds.close()
+
+
+def test_torchrun_on_two_hosts(network: Hosts) -> None:
+    """The first line of the page on clusters, as it is there."""
+    page = (ROOT / "docs/clusters.md").read_text()
+    line = page.partition("```shell\n")[2].partition("```")[0]
+    assert line.startswith("torchrun --nnodes 2 ")
+    where = {"HEAD": network.address(0), "GPUS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    runs = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, "bash", "-c", f"exec {line}"],
+            cwd=ROOT,
+            env=os.environ
+            | where
+            | {"ADDRESS": network.address(index), "IS_HEAD": str(int(not index)), "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, name in enumerate(network.names[:2])
+    ]
+    try:
+        printed = [run.communicate(timeout=120) for run in runs]
+    finally:
+        for run in runs:
+            run.terminate()  # it ends its ranks, which a kill would leave
+            run.wait()
+    assert [run.returncode for run in runs] == [0, 0], printed
+    # Which host has rank 0 is up to the rendezvous.
+    (told,) = [out for out, _ in printed if out]
+    assert told.startswith("world size 2, ")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -14,7 +14,7 @@ from statistics import mean
 
 from dtensor_ring import Mask, ZigZag
 from tests.rings import Ring
-from tests.traffic import HEAD_DIM, HEADS, of_rank
+from tests.traffic import HEAD_DIM, HEADS, KV_HEADS, of_rank
 
 PAGE = Path(__file__).parent.parent / "docs" / "speed.md"
 RANKS, SHARD = 8, 8192
@@ -56,6 +56,9 @@ GPUS = (
     Gpu("B200, flash attention 4", 8e12, (1605e12,), BLACKWELL),
 )
 
+LINK = 350e9
+"""Bytes per second between two GPUs: NVLink of an H100 in one direction, as messages reach it."""
+
 HOST = (0.43e-3, 0.94e-3)
 """Seconds of Python of 8 steps, forward and backward, around kernels that do nothing."""
 HOP = 0.1e-3
@@ -81,13 +84,14 @@ def flops() -> tuple[float, float]:
     return 4 * HEADS * HEAD_DIM * pairs, 10 * HEADS * HEAD_DIM * pairs
 
 
-def bound(gpu: Gpu, num_parts: int | None, num_stages: int) -> float:
-    """Speed next to one launch, of the forward or with the backward."""
+def bound(gpu: Gpu, num_parts: int | None, num_stages: int, with_waves: bool = True) -> float:
+    """Speed next to one launch, of the forward or with the backward; waves may be left out."""
     found = list(zip(counted(num_parts), flops(), gpu.flops, strict=False))[:num_stages]
     alone = sum(work / speed for _, work, speed in found)
     moved = sum(num_bytes for (num_bytes, _), _, _ in found) / (STREAM * gpu.memory)
     split = gpu.split if num_stages == 2 else 0
-    return alone / (alone / gpu.waves + moved + split)
+    waves = gpu.waves if with_waves else 1
+    return alone / (alone / waves + moved + split)
 
 
 def host_bound(gpu: Gpu, stage: int) -> int:
@@ -109,6 +113,7 @@ def replaced(text: str, name: str, table: str) -> str:
 def tables() -> dict[str, str]:
     """Tables of the page, by name."""
     return {
+        "steps": "\n".join(_steps()),
         "bytes": "\n".join(_bytes()),
         "bounds": "\n".join(_bounds()),
         "host": "\n".join(_host()),
@@ -122,6 +127,38 @@ def _row(*cells: object) -> str:
 def _head(*titles: str) -> Iterator[str]:
     yield _row(*titles)
     yield _row(*("---" for _ in titles))
+
+
+def _steps() -> Iterator[str]:
+    """Work and messages of each step, means of the ranks; steps that are alike are one row."""
+    yield from _head(
+        *("step", "TFLOP forward", "ms", "MB received", "ms at 350 GB/s"),
+        *("TFLOP backward", "ms", "MB received", "ms at 350 GB/s"),
+    )
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for number in range(RANKS):
+        rows.setdefault(tuple(_step(number)), []).append(number)
+    for cells, numbers in rows.items():
+        name = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+        yield _row(name, *cells)
+
+
+def _step(number: int) -> Iterator[str]:
+    plans = RING.plans()
+    pairs = mean(sum(tile.area for tile in plan.steps[number].tiles) for plan in plans)
+    shards, sums = (
+        mean(sum(len(x.cols) for x in hops[number].receives) for hops in of_stage)
+        for of_stage in ([plan.shards for plan in plans], [plan.sums for plan in plans])
+    )
+    per_token = 2 * KV_HEADS * HEAD_DIM
+    # Keys and values travel in 16 bits, sums of gradients in 32.
+    moved = 2 * per_token * shards, per_token * (2 * shards + 4 * sums)
+    for factor, speed, num_bytes in zip((4, 10), GPUS[0].flops, moved, strict=True):
+        work = factor * HEADS * HEAD_DIM * pairs
+        yield f"{work / 1e12:.2f}"
+        yield f"{1e3 * work / speed:.2f}"
+        yield f"{num_bytes / 1e6:.0f}"
+        yield f"{1e3 * num_bytes / LINK:.2f}"
 
 
 def _bytes() -> Iterator[str]:

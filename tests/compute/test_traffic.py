@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.roofline import PAGE, RANKS, RING, SHARD, counted, flops, replaced, tables
+from tests.roofline import GPUS, PAGE, RANKS, RING, SHARD, bound, counted, flops, replaced, tables
 from tests.traffic import of_rank
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +36,14 @@ def test_the_page_on_speed() -> None:
         assert replaced(text, name, table) == text, name
     forward, backward = (f"{work / 1e12:.2g}" for work in flops())
     assert f"A rank computes {forward} TFLOP forward and {backward} backward" in text
+
+
+def test_the_aims_can_be_reached() -> None:
+    """By arithmetic, with as many parts as ranks, apart from waves that are not full."""
+    reached = [bound(GPUS[1], RANKS, stages, with_waves=False) for stages in (1, 2)]
+    assert all(x >= aim for x, aim in zip(reached, (0.95, 0.96), strict=True))
+    words = " ".join(PAGE.read_text().split())
+    assert "reaches {:.1%} forward and {:.1%} with backward with 8".format(*reached) in words
 
 
 def test_what_is_counted() -> None:

@@ -162,11 +162,13 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
     assert cache is not None, f"{type(layer).__name__} has no state"
     known = signature(plain)
     first = [*known.parameters][1]
+    needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ring = kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
         given = known.bind(self, *args, **kwargs)
         hidden = given.arguments[first]
+        _refuse_more_inputs(self, {name: given.arguments[name] for name in needed})
         kept = {name: x for name, x in given.arguments.items() if name in ("self", first)}
         others = {name: _without_tokens(x) for name, x in given.arguments.items()} | kept
 
@@ -180,6 +182,16 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
         return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
 
     return forward
+
+
+def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse tokens beside the input of a layer: no order of theirs is known."""
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            raise ValueError(
+                f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
+                "its input, of which only the input is dealt in the order that a state needs"
+            )
 
 
 def _without_tokens(x: Any) -> Any:

@@ -25,6 +25,8 @@ from parallel_plans.huggingface.stateful import stateful_layers
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 WITHOUT_STATE = (*ATTENTION_LAYERS, "moe", "mlp", "dense", "sparse")
 """Types of layers whose tokens meet in attention, or not at all."""
+INDEXED = re.compile(r"\((\w*_)?(indexed|compressed|sparse)\w*\)")
+"""Layers by kind, in which an index over keys chooses."""
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
@@ -68,10 +70,19 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if language_model_of(model) is not model:
         yield from _reasons_of_parts(model)
         return
-    if layers := _stateful_layers(model, config):
+    layers = _stateful_layers(model, config)
+    indexed = [layer for layer in layers if INDEXED.search(layer)]
+    if indexed:
         yield (
-            f"{', '.join(layers)} carry a state along the sequence, or choose among its tokens, "
-            "and tell no cache of transformers their state, which could hand it over"
+            f"{', '.join(indexed)} choose the keys of each token by scores of all tokens before "
+            "it. It would take the keys of that index from all ranks, the best of them by their "
+            "positions in the whole sequence, and attention of each token to keys gathered for it, "
+            "which block kernels do not compute; over a sequence that is not sharded it trains"
+        )
+    if layers:
+        yield (
+            f"{', '.join(layers)} carry a state along the sequence, and tell no cache of "
+            "transformers that state, which could hand it over"
         )
     # Models with states do not say so; what they do instead is found by running them.
     if not getattr(model, "_supports_attention_backend", False) and not stateful_layers(model):

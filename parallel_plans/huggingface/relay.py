@@ -127,8 +127,6 @@ class AxisRelay:
                 found: Any = x.grad_fn.metadata
                 found["pieces"] = self._last
 
-    # A compiler would drop the messages of the backward, whose results nobody uses.
-    @torch.compiler.disable
     def call(self, call: Call, run: Run) -> Any:
         pieces = self._pieces(call) if call.pieces is None else call.pieces
         mesh = self._axis.mesh

@@ -164,6 +164,8 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
     first = [*known.parameters][1]
     needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
 
+    # A compiler would drop the messages of the backward, whose results nobody uses.
+    @torch.compiler.disable
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ring = kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
         given = known.bind(self, *args, **kwargs)

@@ -46,6 +46,12 @@ def granite(*layers: str) -> Any:
     return built("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", **options)
 
 
+def deepseek() -> Any:
+    """Its layers attend to the keys that an index chooses."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    return built("DeepseekV32Config", "DeepseekV32ForCausalLM", **TEXT, **sizes, v_head_dim=8)
+
+
 def with_mamba() -> Any:
     """A model of images whose language model has no plan either."""
     model = gemma3()
@@ -61,6 +67,7 @@ def answers() -> Any:
 
 
 REFUSED = {
+    r"layers\.0 \(indexed_attention\).* choose the keys .* the best of them by their pos": deepseek,
     r"beside model\.vision_tower, and its head .* to its model\.language_model alone": answers,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
 }

@@ -81,8 +81,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         )
     if layers:
         yield (
-            f"{', '.join(layers)} carry a state along the sequence, and tell no cache of "
-            "transformers that state, which could hand it over"
+            f"{', '.join(layers)} carry a state along the sequence, or convolve it, and tell no "
+            "cache of transformers of it, which could hand it over"
         )
     # Models with states do not say so; what they do instead is found by running them.
     if not getattr(model, "_supports_attention_backend", False) and not stateful_layers(model):

@@ -332,14 +332,13 @@ def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
     return error.item(), counters["graph_break"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
 @pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next"])
 def test_compiled_as_a_whole(
     pool: Pool, request: pytest.FixtureRequest, family: str, layout: str
 ) -> None:
     """Graphs break at layers with a state, and where documents are read; all else compiles."""
-    if (family, layout) != ("LFM2", "zigzag") and not request.config.getoption("--all-hybrids"):
+    if not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
     for error, breaks in pool.run(2, compiled_error, family, layout):
         assert error < 1e-5

@@ -3,7 +3,8 @@
     python examples/train_hf.py --world 2 --layout zigzag --model llama
 
 Runs the ring under torchrun, then the same training by stock transformers in one process, and
-compares the two. Writes `loss.png` and `schedule.png` to the folder given by `--out`.
+compares the two. Writes `demo.png` to the folder given by `--out`: what each rank did in the last
+step, measured, above the losses of both runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from dtensor_ring import Mask, describe_schedule
 from parallel_plans.huggingface import context_parallel_plan
@@ -77,6 +82,17 @@ TOLERANCE = 1e-2
 """Largest difference of the losses, in nats a byte: rounding grows, mistakes show at once."""
 
 
+KINDS = {
+    "tile": ("attention", "#4477aa"),
+    "merge": ("merging of partial results", "#ccbb44"),
+    "pack": ("packing and posting of messages", "#66ccee"),
+    "wait": ("waiting for messages", "#ee6677"),
+}
+"""By the first word of what a ring says in a profile: what it means, and its colour."""
+SAME = {"send": "pack", "unpack": "pack"}
+"""Words that are shown as another one."""
+
+
 @dataclass
 class Run:
     """Measurements of one training run; memory is the peak of one process beyond its start."""
@@ -84,6 +100,20 @@ class Run:
     losses: list[float]
     tokens_per_second: float
     peak_bytes: int
+    spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
+    """By rank, what it did in the last step: kind, begin and end in milliseconds.
+
+    The first span is the step itself.
+    """
+
+    @property
+    def waiting(self) -> float:
+        """Share of the last step that ranks waited for messages, their mean."""
+        shares = []
+        for (_, begin, end), *spans in self.spans:
+            waited = sum(last - first for kind, first, last in spans if kind == "wait")
+            shares.append(waited / (end - begin))
+        return sum(shares) / len(shares)
 
 
 def main() -> None:
@@ -131,9 +161,12 @@ def compare(options: argparse.Namespace) -> None:
     stock = launch(options, 1, "stock.json", "--stock")
     difference = largest_difference(ring, stock)
     show(options, ring, stock, difference)
-    plot_losses(options.out / "loss.png", ring, stock, f"{options.layout}, {options.world} ranks")
-    plot_schedule(options.out / "schedule.png", options)
-    Console().print(f"pictures: {options.out / 'loss.png'}, {options.out / 'schedule.png'}")
+    picture = options.out / "demo.png"
+    plot(picture, ring, stock, f"{options.layout}, {options.world} ranks")
+    Console(soft_wrap=True).print(
+        f"{options.world} ranks, each with a part of the sequence, learned what one process does, "
+        f"to {difference:.0e} nats, and waited for messages {ring.waiting:.0%} of a step: {picture}"
+    )
     if not difference < TOLERANCE:
         sys.exit(f"the losses differ by {difference:.1e}, which is more than rounding")
 
@@ -168,22 +201,54 @@ def train(options: argparse.Namespace) -> None:
     title = "stock, 1 process" if options.stock else f"{options.layout} ring, {world} processes"
     for step in track(range(options.steps), title, disable=rank != 0):
         batch = {name: x.to(device) for name, x in inputs_of(text, step, options).items()}
-        start = time.perf_counter()
-        loss = forward(**batch, use_cache=False).loss
-        loss.backward()
-        average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
+        with measured(step == options.steps - 1 and not options.stock) as profiler:
+            start = time.perf_counter()
+            loss = forward(**batch, use_cache=False).loss
+            loss.backward()
+            average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+    spans = gathered_spans(profiler)
     if rank == 0:
         warm = sorted(seconds)[len(seconds) // 2]
-        run = Run(losses, batch["input_ids"].numel() / warm, peak_bytes(device) - before)
+        speed = batch["input_ids"].numel() / warm
+        run = Run(losses, speed, peak_bytes(device) - before, spans)
         name = "stock.json" if options.stock else "ring.json"
         (options.out / name).write_text(json.dumps(asdict(run)))
     # Python aborts if it ends while gloo's threads let go of the last gradients.
     time.sleep(0.2)
     dist.destroy_process_group()
+
+
+@contextmanager
+def measured(is_on: bool) -> Iterator[profile | None]:
+    """A profile of a step, in which rings say what they do."""
+    if not is_on:
+        yield None
+        return
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("ring step: all"):
+        yield profiler
+
+
+def gathered_spans(profiler: profile | None) -> list[list[tuple[str, float, float]]]:
+    """What all ranks did, see `Run.spans`; nothing without a profile."""
+    if profiler is None:
+        return []
+    # Of one clock for all processes, unlike the times of `profiler.events()`.
+    events = profiler.profiler.kineto_results.events()
+    named = [(x.name(), x.start_ns(), x.end_ns()) for x in events if x.name().startswith("ring ")]
+    found = ((name.rpartition(": ")[2].split()[0], *times) for name, *times in named)
+    mine = sorted(found, key=lambda span: (span[1], -span[2]))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    first = min(spans[0][1] for spans in everybody)
+    return [
+        [(kind, (begin - first) / 1e6, (end - first) / 1e6) for kind, begin, end in spans]
+        for spans in everybody
+    ]
 
 
 def small_model(name: str, seq_len: int) -> Any:
@@ -264,32 +329,37 @@ def show(options: argparse.Namespace, ring: Run, stock: Run, difference: float) 
     Console().print(table)
 
 
-def plot_losses(path: Path, ring: Run, stock: Run, name: str) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(stock.losses, linewidth=5, alpha=0.35, label="stock transformers, 1 process")
-    axes.plot(ring.losses, color="black", linewidth=1, label=f"ring, {name}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="The same curve")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
+def plot(path: Path, ring: Run, stock: Run, name: str) -> None:
+    """The measured time line of the last step above the losses."""
+    height = 0.5 * len(ring.spans)
+    figure, (times, losses) = plt.subplots(
+        2, figsize=(9, 4.6 + height), height_ratios=(height + 0.6, 3.5), layout="constrained"
+    )
+    plot_times(times, ring)
+    losses.plot(stock.losses, linewidth=5, alpha=0.35, label="stock transformers, 1 process")
+    losses.plot(ring.losses, color="black", linewidth=1, label=f"ring, {name}")
+    losses.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="The same curve")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
+    losses.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def plot_schedule(path: Path, options: argparse.Namespace) -> None:
-    schedule = describe_schedule(options.layout, Mask.causal(), options.seq_len, options.world)
-    whole = sum(map(sum, schedule.areas))
-    shares = [[100 * area / whole for area in steps] for steps in schedule.areas]
-    size = max(4.0, 1.3 * len(shares))
-    figure, axes = plt.subplots(figsize=(size + 1, size), layout="constrained")
-    image = axes.imshow(shares, cmap="Blues", vmin=0)
-    for rank, steps in enumerate(shares):
-        for step, share in enumerate(steps):
-            color = "white" if share > image.norm.vmax * 0.6 else "black"
-            axes.text(step, rank, f"{share:.1f} %", ha="center", va="center", color=color)
-    axes.set(xlabel="step of the ring", ylabel="rank", xticks=range(len(shares[0])))
-    axes.set(yticks=range(len(shares)), title=f"{options.layout}: who works how much, and when")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def plot_times(axes: Any, ring: Run) -> None:
+    """A line for each rank: what its rings did, on the grey of the whole step."""
+    for rank, ((_, begin, end), *spans) in enumerate(ring.spans):
+        axes.broken_barh([(begin, end - begin)], (rank - 0.4, 0.8), color="#e4e4e4")
+        for kind, (_, color) in KINDS.items():
+            parts = [(first, last - first) for x, first, last in spans if SAME.get(x, x) == kind]
+            axes.broken_barh(parts, (rank - 0.4, 0.8), color=color)
+    handles = [Patch(color=color, label=text) for text, color in KINDS.values()]
+    handles.append(Patch(color="#e4e4e4", label="the rest of the model"))
+    axes.legend(
+        handles=handles, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.35)
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds", yticks=range(len(ring.spans)), title="The last step, measured")
+    axes.set_yticklabels([f"rank {rank}" for rank in range(len(ring.spans))])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,15 @@ def test_demo(tmp_path: Path) -> None:
     assert [len(curve) for curve in losses] == [3, 3]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
     assert f"{losses[0][-1]:.6f}" in run.stdout
-    assert all((tmp_path / name).stat().st_size for name in ("loss.png", "schedule.png"))
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "and waited for messages" in run.stdout
+    ring, stock = runs
+    assert stock["spans"] == []
+    assert len(ring["spans"]) == 2
+    for (kind, begin, end), *spans in ring["spans"]:
+        assert kind == "all"
+        assert {"tile", "merge", "send", "wait"} <= {kind for kind, _, _ in spans}
+        assert all(begin <= first <= last <= end for _, first, last in spans)
 
 
 def test_generate(tmp_path: Path) -> None:

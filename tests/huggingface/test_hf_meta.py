@@ -24,9 +24,16 @@ from tests.pool import Pool
 FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3", "Granite 4", "LFM2")
 
 
+def stock_model(family: str) -> Any:
+    """A model with weights; one hybrid is wider and deeper than its twin."""
+    wide: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}
+    wide["layer_types"] = ["conv", "full_attention", "conv"]
+    return small_model(family, **wide if family == "LFM2" else {})
+
+
 def on_meta(family: str) -> Any:
     """Without weights, as torchtitan's users make models."""
-    stock = small_model(family)
+    stock = stock_model(family)
     with torch.device("meta"):
         model = type(stock)(stock.config)
     return model
@@ -55,7 +62,7 @@ def sharded(family: str, folder: str) -> Any:
 
 def errors(family: str, folder: str) -> list[float]:
     """Of the loss and the gradients, relative."""
-    stock = small_model(family)
+    stock = stock_model(family)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=folder)
     model = sharded(family, folder).eval()
     assert all(isinstance(x, DTensor) for x in model.parameters())

@@ -34,7 +34,12 @@ def load(spelling: str, mesh: DeviceMesh, asked: Asked) -> Model:
             f"there is no file or folder {spelling}; --model takes the config.json of a Hugging "
             "Face model, its folder, or module:function of a torchtitan config"
         )
-    # Its module subclasses classes of torchtitan, so it is imported for this model only.
-    return import_module("parallel_plans.torchtitan.meta").model_of_function(
-        *(name, function, mesh, asked)
-    )
+    try:
+        # It subclasses classes of torchtitan, so it is imported for such a model only.
+        meta = import_module("parallel_plans.torchtitan.meta")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{spelling} is a config of torchtitan, which is not installed ({error}): "
+            'pip install "dtensor-ring[torchtitan]"'
+        ) from error
+    return meta.model_of_function(name, function, mesh, asked)

@@ -168,14 +168,21 @@ def test_parameters_are_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert whole["peak"] - found["peak"] == less - found["gathered"]
 
 
-@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 def test_a_config_of_torchtitan() -> None:
+    if not HAS_TORCHTITAN:
+        pytest.skip("torchtitan is not installed")
     model = "parallel_plans.torchtitan.config_registry:llama3_debugmodel_ring"
     command = [sys.executable, "-m", "dtensor_ring", "estimate", "--model", model]
     command += ["--seq-len", "4096", "--mesh", "cp=4"]
     run = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True, check=True)
     assert "6 x 16 heads over 16, head dim 16, 3 hops" in run.stdout
     assert "Llama3Model" in run.stdout
+
+
+HAS_TORCHTITAN = find_spec("torchtitan") is not None
+NO_CONFIG = (
+    "is not a config function of torchtitan" if HAS_TORCHTITAN else "dtensor-ring[torchtitan]"
+)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_a_config_of_torchtitan() -> None:
             "no context-parallel plan for Mamba",
         ),
         (None, (), "there is no file or folder"),
-        (None, ("--model", "nobody:config"), "is not a config function of torchtitan"),
+        (None, ("--model", "nobody:config"), NO_CONFIG),
         ("", ("--layout", "zag"), "unknown layout 'zag'"),
         ("", ("--strategy", "ulysses:3"), "do not divide"),
     ],

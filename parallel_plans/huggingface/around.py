@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 from dtensor_ring.dtensor.agreement import meeting
 from dtensor_ring.dtensor.annotation import axis_group
-from parallel_plans.huggingface.batch import LOGITS_TO_KEEP, described
+from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec
 from parallel_plans.huggingface.sharding import Sharding, has_content
 
-OF_OUTPUTS = (
+OF_TOKENS = (
     *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
-    LOGITS_TO_KEEP,
+    *(LOGITS_TO_KEEP, *BOUNDARIES),
 )
-"""Arguments about what follows the language model, which are dealt with the tokens."""
+"""Arguments about tokens that are dealt, and not about the images before them."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """Options of configs: the token that stands for a part of an image."""
 NO_CACHE = (
@@ -85,12 +85,12 @@ class Around:
 
     @contextmanager
     def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
-        """A context in which the model runs; takes what is about its outputs from the arguments.
+        """A context in which the model runs; takes what is about dealt tokens from the arguments.
 
         Raises:
             RingError: on every rank, if the ranks have other batches.
         """
-        taken = {name: given.pop(name) for name in OF_OUTPUTS if name in given}
+        taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
         # At every call: a rank without images would not wait for the others, and be wrong.
         if has_content(given) and not torch.compiler.is_compiling():
             group = axis_group(self._sharding.axis.mesh)

@@ -103,6 +103,11 @@ class Sharding(Outputs):
             batch |= next_tokens(batch) if self._predicts_next else {}
         # Of all ranks, so it is counted before the batch is dealt.
         count = num_items(batch)
+        if masks is not None and "cu_seq_lens_q" in batch:
+            raise ValueError(
+                "cu_seq_lens_q say where documents are, and the model has made its masks without "
+                "them; give position_ids that start anew instead"
+            )
         seen = None if masks is None else given_masks(masks, seq_len)
         ring, length, layout = self._deal(batch, seq_len, seen)
         positions = self.positions(batch, seq_len)

@@ -21,11 +21,12 @@ from transformers import DynamicCache, Gemma3Config, Gemma3ForSequenceClassifica
 from dtensor_ring import RingError, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan, stock_model
 from tests.dense import largest
-from tests.multimodal import CASES, FAMILIES, batch_of, small_model
+from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
 from tests.pool import Pool
 
 SAMPLE = ("several images", "padded left", "packed")
 """Of the cases; `--all-images` runs the others, too, more ranks and another layout."""
+PATCHES = ("pixel_values", "image_grid_thw")
 Results = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
@@ -194,6 +195,29 @@ def refused(family: str) -> None:
 @pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL"])
 def test_refused_with_the_reason(pool: Pool, family: str) -> None:
     pool.run(2, refused, family)
+
+
+def with_boundaries() -> list[float]:
+    """Errors of documents that are given by their boundaries, and not by positions."""
+    model, batch = planned("Qwen2.5-VL"), batch_of("Qwen2.5-VL", "packed")
+    row = {name: x[:1] for name, x in batch.items() if name not in ("position_ids", *PATCHES)}
+    positions = batch["position_ids"][:, :1]
+    row |= {
+        "pixel_values": batch["pixel_values"][:32],
+        "image_grid_thw": batch["image_grid_thw"][:2],
+    }
+    expected = small_model("Qwen2.5-VL")(**row, position_ids=positions, use_cache=False).loss
+    bounds = torch.tensor([0, 9, SEQ_LEN], dtype=torch.int32)
+    found = model(**row, position_ids=positions[1:], cu_seq_lens_q=bounds).loss
+    without = model(**row, position_ids=positions[1:]).loss
+    assert (without - expected).abs() > 1e-4
+    with pytest.raises(ValueError, match="give position_ids that start anew"):
+        planned("Gemma 3")(**batch_of("Gemma 3", "one image"), cu_seq_lens_q=bounds)
+    return [(found - expected).abs().item()]
+
+
+def test_boundaries(pool: Pool) -> None:
+    assert largest(x for errors in pool.run(2, with_boundaries) for x in errors) < 1e-5
 
 
 def outputs_and_back(family: str) -> list[float]:

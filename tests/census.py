@@ -28,7 +28,16 @@ from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.patterns import LayerMask
 from parallel_plans.huggingface.sharding import shardings_of
 from parallel_plans.huggingface.stateful import stateful_layers
-from tests.model_types import KINDS, auto, batches, default_config, small_model, types_of
+from tests.model_images import images_of
+from tests.model_types import (
+    KINDS,
+    Batches,
+    auto,
+    batches,
+    default_config,
+    small_model,
+    types_of,
+)
 from tests.pool import Pool
 from tests.results import Results, difference, results_alone, results_of
 
@@ -41,8 +50,9 @@ Every causal, masked and image-text model type of transformers {version}, made s
 weights and without dropout, on two ranks: plain, padded and packed batches are compared with the
 stock model, in loss and all gradients. `make census` writes this page.
 
-- *Equal*: no difference but rounding; the number is the largest relative error. *Text*: of a model
-  of several parts, with the plan on the part that is named, and batches of text.
+- *Equal*: no difference but rounding; the number is the largest relative error. *With images*: one
+  in each row; the other image-text models got text alone. *Text*: of a model of several parts, with
+  the plan on the part that is named.
   *Documents alone*: packed documents are compared with each of them alone, as layers that carry a
   state go on over the beginning of a document in the stock model on a CPU.
 - *Refused*: an error that says why, when the plan is made or at the first forward.
@@ -76,20 +86,26 @@ def verdict(kind: str, name: str) -> Verdict:
     except ValueError as error:
         if _advised(error) is None:
             return _refusal(error)
-    expected, left_out = _of_stock(stock)
+    images = images_of(stock) if kind == "image-text" else None
+    given = batches(images)
+    expected, left_out = _of_stock(stock, given)
+    if images is not None and "plain" not in expected:
+        images, given = None, batches()
+        expected, left_out = _of_stock(stock, given)
     if not expected:
         return Verdict("not built", f"the small stock model fails: {left_out['plain']}")
     try:
         planned = _planned(ring)
     except Exception as error:
         return _refusal(error)
-    worst, notes = 0.0, [planned]
+    worst, notes = 0.0, ["with images" if images else "", planned]
     if "packed" in expected and _begins_anew(ring):
-        expected["packed"] = results_alone(stock, **batches()["packed"])
+        given["packed"] = batches()["packed"]  # without images, which belong to one document
+        expected["packed"] = results_alone(stock, **given["packed"])
         notes.append("documents alone")
     for case, results in expected.items():
         try:
-            found = results_of(ring, batches()[case])
+            found = results_of(ring, given[case])
         except Exception as error:
             refusal = _refusal(error, f"{case}: ")
             if case == "plain" or refusal.what != "refused":
@@ -104,10 +120,10 @@ def verdict(kind: str, name: str) -> Verdict:
     return Verdict("equal", "; ".join(filter(None, notes)), worst)
 
 
-def _of_stock(model: Any) -> tuple[dict[str, Results], dict[str, str]]:
+def _of_stock(model: Any, given: Batches) -> tuple[dict[str, Results], dict[str, str]]:
     """What the stock model makes of the batches, and why it takes no others."""
     results, refused = {}, {}
-    for case, batch in batches().items():
+    for case, batch in given.items():
         try:
             results[case] = results_of(model, batch)
             if not results[case][0].isfinite():
@@ -191,7 +207,7 @@ def census(pool: Pool, kind: str, names: list[str]) -> Iterator[tuple[str, Verdi
     """The verdict of each type, which all ranks have to agree in."""
     for name in names:
         try:
-            verdicts = pool.run(2, _cleaned, kind, name, timeout=60)
+            verdicts = pool.run(2, _cleaned, kind, name, timeout=180)
         except AssertionError as error:  # a rank died, or waits for ever
             yield name, Verdict("error", _line(str(error)[-200:]))
             continue

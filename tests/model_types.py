@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from parallel_plans.huggingface.twin import small_config
+from tests.model_images import IMAGE_TOKENS, Images
 
 KINDS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -21,12 +22,29 @@ KINDS = {
     ),
 }
 SEQ_LEN, FIRST_TOKEN, LAST_TOKEN = 24, 3, 40
+Batches = dict[str, dict[str, Tensor]]
+"""By name, of what a model is called with."""
+IMAGE_AT = 5
+"""Tokens of text before the image."""
 LARGEST = 20_000_000
 """Weights of a model that is still small."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+        }
+    },
     "mamba2": {"num_heads": 8},
     "reformer": {"is_decoder": True},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -53,6 +71,9 @@ def types_of(kind: str) -> list[str]:
 def small_model(kind: str, name: str) -> Any:
     """The same weights at every call; attention and experts as transformers writes them out."""
     config = small_config(default_config(name), **OPTIONS.get(name, {}))
+    for option in IMAGE_TOKENS:  # large ids made small may be that of padding
+        if getattr(config, option, None) == 0:
+            setattr(config, option, LAST_TOKEN)
     for part in _parts(config):
         for option, x in part.to_dict().items():
             if "drop" in option and isinstance(x, float):
@@ -89,14 +110,26 @@ def auto(kind: str) -> Any:
     return getattr(transformers, KINDS[kind][0])
 
 
-def batches() -> dict[str, dict[str, Tensor]]:
-    """Plain, padded and packed; labels are the tokens."""
+def batches(images: Images | None = None) -> Batches:
+    """Plain, padded and packed, with an image in each row; labels are the tokens of text."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(FIRST_TOKEN, LAST_TOKEN, (2, SEQ_LEN), generator=generator)
-    index = torch.arange(SEQ_LEN).expand(2, -1)
-    held = index < torch.tensor([[SEQ_LEN], [15]])
-    padded = {"input_ids": tokens * held, "attention_mask": held.long()}
-    padded["labels"] = tokens.masked_fill(~held, -100)
-    plain = {"input_ids": tokens, "labels": tokens}
-    packed = plain | {"position_ids": torch.where(index < 9, index, index - 9)}
+    inputs: dict[str, Tensor] = {}
+    if images is not None:
+        tokens = tokens + (tokens == images.token)
+        block = torch.full((2, images.num_tokens), images.token)
+        tokens = torch.cat([tokens[:, :IMAGE_AT], block, tokens[:, IMAGE_AT:]], 1)
+        inputs = dict(images.inputs)
+        if images.types:
+            inputs[images.types] = (tokens == images.token).long()
+    is_text = torch.ones_like(tokens) if images is None else tokens != images.token
+    length = tokens.shape[1]
+    index = torch.arange(length).expand(2, -1)
+    held = index < torch.tensor([[length], [length - 9]])
+    labels = tokens.masked_fill(is_text == 0, -100)
+    plain = {"input_ids": tokens, "labels": labels} | inputs
+    padded = plain | {"input_ids": tokens * held, "attention_mask": held.long()}
+    padded["labels"] = labels.masked_fill(~held, -100)
+    begin = length - SEQ_LEN + 9
+    packed = plain | {"position_ids": torch.where(index < begin, index, index - begin)}
     return {"plain": plain, "padded": padded, "packed": packed}

@@ -173,13 +173,20 @@ def _no_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
-    """Which tokens are parts of images, `(B, S)`; `None` if the batch does not tell."""
+    """Which tokens are parts of images, `(B, S)`; `None` if there are none, or nobody can tell."""
     tokens = given.get("input_ids")
+    if not any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds"):
+        return None
     ids = [getattr(config, name, None) for name in IMAGE_TOKENS]
     known = [x for x in ids if isinstance(x, int)]
     if not isinstance(tokens, Tensor) or not known:
         return None
     return torch.isin(tokens, torch.tensor(known, device=tokens.device))
+
+
+def _is_of_images(x: Any) -> bool:
+    """Whether an argument has pixels or features."""
+    return isinstance(x, (list, dict)) or (isinstance(x, Tensor) and x.is_floating_point())
 
 
 def check_cuts(is_image: Tensor, documents: Documents) -> None:

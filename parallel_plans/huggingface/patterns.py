@@ -107,8 +107,7 @@ def read_patterns(model: Any) -> LayerMasks:
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
     # The same two tokens as two documents of one: only masks by positions tell.
     restarted = _mask_functions(model, tokens, position_ids=tokens)
-    axes = tokens.expand(AXES_WITH_TEXT, 1, 2)
-    by_axes = _mask_functions(model, tokens, position_ids=axes) if has_axes(model) else whole
+    by_axes = _with_axes(model, tokens) or whole
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
@@ -139,6 +138,17 @@ def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size:
     strategies.check([x.mask for x in found.values()], world_size)
     chosen = {x: y._replace(strategy=strategies.named(y.mask)) for x, y in found.items()}
     return layer_masks | chosen
+
+
+def _with_axes(model: Any, tokens: Tensor) -> list[tuple[Pattern, MaskFunction]]:
+    """The mask functions for the same two documents in positions of four axes, if it takes them."""
+    if not has_axes(model):
+        return []
+    try:
+        axes = tokens.expand(AXES_WITH_TEXT, 1, 2)
+        return _mask_functions(model, tokens, position_ids=axes)
+    except Exception:  # whatever its code raises of an axis too many
+        return []
 
 
 def _layer_mask(mask: Mask, packed: MaskFunction, of_axes: MaskFunction) -> LayerMask:

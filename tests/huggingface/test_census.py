@@ -23,12 +23,14 @@ SAMPLE = {
     "gemma4_unified": "image-text",
 }
 """All of them are tried by `make census`."""
+WITH_IMAGES = ("qwen2_5_vl", "gemma4")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample(pool: Pool, name: str) -> None:
     verdicts = pool.run(2, verdict, SAMPLE[name], name)
     assert {x.what for x in verdicts} == {"equal"}, verdicts
+    assert all((name in WITH_IMAGES) == ("with images" in x.why) for x in verdicts), verdicts
 
 
 def scaled(*args: Any, scaling: float, **kwargs: Any) -> Any:

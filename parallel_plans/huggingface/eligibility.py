@@ -130,14 +130,21 @@ def _reasons_of_parts(model: Any) -> Iterator[str]:
     if decoder is None:
         yield f"{what}, and no module of its own"
         return
-    for reason in _reasons(decoder, decoder.config):
+    reason = next(_reasons(decoder, decoder.config), None)
+    if reason is None and _has_known_head(model):
+        return
+    # Where the whole model has no plan, that part may have one, with a head of its own.
+    served = (x for x in (decoder, model.get_decoder()) if not any(_reasons(x, x.config)))
+    alone = next(served, None)
+    if alone is None:
         yield f"{what}; that part, {path}, has no plan either: {reason}"
-    if not _has_known_head(model):
-        yield (
-            f"{what}, and its head reads the sequence as a whole; apply the plan, with "
-            f"unshard_outputs=True, to its {path} alone, and if the model makes its masks, set "
-            'model.config.text_config._attn_implementation = "ring"'
-        )
+        return
+    why = f"{path} has none: {reason}" if reason else "its head reads the sequence as a whole"
+    path = next(name for name, x in model.named_modules() if x is alone)
+    yield (
+        f"{what}, and {why}; apply the plan, with unshard_outputs=True, to its {path} alone, and "
+        'if the model makes its masks, set model.config.text_config._attn_implementation = "ring"'
+    )
 
 
 def _has_known_head(model: Any) -> bool:

@@ -46,15 +46,7 @@ def check_locality(model: Any) -> StateSpecs:
     """
     layers, states = stateful_layers(model), KeptStates()
     with frozen(model), relayed(layers, states):
-        try:
-            whole = _outputs(model, tuple(range(NUM_TOKENS)))
-        except TypeError as error:
-            if not layers:
-                raise
-            raise ValueError(
-                f"no context-parallel plan for {type(model).__name__}: its layers with a state "
-                f"take more of each token than its hidden state ({error})"
-            ) from error
+        whole = _outputs(model, tuple(range(NUM_TOKENS)))
         states.forget()
         for shard in NEIGHBOURS if layers else SHARDS:
             parts = _outputs(model, shard)

@@ -49,7 +49,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
         how = axis.config_or_default
         here = {
             "layout": axis.layout and axis.layout.spec,
-            "strategy": call.get("strategy") or how.strategy,
+            "strategy": how.strategy if call.get("strategy") is None else call["strategy"],
         }
         here |= {"policy": how.policy, "kernel of the axis": how.kernel, "kernels": kernels}
         here |= {"shards of another length": _odd_shards(call, group)}

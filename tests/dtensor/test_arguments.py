@@ -35,6 +35,11 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
         ValueError,
         "query is a DTensor, which has its own; leave it",
     ),
+    "a tensor as the strategy": (
+        lambda x, mesh: {"strategy": x, "validate": True},
+        TypeError,
+        "strategy must be a name, a str, got tensor",
+    ),
     "only the query a DTensor": (
         lambda x, mesh: {"query": shard_sequence(x, mesh["cp"], 2), "mesh": None},
         TypeError,

@@ -72,6 +72,8 @@ STOPPED = {"told": "step", "own": "RingError", "within": TIMEOUT + PROMPT}
 UNCAUGHT = {"own": None, "dies": "raised"}
 DECODE = {"repeated": DECODING}
 BROKEN_DECODE = BROKEN | {"told": "rank 1.*decode, step 0.*Broken.*no memory left"}
+ENDED = {"own": None, "dies": "raised", "within": PROMPT + 2.0}
+"""Outside of a call nobody tells the others: they know when its interpreter has ended."""
 SILENT = {"own": "Broken", "within": TIMEOUT + PROMPT}
 """The rank lives on, and does not come to the call."""
 FAULTS = {
@@ -103,7 +105,7 @@ FAULTS = {
     "kernel, uncaught, decoding": Fault(break_kernel, **DECODE | BROKEN_DECODE | UNCAUGHT),
     "stopped, decoding": Fault(stop, **DECODE | STOPPED),
     "append, caught": Fault(break_kernel, APPEND, **DECODE | SILENT),
-    "append, uncaught": Fault(break_kernel, APPEND, **DECODE | UNCAUGHT),
+    "append, uncaught": Fault(break_kernel, APPEND, **DECODE | ENDED),
 }
 
 

@@ -76,7 +76,7 @@ class Measurement:
 
 def cases(quick: bool) -> list[Case]:
     """By ranks, length, mask and heads."""
-    sizes, lengths = ((2, 4), {2048: 2}) if quick else ((2, 4, 8), {2048: 9, 8192: 3})
+    sizes, lengths = ((2, 4), {2048: 2}) if quick else ((2, 4, 8), {2048: 5, 8192: 2})
     return [
         Case(size, seq_len, attention, heads, repeats)
         for size in sizes
@@ -89,7 +89,7 @@ def cases(quick: bool) -> list[Case]:
 def host_cases(quick: bool) -> list[Case]:
     """By hosts, rate, mask and heads."""
     return [
-        Case(size, 2048 if quick else 4096, attention, heads, 2 if quick else 3, rate)
+        Case(size, 2048 if quick else 4096, attention, heads, 2, rate)
         for size in ((2,) if quick else (2, 4))
         for rate in (RATES[1:2] if quick else RATES)
         for attention in (list(ATTENTIONS)[:1] if quick else ATTENTIONS)

@@ -63,7 +63,7 @@ class Report:
         print(found.what, found.found, "WRONG" if found.is_wrong else "", sep="  ", flush=True)
 
     def give_up(self) -> None:
-        """Keep what is there, and end: for a step that hangs."""
+        """Save the results so far and exit, because a step hangs."""
         faulthandler.dump_traceback()
         list(self._found.values())[-1].append(ended("it took too long"))
         self.write()

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,28 @@ def work(
     """Measure the cases of one world size; rank 0 leaves the results in the folder."""
     if bind and world_size <= (os.cpu_count() or 1):
         os.sched_setaffinity(0, {rank})  # threads that come inherit it
-    torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store{world_size}", world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
-    )
+    connected = partial(dist.init_process_group, store=store, timeout=timedelta(minutes=10))
+    _measure_all(measure, todo, connected, rank, world_size, folder)
+
+
+def _measure_all(
+    measure: Measure,
+    todo: list[Any],
+    connected: Callable[..., None],
+    rank: int,
+    world_size: int,
+    folder: str,
+) -> None:
+    """Measure cases on one thread; rank 0 leaves the results in the folder."""
+    torch.set_num_threads(1)
+    connected(backend="gloo", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.no_grad():
         results = [asdict(measure(case, mesh)) for case in todo]
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -108,18 +121,9 @@ def work_on_host(
 ) -> None:
     """Measure the cases in the folder; the first host leaves the results there."""
     todo = [make_case(**case) for case in json.loads(Path(folder, "cases.json").read_text())]
-    torch.set_num_threads(1)
-    world_size, where = todo[0].world_size, f"tcp://{address}:{PORT}"
-    dist.init_process_group(
-        "gloo", where, timedelta(minutes=5), rank=int(rank), world_size=world_size
-    )
-    mesh = init_device_mesh("cpu", (world_size,))
-    with torch.no_grad():
-        results = [asdict(measure(case, mesh)) for case in todo]
-    if mesh.get_rank() == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    where = f"tcp://{address}:{PORT}"
+    connected = partial(dist.init_process_group, init_method=where, timeout=timedelta(minutes=10))
+    _measure_all(measure, todo, connected, int(rank), todo[0].world_size, folder)
 
 
 def origin() -> dict[str, str]:

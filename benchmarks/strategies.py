@@ -55,7 +55,7 @@ class Case:
 
     @property
     def strategies(self) -> list[str]:
-        """All strategies that differ on so many ranks."""
+        """All strategies that differ on this number of ranks."""
         sizes = [n for n in range(2, self.world_size) if self.world_size % n == 0]
         return ["ring", "all_gather", *(f"ulysses:{n}" for n in sizes), "ulysses"]
 

@@ -7,13 +7,13 @@ Without the option, the schedules are printed as text.
 
 from __future__ import annotations
 
-import argparse
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from docs.program import run
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.schedule import Schedule
@@ -134,16 +134,10 @@ def _rows(cells: np.ndarray) -> list[str]:
     return parts
 
 
-def main() -> None:
-    """Write the picture, or print the schedules."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace the picture")
-    if parser.parse_args().write:
-        PICTURE.write_text(picture())
-        return
-    for title, example in EXAMPLES.items():
-        print(f"{title}\n{example.schedule}\n")
-
-
 if __name__ == "__main__":
-    main()
+    run(
+        __doc__,
+        PICTURE,
+        picture,
+        (f"{title}\n{example.schedule}\n" for title, example in EXAMPLES.items()),
+    )

@@ -7,10 +7,10 @@ Without the option, the slices are printed as text.
 
 from __future__ import annotations
 
-import argparse
 from itertools import groupby
 from pathlib import Path
 
+from docs.program import run
 from dtensor_ring import Mask, Slices
 
 PICTURE = Path(__file__).with_suffix(".svg")
@@ -80,16 +80,5 @@ def _path(row: list[int]) -> str:
     return "".join(parts)
 
 
-def main() -> None:
-    """Write the picture, or print the slices."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace the picture")
-    if parser.parse_args().write:
-        PICTURE.write_text(picture())
-        return
-    for name, slices in EXAMPLES.items():
-        print(f"{name}\n{slices}\n")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PICTURE, picture, (f"{name}\n{slices}\n" for name, slices in EXAMPLES.items()))

@@ -7,12 +7,12 @@ Without the option, the schedules are printed as text.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from docs.plans import COLORS
+from docs.program import run
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.schedule import Schedule, step_begins
@@ -112,16 +112,5 @@ def _bar(x: float, y: float, width: float, height: float, style: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" {style}/>\n'
 
 
-def main() -> None:
-    """Write the picture, or print the schedules."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace the picture")
-    if parser.parse_args().write:
-        PICTURE.write_text(picture())
-        return
-    for layout in TITLES:
-        print(schedule(layout))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PICTURE, picture, map(schedule, TITLES))

@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.families import LLAMA4
+
 VOCABULARY, IMAGE, SEQ_LEN = 48, 47, 29
 TEXT = {
     "vocab_size": VOCABULARY,
@@ -181,16 +183,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Llama 4": Family(
         "Llama4",
-        TEXT
-        | {
-            "intermediate_size_mlp": 24,
-            "attention_chunk_size": 12,
-            "num_local_experts": 2,
-            "no_rope_layers": [1, 0],
-            "layer_types": ["chunked_attention", "full_attention"],
-            "floor_scale": 7,
-            "attn_scale": 0.3,
-        },
+        TEXT | LLAMA4,
         VISION
         | {
             "vision_output_dim": 16,

@@ -23,6 +23,18 @@ def results_of(model: Any, batch: dict[str, Tensor]) -> Results:
     return output.loss.detach(), _gradients(model)
 
 
+def results_with_logits(
+    model: Any, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, logits of what has labels, and gradients by parameter."""
+    model.zero_grad()
+    asked = {"output_logits": True} if hasattr(model, "context_parallel_sharding") else {}
+    output = model(**batch, **asked, use_cache=False)  # with a cache, stock models see no documents
+    output.loss.backward()
+    logits = output.logits[batch["labels"] != -100].detach()
+    return output.loss.detach(), logits, _gradients(model)
+
+
 def results_alone(model: Any, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Results:
     """The loss and the gradients of a process that sees each document alone."""
     model.zero_grad()

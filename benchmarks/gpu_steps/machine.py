@@ -13,7 +13,7 @@ from harness import ROOT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Run = Callable[[list[str], float], "tuple[int, str]"]
-"""Runs a command for at most so many seconds; its status and what it printed."""
+"""Runs a command with a limit of seconds, and returns its status and its output."""
 
 
 class Finding(NamedTuple):

@@ -18,6 +18,7 @@ from parallel_plans.strategies import Given
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
+from tests.results import results_with_logits
 from tests.test_public import ROOT
 
 SEQ_LEN = 23
@@ -49,17 +50,6 @@ def batches() -> dict[str, dict[str, Tensor]]:
     return {"plain": plain, **padded, "packed": plain | {"position_ids": packed}}
 
 
-def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, logits of real tokens, and gradients by parameter."""
-    model.zero_grad()
-    asked = {"output_logits": True} if hasattr(model, "context_parallel_sharding") else {}
-    output = model(**batch, **asked, use_cache=False)  # with a cache, stock models see no documents
-    output.loss.backward()
-    logits = output.logits[batch["labels"] != -100].detach()
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return output.loss.detach(), logits, grads
-
-
 @lru_cache(maxsize=1)
 def stock_results(
     family: str, kinds: tuple[str, ...] | None = None
@@ -67,7 +57,9 @@ def stock_results(
     """By batch, of one process; once for all layouts."""
     stock = small_model(family)
     return {
-        name: results(stock, x) for name, x in batches().items() if name in (kinds or batches())
+        name: results_with_logits(stock, x)
+        for name, x in batches().items()
+        if name in (kinds or batches())
     }
 
 
@@ -81,7 +73,7 @@ def compare(
     parallelize_module(model, mesh, plan)
     errors, given = {}, batches()
     for name, (loss, logits, grads) in stock_results(family, kinds).items():
-        our_loss, our_logits, our_grads = results(model, given[name])
+        our_loss, our_logits, our_grads = results_with_logits(model, given[name])
         assert our_grads.keys() == grads.keys()
         for grad in our_grads.values():
             dist.all_reduce(grad)

@@ -23,6 +23,7 @@ from parallel_plans.huggingface import context_parallel_plan, stock_model
 from tests.dense import largest
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
 from tests.pool import Pool
+from tests.results import results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
 """Of the cases; `--all-images` runs the others, too, more ranks and another layout."""
@@ -30,22 +31,11 @@ PATCHES = ("pixel_values", "image_grid_thw")
 Results = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-def results(model: Any, batch: dict[str, Tensor]) -> Results:
-    """Loss, logits of what has labels, and gradients by parameter."""
-    model.zero_grad()
-    asked = {"output_logits": True} if hasattr(model, "context_parallel_sharding") else {}
-    output = model(**batch, **asked, use_cache=False)  # with a cache, stock models see no documents
-    output.loss.backward()
-    logits = output.logits[batch["labels"] != -100].detach()
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return output.loss.detach(), logits, grads
-
-
 @lru_cache(maxsize=1)
 def stock_results(family: str, cases: tuple[str, ...]) -> dict[str, Results]:
     """By case, of one process; once for all layouts."""
     stock = small_model(family)
-    return {case: results(stock, batch_of(family, case)) for case in cases}
+    return {case: results_with_logits(stock, batch_of(family, case)) for case in cases}
 
 
 def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
@@ -61,7 +51,7 @@ def compare(family: str, layout: str, cases: tuple[str, ...]) -> dict[str, dict[
         # Without logits the head makes the losses of its tokens.
         batch = batch_of(family, case)
         without = model(**batch).loss.detach()
-        our_loss, our_logits, our_grads = results(model, batch)
+        our_loss, our_logits, our_grads = results_with_logits(model, batch)
         assert our_grads.keys() == grads.keys()
         for grad in our_grads.values():
             dist.all_reduce(grad)

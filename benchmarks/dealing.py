@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_ring import Balanced, Mask, describe_schedule
-from dtensor_ring.planning import balanced
+from dtensor_ring.planning.balancing import balanced
+from dtensor_ring.planning.masks.rows import slices_of
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.rows import slices_of
 from dtensor_ring.planning.schedule import Schedule
 
 CAUSAL = Mask.causal()

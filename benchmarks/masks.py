@@ -32,7 +32,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384

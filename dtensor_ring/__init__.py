@@ -22,13 +22,13 @@ from dtensor_ring.inference.decode import decode_attention
 from dtensor_ring.inference.paged_batch import PagedBatch
 from dtensor_ring.inference.paged_cache import PagedCache
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
-from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.block_pool import BlockPool
-from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
-from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.pool_usage import OutOfBlocks
+from dtensor_ring.planning.balancing.balanced import Balanced
+from dtensor_ring.planning.layouts.layout import BlockCyclic, Contiguous, Striped, ZigZag
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.paging.block_pool import BlockPool
+from dtensor_ring.planning.paging.pool_usage import OutOfBlocks
 from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.comparison import compare_strategies
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.policy import TransferPolicy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dtensor_ring.planning.block_pool import BlockPool
-from dtensor_ring.planning.pooled import BlockCopy, PooledSequence
+from dtensor_ring.planning.paging.block_pool import BlockPool
+from dtensor_ring.planning.paging.pooled import BlockCopy, PooledSequence
 
 
 class Memory:

@@ -71,6 +71,20 @@ def test_imports_go_down() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def _part(module: str) -> str:
+    """A folder within a layer, or a module that lies in no such folder."""
+    return ".".join(module.split(".")[:3])
+
+
+def test_folders_within_layers_import_one_way() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        ours = {_part(x) for x in _imports(tree, late=False) if x.startswith("dtensor_ring.")}
+        if name.startswith("dtensor_ring."):
+            graph.setdefault(_part(name), set()).update(ours - {_part(name)})
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
 def _subclasses(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in SUBCLASSES)
 
@@ -161,7 +175,11 @@ def _quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-NAMING = ("dtensor_ring", "dtensor_ring.planning.layout", "dtensor_ring.planning.balanced")
+NAMING = (
+    "dtensor_ring",
+    "dtensor_ring.planning.layouts.layout",
+    "dtensor_ring.planning.balancing.balanced",
+)
 """Modules that name layouts: `Balanced` tries two of them."""
 
 

@@ -25,9 +25,9 @@ from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.dtensor.traded import traded_attention
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import flatten
-from dtensor_ring.planning.route import ROUTES
-from dtensor_ring.planning.run_table import RunTable
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.routes.route import ROUTES
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.transport.policy import TransferPolicy
 from tests.layouts import LAYOUTS

@@ -14,7 +14,7 @@ from dtensor_ring.compute import parts
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
 from dtensor_ring.compute.sums import Sum
 from dtensor_ring.compute.together import put_together
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy

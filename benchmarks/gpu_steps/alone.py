@@ -19,11 +19,11 @@ from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.memory import WHOLE
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.ops.options import default_scale
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.documents import as_documents
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.masks.documents import as_documents
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.packet import Packet
 from dtensor_ring.transport.protocol import P2P

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.route import Transfer
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.routes.route import Transfer
 from dtensor_ring.planning.schedule import Schedule, step_begins
 from dtensor_ring.planning.tile import Tile
 from dtensor_ring.planning.traffic import shard_traffic

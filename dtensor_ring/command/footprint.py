@@ -24,7 +24,7 @@ from dtensor_ring.ops.exchange_options import unflatten_trade
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.ops.strides import unit_stride
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.traffic import largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.ring import ring_backward, ring_forward

@@ -15,9 +15,9 @@ from dtensor_ring.command.ranks import Ranks
 from dtensor_ring.command.silent import Silent
 from dtensor_ring.compute.kernels import Scores, kernel_for
 from dtensor_ring.ops.options import default_scale
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.ring import ring_forward
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Transport, Work

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dtensor_ring.command.drawing import drawing
-from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.balancing.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.schedule import Schedule, describe_schedule
 
 

@@ -15,7 +15,7 @@ from dtensor_ring.command.ranks import Ranks, connected
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import set_sequence_layout
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 HEADS, TOKENS, HEAD_DIM = 8, 256, 64
 """Of a rank."""

@@ -7,8 +7,8 @@ import argparse
 import torch
 
 from dtensor_ring.command.model import AXES
-from dtensor_ring.planning.hybrid import Hybrid
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.balancing.hybrid import Hybrid
+from dtensor_ring.planning.masks.mask import Mask
 
 
 def number(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.values.span import Span
 
 BLOCK = 128
 """Tokens of a block."""

@@ -8,7 +8,7 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, Region, empty
 from dtensor_ring.compute.parts import Parts
 from dtensor_ring.compute.ranges import add
 from dtensor_ring.compute.sums import Sum
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.routes.columns import Cols
 
 
 class GradientSum:

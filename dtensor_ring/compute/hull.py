@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_ring.compute.memory import Region
-from dtensor_ring.planning.span import Span, length
+from dtensor_ring.planning.values.span import Span, length
 
 
 @dataclass(frozen=True)

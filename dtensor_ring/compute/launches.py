@@ -13,10 +13,10 @@ from dtensor_ring.compute.hull import hull_of
 from dtensor_ring.compute.kernels.launch import Launch
 from dtensor_ring.compute.memory import cols_of, rows_of
 from dtensor_ring.compute.segments import Segments
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.span import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
+from dtensor_ring.planning.values.span import Span, length
 
 FEWEST = 3
 """Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""

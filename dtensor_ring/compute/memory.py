@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.span import Span
 from dtensor_ring.planning.tile import Tile
+from dtensor_ring.planning.values.span import Span
 
 Order = tuple[int, ...]
 """The dimensions, the one with the largest stride first."""

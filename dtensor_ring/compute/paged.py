@@ -19,10 +19,10 @@ from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.paged import BlockReads, Read, slots_of
+from dtensor_ring.planning.paging.paged import BlockReads, Read, slots_of
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.span import length
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.span import length
 
 
 @dataclass(frozen=True)

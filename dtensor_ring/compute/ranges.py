@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.numbers import Numbers
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.span import Span
 
 FEW = 8
 """Ranges up to which one copy of each is as quick as one by an index."""

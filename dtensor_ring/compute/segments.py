@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.numbers import Numbers
-from dtensor_ring.planning.span import length
+from dtensor_ring.planning.values.span import length
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.sums import Sum
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.values.span import Span
 
 PIECE = 1 << 16
 """Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""

@@ -19,7 +19,7 @@ from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.autocast import autocast_dtype
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
-from dtensor_ring.planning.run import shard_length
+from dtensor_ring.planning.layouts.run import shard_length
 from dtensor_ring.transport.session import session_of
 from dtensor_ring.transport.turn import turn_of
 from dtensor_ring.transport.word import Word

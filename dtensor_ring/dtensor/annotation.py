@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
-from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.run_table import PerBatch
+from dtensor_ring.planning.layouts.layout import Contiguous, Layout
+from dtensor_ring.planning.layouts.run_table import PerBatch
 from dtensor_ring.planning.strategy import as_strategy
 
 

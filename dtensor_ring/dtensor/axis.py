@@ -24,15 +24,15 @@ from dtensor_ring.dtensor.sequence import (
     unshard_sequence,
 )
 from dtensor_ring.ops.options import Call, on_dtensors
-from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.balancing.balanced import Balanced
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.run_table import PerBatch
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.run_table import PerBatch
-from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.spelling import as_layout
 from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.planning.values.count import as_count
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import set_transport
 from dtensor_ring.transport.protocol import Transport

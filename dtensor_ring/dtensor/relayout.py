@@ -18,11 +18,11 @@ from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
-from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.run_table import PerBatch
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.balancing.balanced import Balanced
+from dtensor_ring.planning.layouts.layout import Contiguous, Layout
+from dtensor_ring.planning.layouts.run_table import PerBatch
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.values.count import as_count
 
 
 def relayout(

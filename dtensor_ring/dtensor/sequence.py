@@ -17,13 +17,13 @@ from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group,
 from dtensor_ring.dtensor.gather import gathered, on_groups_in_use
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.count import as_count, as_int
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.spelling import as_layout
-from dtensor_ring.planning.tables import MAX_SLICES
+from dtensor_ring.planning.balancing.balanced import Balanced
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.run import Run
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.masks.tables import MAX_SLICES
+from dtensor_ring.planning.values.count import as_count, as_int
 
 
 def shard_sequence(

@@ -17,8 +17,8 @@ from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.axis_config import configured
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.spelling import as_layout
 from dtensor_ring.transport.policy import TransferPolicy
 
 INPUTS = ("query", "key", "value")

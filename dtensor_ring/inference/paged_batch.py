@@ -22,10 +22,10 @@ from dtensor_ring.inference.paged_plan import PagedPlan
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall
-from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.pooled import PooledSequence
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.paging.pooled import PooledSequence
 from dtensor_ring.planning.tile import CAUSAL
+from dtensor_ring.planning.values.count import as_count
 
 
 class PagedBatch:

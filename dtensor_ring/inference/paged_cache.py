@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.block_pool import BlockPool
-from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.pooled import BlockCopy, PooledSequence
+from dtensor_ring.planning.paging.block_pool import BlockPool
+from dtensor_ring.planning.paging.pooled import BlockCopy, PooledSequence
+from dtensor_ring.planning.values.count import as_count
 
 LARGEST = 2**20
 """Of layers, heads and head dims."""

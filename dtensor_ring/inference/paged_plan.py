@@ -12,13 +12,13 @@ from torch import Tensor
 from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.compute.paged import PagedStep
 from dtensor_ring.ops.decode_options import DecodeQuestion
-from dtensor_ring.planning.block_pool import BlockPool
 from dtensor_ring.planning.decode import decode_step
-from dtensor_ring.planning.documents import Documents
-from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.paged import block_reads, slots_of
-from dtensor_ring.planning.pooled import PooledSequence
-from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.masks.documents import Documents
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.paging.block_pool import BlockPool
+from dtensor_ring.planning.paging.paged import block_reads, slots_of
+from dtensor_ring.planning.paging.pooled import PooledSequence
 
 
 class PagedPlan:

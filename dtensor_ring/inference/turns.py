@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.count import as_count
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.values.count import as_count
+from dtensor_ring.planning.values.span import Span
 
 MAX_LISTED = 8
 """Layers that an error lists."""

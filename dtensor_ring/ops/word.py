@@ -16,12 +16,12 @@ from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
 from dtensor_ring.ops.exchange_options import Trade
 from dtensor_ring.ops.options import Call, Question
-from dtensor_ring.planning.cache import cached_bytes
-from dtensor_ring.planning.documents import Documents
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.run_table import RunTable
-from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.masks.documents import Documents
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of

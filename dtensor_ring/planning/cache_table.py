@@ -7,11 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
-from dtensor_ring.planning.count import MAX_RANKS, as_count
-from dtensor_ring.planning.dealing import deal
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.ranges import expanded
-from dtensor_ring.planning.tables import LARGEST
+from dtensor_ring.planning.layouts.dealing import deal
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.masks.tables import LARGEST
+from dtensor_ring.planning.values.count import MAX_RANKS, as_count
+from dtensor_ring.planning.values.ranges import expanded
 
 FEWEST_RUNS = 8
 """Runs of each rank that a table has room for: its shape changes rarely, as compilers like it."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.span import Span, length
-from dtensor_ring.planning.tables import UNBOUNDED
+from dtensor_ring.planning.layouts.run import Run
+from dtensor_ring.planning.masks.tables import UNBOUNDED
+from dtensor_ring.planning.values.span import Span, length
 
 
 class Piece(NamedTuple):

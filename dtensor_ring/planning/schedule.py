@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtensor_ring.planning.balanced import check_seen, layout_for, layouts_for
-from dtensor_ring.planning.count import MAX_RANKS, as_count
-from dtensor_ring.planning.documents import Boundaries, Documents, as_documents
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.balancing.balanced import check_seen, layout_for, layouts_for
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.masks.documents import Boundaries, Documents, as_documents
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.values.count import MAX_RANKS, as_count
 
 MAX_STEPS = 2**20
 """The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.layouts.run import Run
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.pieces import Piece
-from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.span import Span, length, moved
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.span import Span, length, moved
 
 FULL = Mask.full()
 CAUSAL = Mask.causal()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.route import Hop
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.routes.route import Hop
 
 
 class Traffic(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.merge import merge_parts
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.run import shard_length
+from dtensor_ring.planning.layouts.run import shard_length
 from dtensor_ring.transport.protocol import P2P, Transport
 
 MERGES = ("one_shot", "two_shot")

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from dtensor_ring.compute.launches import launches
-from dtensor_ring.planning.count import MAX_RANKS, as_count
-from dtensor_ring.planning.documents import Boundaries
-from dtensor_ring.planning.exchange import Exchange, exchange_of
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.exchanges.exchange import Exchange, exchange_of
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.masks.documents import Boundaries
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.routes.route import ROUTES
 from dtensor_ring.planning.schedule import Schedule, describe_schedule
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.values.count import MAX_RANKS, as_count
 from dtensor_ring.transport.cost import Cost, Sizes, by_field, rank_costs
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from dtensor_ring.planning.exchange import Amount, Exchange
+from dtensor_ring.planning.exchanges.exchange import Amount, Exchange
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.span import length
 from dtensor_ring.planning.traffic import Traffic, largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.planning.values.span import length
 from dtensor_ring.transport.exchange import ALIGNED
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, part_of, region, strides
 from dtensor_ring.compute.ranges import pack, unpack
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.columns import Cols
-from dtensor_ring.planning.exchange import Exchange
-from dtensor_ring.planning.span import Span, length
+from dtensor_ring.planning.exchanges.exchange import Exchange
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.span import Span, length
 from dtensor_ring.transport.protocol import P2P, Transport
 
 ALIGNED = 16

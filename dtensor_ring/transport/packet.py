@@ -10,7 +10,7 @@ from torch import Tensor
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import Order, strides
 from dtensor_ring.compute.ranges import pack
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.routes.columns import Cols
 
 
 class Packet:

@@ -19,9 +19,9 @@ from torch import Tensor
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.route import Hop, Transfer
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.routes.route import Hop, Transfer
 from dtensor_ring.transport.packet import Packet
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 

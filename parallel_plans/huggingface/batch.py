@@ -14,7 +14,7 @@ from dtensor_ring import next_token_labels
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layouts.layout import Layout
 from parallel_plans.huggingface.language_model import has_axes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

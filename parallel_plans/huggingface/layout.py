@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dtensor_ring.planning.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.balancing.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.stateful import attention_layers, stateful_layers

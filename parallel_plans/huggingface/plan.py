@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.dtensor.axis_config import configured
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.huggingface.around import install_around
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.cached import cache_of, call_with_cache

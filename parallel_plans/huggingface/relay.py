@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dtensor_ring import SequenceAxis, relayout
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.ops.state import attached, receive_op, send_op
-from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.spelling import LAYOUTS
+from dtensor_ring.planning.layouts.layout import Contiguous, Layout
+from dtensor_ring.planning.layouts.spelling import LAYOUTS
 from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.probe import frozen
 from parallel_plans.huggingface.stateful import (

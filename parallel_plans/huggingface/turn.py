@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layouts.layout import Layout
 from parallel_plans.huggingface.documents import Documents, cached_documents
 from parallel_plans.huggingface.frames import Dealt, Decoded, Frame
 

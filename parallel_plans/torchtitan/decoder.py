@@ -16,7 +16,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dtensor_ring.compute.kernels import check_kernel
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.strategies import Strategies
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention, mask_of
 from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents

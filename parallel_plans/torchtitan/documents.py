@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.dtensor.sequence import layout_order, sequence_runs
-from dtensor_ring.planning.balanced import Balanced
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.balancing.balanced import Balanced
+from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.masks.mask import Mask
 from parallel_plans.boundaries import boundaries
 
 DEALT = {"input", "positions"}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import SequenceAxis
 from dtensor_ring.command.model import Asked, Model
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.torchtitan.attention import RingAttention
 from parallel_plans.torchtitan.decoder import use_ring
 from parallel_plans.torchtitan.documents import Documents

@@ -23,7 +23,7 @@ from dtensor_ring.command.main import main
 from dtensor_ring.command.storages import Storages
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ops import schema
-from dtensor_ring.planning.exchange import exchange_of
+from dtensor_ring.planning.exchanges.exchange import exchange_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport import protocol
 from dtensor_ring.transport.buffers import BufferPool

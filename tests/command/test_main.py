@@ -15,7 +15,7 @@ import pytest
 import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.command.main import main
-from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.planning.balancing.hybrid import Hybrid, compare_hybrid_layouts
 from parallel_plans.models import load
 from tests.test_public import ROOT
 

@@ -10,8 +10,8 @@ from dtensor_ring.compute.execute import forward_step
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import FULL, Tile
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dtensor_ring.compute.gradient import GradientShare, GradientSum
 from dtensor_ring.compute.together import put_together
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.routes.columns import Cols
 
 ALL = (slice(None), slice(None), slice(None))
 SOME = (slice(0, 1), slice(None), slice(1, 3))

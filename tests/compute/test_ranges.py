@@ -10,7 +10,7 @@ import torch
 from dtensor_ring.compute import ranges
 from dtensor_ring.compute.gradient import GradientSum
 from dtensor_ring.compute.memory import region
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.routes.columns import Cols
 from tests.columns import cols_of, indices_of
 
 COLS = {

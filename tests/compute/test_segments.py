@@ -16,8 +16,8 @@ from dtensor_ring.compute.kernels import Launch
 from dtensor_ring.compute.launches import FEWEST, launches
 from dtensor_ring.compute.memory import Region, cols_of, rows_of
 from dtensor_ring.compute.segments import Segments
-from dtensor_ring.planning.columns import Cols
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 from tests.dense import visible
 from tests.rings import Ring

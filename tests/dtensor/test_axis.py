@@ -31,8 +31,8 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
+from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.dense import dense_attention

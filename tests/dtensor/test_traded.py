@@ -41,7 +41,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.dtensor import traded as traded_module
 from dtensor_ring.dtensor.traded import Exchanged, traded_attention, traded_backward
-from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.layouts.run_table import RunTable
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.ops.test_op import errors

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_ring import Mask
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.state import receive_op, send_op
-from dtensor_ring.planning.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.planning.balancing.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.relay import KeptStates, first

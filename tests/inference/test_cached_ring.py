@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, Slices, ring_attention
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.route import ROUTES
-from dtensor_ring.planning.run_table import RunTable
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.routes.route import ROUTES
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.played import play

@@ -40,7 +40,7 @@ from dtensor_ring import (
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_backward_op, ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
-from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.layouts.run_table import RunTable
 from dtensor_ring.transport.policy import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
 from tests.pool import Pool

@@ -24,7 +24,7 @@ from dtensor_ring import (
     describe_schedule,
 )
 from dtensor_ring.planning.plan import plan
-from tests.planning.test_layout import dealings
+from tests.planning.layouts.test_layout import dealings
 
 
 def test_contiguous_grid() -> None:

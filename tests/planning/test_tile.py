@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Mask
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.layouts.run import Run
 from dtensor_ring.planning.pieces import Piece, pieces_of
-from dtensor_ring.planning.run import Run
-from dtensor_ring.planning.span import Span, length
+from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import (
     CAUSAL,
     FULL,
@@ -26,6 +25,7 @@ from dtensor_ring.planning.tile import (
     packed_tiles,
     shard_tiles,
 )
+from dtensor_ring.planning.values.span import Span, length
 from tests.slices import shown, slices
 
 Pairs = set[tuple[int, int]]

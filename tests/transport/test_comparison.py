@@ -16,9 +16,9 @@ from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.launch import Launch
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.exchange import exchange_of
-from dtensor_ring.planning.route import ROUTES
-from dtensor_ring.planning.spelling import as_layout
+from dtensor_ring.planning.exchanges.exchange import exchange_of
+from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.routes.route import ROUTES
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import comparison

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
-from dtensor_ring.planning.columns import Cols
+from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.transport.packet import Packet
 from tests.columns import indices_of
 

@@ -16,7 +16,7 @@ from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.route import Hop
+from dtensor_ring.planning.routes.route import Hop
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
 from dtensor_ring.transport.rotation import ShardRotation

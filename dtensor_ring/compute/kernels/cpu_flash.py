@@ -17,7 +17,7 @@ from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
 from dtensor_ring.compute.merge import is_bounded, merge_
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
 aten = torch.ops.aten

@@ -29,7 +29,7 @@ from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.memory import in_order, order_of
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtensor_ring.compute.memory import Region
 from dtensor_ring.compute.segments import Segments
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 
 @dataclass(frozen=True, eq=False)

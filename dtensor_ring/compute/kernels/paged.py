@@ -16,7 +16,7 @@ from dtensor_ring.compute.kernels.kernel import Result
 from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.numbers import Numbers
-from dtensor_ring.planning.span import Span
+from dtensor_ring.planning.values.span import Span
 
 
 @dataclass(frozen=True, eq=False)

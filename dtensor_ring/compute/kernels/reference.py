@@ -11,7 +11,7 @@ from dtensor_ring.compute.kernels.launch import Launch
 from dtensor_ring.compute.kernels.problem import Problem
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 BLOCK_ROWS = 128
 """Queries per block: bounds the scores in memory to `B * N * BLOCK_ROWS * C`."""

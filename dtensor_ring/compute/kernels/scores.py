@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 
 class Scores(NamedTuple):

@@ -30,7 +30,7 @@ from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.kernels.window import Window, window_of
 from dtensor_ring.compute.segments import Segments
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 
 class Band(NamedTuple):

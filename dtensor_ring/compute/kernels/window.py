@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.masks.mask import Mask
 
 Window = tuple[int | None, int | None]
 """How many columns a row sees left and right of its own, `None` for all of them."""

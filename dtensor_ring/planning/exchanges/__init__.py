@@ -1,0 +1,1 @@
+"""Tokens for heads, and one layout for another: who sends what to whom."""

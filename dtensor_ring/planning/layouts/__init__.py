@@ -1,0 +1,1 @@
+"""How the tokens of a sequence are dealt to ranks."""

@@ -1,0 +1,1 @@
+"""What queries see: masks, documents and slices, and how users say them."""

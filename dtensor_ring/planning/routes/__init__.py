@@ -1,0 +1,1 @@
+"""Which keys travel, when, and on which way around the ring."""

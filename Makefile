@@ -50,10 +50,12 @@ package: $(VENV)/.installed ## build sdist and wheel in dist/, and try the wheel
 		>$$(echo $(PACKAGED)/lib/python3.*/site-packages)/needed.pth
 	@cd $(PACKAGED) && bin/python -I $(CURDIR)/.ci/installed.py
 
-bench: $(VENV)/.installed ## measure the ring, masks, routes, calls, planning, the loss, decoding and, as root, hosts
+bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls, planning, the loss, decoding and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
+	$(VENV)/bin/python benchmarks/strategies.py $(ARGS)
+	$(VENV)/bin/python benchmarks/exchange.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
 	$(VENV)/bin/python benchmarks/dealing.py $(ARGS)

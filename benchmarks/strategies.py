@@ -39,6 +39,8 @@ DOCUMENT = 1500
 HEADS = {"grouped": (8, 2), "multi-head": (8, 8)}
 RATES = 0, 400, 50
 """Of a host's link, in MB/s; 0 is as fast as it gets."""
+TORCH = {"torch all-to-all": "torch ring", "torch all-gather": "torch gather"}
+"""PyTorch's two rings, by the words of a table: the one whose keys go around, and its default."""
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,17 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 def table(measurements: list[Measurement], stage: int) -> Table:
     """One row for each case: the ring's time, and what others take over it."""
     names = list(dict.fromkeys(name for m in measurements for name in m.seconds))
-    result = Table("ranks", "MB/s", "tokens", "attention", "heads", "ring ms", box=MARKDOWN)
+    result = Table(box=MARKDOWN)
+    for name in ("ranks", "MB/s", "tokens", "attention", "heads", "ring ms"):
+        result.add_column(name, no_wrap=True)
     for name in names[1:]:
-        result.add_column(name, justify="right", no_wrap=True)
+        result.add_column(TORCH.get(name, name), justify="right", no_wrap=True)
     for m in measurements:
         ring = m.seconds["ring"][stage]
         ratios = {name: median_ratio(times[stage], ring) for name, times in m.seconds.items()}
         fastest = min(m.case.strategies, key=ratios.__getitem__)
         marked = {name: f"{x:.2f}{' *' * (name == fastest)}" for name, x in ratios.items()}
-        rate = m.case.rate or ("" if m.case.rate is None else "no limit")
+        rate = m.case.rate or ("" if m.case.rate is None else "full")
         of_case = m.case.world_size, rate, f"{m.case.seq_len:,}", m.case.attention, m.case.heads
         milliseconds = f"{1e3 * median(ring):.1f}{' *' * (fastest == 'ring')}"
         result.add_row(
@@ -184,7 +188,8 @@ def report(console: Console, measurements: list[Measurement]) -> None:
         f"\nZigzag, batch 1, head dim {HEAD_DIM}, float32, gloo, a thread a rank. {heads}.\n"
         f"Windows of 1,024 tokens, documents of {DOCUMENT:,}. The median of our ring's times on "
         "the slowest rank,\nand what others take over it; * is the fastest of ours. MB/s is the "
-        "rate of a host's link; without it, ranks\nare processes of one machine.\n"
+        "rate of a host's link, full: not limited;\nwithout it, ranks are processes of one "
+        "machine. torch ring passes keys around, torch gather, its default, gathers them.\n"
     )
     for stage, what in enumerate(STAGES):
         console.print(f"## {what.capitalize()}\n")

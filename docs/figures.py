@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = ROOT / "README.md", ROOT / "docs" / "measured.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "strategies.md"
 CARDS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "docs" / "models.md"
 
@@ -69,9 +69,13 @@ def machines() -> list[Machine]:
     for path in sorted(CARDS.glob("*/ring.json")):
         card, hosts = json.loads(path.read_text()), path.with_name("hosts.json")
         measured = json.loads(hosts.read_text())["measurements"] if hosts.exists() else []
-        name = re.sub(r"^\d+ x |\(\w+\)| Processor", "", card["about"]["processor"])
-        found.append(Machine(name, card["measurements"], measured))
+        found.append(Machine(_name(card), card["measurements"], measured))
     return found
+
+
+def _name(card: dict[str, Any]) -> str:
+    """Of the processor that a card is about."""
+    return re.sub(r"^\d+ x |\(\w+\)| Processor", "", card["about"]["processor"])
 
 
 def rows(found: list[Machine]) -> Iterator[Row]:
@@ -120,6 +124,83 @@ def single() -> Iterator[str]:
     )
 
 
+class Place(NamedTuple):
+    """Where strategies were measured."""
+
+    ranks: int
+    rate: int | None
+    """MB/s of a host's link, 0 without a limit; `None` on one machine."""
+    seq_len: int
+
+    @property
+    def title(self) -> str:
+        """The first cells of its row."""
+        rate = f", {self.rate} MB/s" if self.rate else ""
+        where = f"{self.ranks} hosts{rate}" if self.rate is not None else f"{self.ranks} ranks"
+        return f"{where}, {self.seq_len // self.ranks:,} tokens each"
+
+
+def places() -> Iterator[tuple[str, dict[Place, list[Measurement]]]]:
+    """By machine and place, the measurements of all masks and heads."""
+    for path in sorted(CARDS.glob("*/strategies.json")):
+        card = json.loads(path.read_text())
+        by_place: dict[Place, list[Measurement]] = {}
+        for m in card["measurements"]:
+            place = Place(*(m["case"][name] for name in ("world_size", "rate", "seq_len")))
+            by_place.setdefault(place, []).append(m["seconds"])
+        yield _name(card), by_place
+
+
+def over_ring(measured: list[Measurement], pattern: str, stage: int = BOTH) -> str:
+    """The least and the greatest time of the strategies of a pattern, over that of our ring."""
+    ratios = [
+        ratio(seconds, name, "ring", stage)
+        for seconds in measured
+        for name in seconds
+        if re.fullmatch(pattern, name)
+    ]
+    ends = sorted({f"{min(ratios):.2f}", f"{max(ratios):.2f}"}) if ratios else []
+    return " to ".join(ends)
+
+
+COMPARED = {
+    "`all_gather`": "all_gather",
+    "`ulysses`": "ulysses",
+    "`ulysses` in groups": r"ulysses:\d+",
+    "PyTorch's ring": "torch all-to-all",
+    "PyTorch's gather": "torch all-gather",
+}
+"""Patterns of strategies, by what a table calls them."""
+
+
+def strategies() -> Iterator[str]:
+    """The table: what other strategies take, over our ring."""
+    for machine, by_place in places():
+        yield _row([machine, *COMPARED])
+        yield _row(["---", *["---:"] * len(COMPARED)])
+        for place, measured in by_place.items():
+            cells = (over_ring(measured, pattern) for pattern in COMPARED.values())
+            yield _row([place.title, *cells])
+
+
+def winners() -> Iterator[str]:
+    """Sentences: how strategies compare on most ranks, with few and with more tokens each."""
+    for machine, by_place in places():
+        most = max(place.ranks for place in by_place if place.rate is None)
+        parts = [
+            f"with {place.seq_len // most:,} tokens each {over_ring(measured, 'all_gather')} and "
+            f"{over_ring(measured, 'ulysses')}"
+            for place, measured in by_place.items()
+            if (place.ranks, place.rate) == (most, None)
+        ]
+        yield from wrap(
+            f"On {most} ranks of one machine ({machine}) `all_gather` and `ulysses` take, over the "
+            f"time of the ring, forward and backward: {'; '.join(parts)}. The range is that of "
+            "masks and heads.",
+            WIDTH,
+        )
+
+
 def census() -> Iterator[str]:
     """How many of transformers' model types train under the plan, by docs/models.md."""
     text = MODELS.read_text()
@@ -144,6 +225,8 @@ def _row(cells: list[str]) -> str:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "comparison": comparison,
     "single": single,
+    "strategies": strategies,
+    "winners": winners,
     "census": census,
 }
 """What pages have, by the name between their markers."""

@@ -23,8 +23,20 @@ def test_figures_are_those_of_the_cards(page: Path) -> None:
     assert figures.written(page) == page.read_text(), "run python -m docs.figures --write"
 
 
-def test_all_figures_are_in_the_readme() -> None:
-    assert not {name for name in figures.PARTS if f"<!-- {name}: " not in README.read_text()}
+def test_all_figures_are_on_a_page() -> None:
+    text = "".join(page.read_text() for page in figures.PAGES)
+    assert not {name for name in figures.PARTS if f"<!-- {name}: " not in text}
+
+
+def test_ranges_of_strategies_are_those_of_the_card() -> None:
+    """By the table that the benchmark writes for people, in which `*` marks the fastest."""
+    (row,) = [x for x in figures.strategies() if x.startswith("| 8 ranks, 256 tokens each |")]
+    for path in sorted(figures.CARDS.glob("*/strategies.md")):
+        _, table = path.read_text().split("## Forward + backward")
+        rows = re.findall(r"^\| 8 +\| +\| 2,048 .*$", table, re.M)
+        found = [float(x.split(" | ")[6].strip(" *")) for x in rows]
+        assert len(found) == 6
+        assert row.split(" | ")[1] == f"{min(found):.2f} to {max(found):.2f}"
 
 
 def test_a_figure_is_that_of_its_card() -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtensor_ring
-from tests.bad_calls.functions import FUNCTIONS, reset
+from tests.bad_calls.calls import reset
+from tests.bad_calls.functions import FUNCTIONS
 from tests.bad_calls.values import STRANGE
 from tests.pool import Pool
 from tests.test_fuzz import different

@@ -21,8 +21,8 @@ import dtensor_ring
 from tests.bad_calls.calls import reset
 from tests.bad_calls.functions import FUNCTIONS
 from tests.bad_calls.values import STRANGE
+from tests.drawn import different
 from tests.pool import Pool
-from tests.test_fuzz import different
 
 CLEAR = (TypeError, ValueError, IndexError, NotImplementedError)
 SECONDS = 5

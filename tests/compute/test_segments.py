@@ -20,8 +20,8 @@ from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 from tests.dense import visible
+from tests.drawn import documents_of, masks
 from tests.rings import Ring
-from tests.test_fuzz import documents_of, masks
 
 Pairs = torch.Tensor
 """How often each pair of a query and a key is scored, `(B, L, C)`."""

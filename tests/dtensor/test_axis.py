@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,22 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import (
     Balanced,
-    BlockCyclic,
     Mask,
     SequenceAxis,
     TransferPolicy,
-    Transport,
     ring_attention,
-    sequence_layout,
     sequence_runs,
-    set_sequence_layout,
     shard_sequence,
     unshard_sequence,
 )
 from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P, Work
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.pool import Pool
@@ -118,62 +110,6 @@ def _check_roads() -> None:
         assert 1e-6 < error < 2e-2, "keys and values were rounded, and nothing else"
 
 
-class Loud(ProcessGroupTransport):
-    """Counts hops."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self.num_hops = 0
-
-    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        self.num_hops += bool(receives or sends)
-        return super().start(receives, sends)
-
-
-def test_a_transport_of_the_users(pool: Pool) -> None:
-    pool.run(3, _check_transport)
-
-
-def _check_transport() -> None:
-    mesh = init_device_mesh("cpu", (3,))
-    transport: Transport = Loud(mesh.get_group())
-    axis = SequenceAxis(mesh, "contiguous", transport=transport)
-    inputs = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
-    axis.attention(*inputs, mask=Mask.full())
-    assert transport.num_hops == 2
-    F.scaled_dot_product_attention(inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:]))
-    assert transport.num_hops == 4
-    assert SequenceAxis(mesh, "contiguous", transport=transport).layout == axis.layout
-    with pytest.raises(ValueError, match=r"has the transport .*, it cannot get .*configured once"):
-        SequenceAxis(mesh, "contiguous", transport=Loud(mesh.get_group()))
-
-
-def test_configured_once(pool: Pool) -> None:
-    pool.run(2, _check_once)
-
-
-def _check_once() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
-    again = set_sequence_layout(mesh, "block_cyclic:4")
-    assert (again.kernel, again.policy, again.strategy) == ("reference", POLICY, "ring")
-    assert repr(again) == repr(axis)
-    assert sequence_layout(mesh) == BlockCyclic(4)
-    for layout, options, match in (
-        ("block_cyclic:2", {}, r"annotated block_cyclic:4, it cannot become block_cyclic:2: tens"),
-        ("block_cyclic:4", {"kernel": "cpu_flash"}, "kernel='reference', it .* kernel='cpu_flash'"),
-        ("block_cyclic:4", {"strategy": "direct"}, "strategy='ring', it .* get strategy='direct'"),
-        (
-            "block_cyclic:4",
-            {"policy": TransferPolicy()},
-            r"policy=.*=torch.bfloat16, .*\), it cannot get policy=.*=torch.float32, .*\)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=match):
-            SequenceAxis(mesh, layout, **options)
-    assert (axis.layout, axis.kernel) == (BlockCyclic(4), "reference")
-
-
 def test_strategies_of_one_spelling(pool: Pool) -> None:
     pool.run(2, _check_spellings)
 
@@ -183,79 +119,6 @@ def _check_spellings() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for spelling in ("ulysses", "ulysses:2", "ulysses:2+direct"):
         assert SequenceAxis(mesh, strategy=spelling).strategy == "ulysses:2"
-
-
-def test_strategies_of_calls(pool: Pool) -> None:
-    pool.run(3, _check_calls)
-
-
-def _check_calls() -> None:
-    """A call may have another strategy than its axis."""
-    mesh = init_device_mesh("cpu", (3,))
-    transport = Loud(mesh.get_group())
-    axis = SequenceAxis(mesh, "zigzag", strategy="around", transport=transport)
-    sharded = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
-    shards = [x.to_local() for x in sharded]
-    expected = axis.attention(*shards)
-    for attend, given in (
-        (axis.attention, shards),
-        (axis.attention, sharded),
-        (partial(ring_attention, mesh=mesh), shards),
-        (ring_attention, sharded),
-    ):
-        # All at once is one hop with messages, and a ring of three has two.
-        for strategy, num_hops in ((None, 2), ("all_gather", 1)):
-            before = transport.num_hops
-            out = attend(*given, strategy=strategy)
-            assert transport.num_hops == before + num_hops
-            out = out.to_local() if isinstance(out, DTensor) else out
-            torch.testing.assert_close(out, expected)
-        for wrong, match in (("tree", "unknown strategy 'tree'"), ("ulysses:2", "do not divide")):
-            with pytest.raises(ValueError, match=match):
-                attend(*given, strategy=wrong)
-
-
-REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "layout": ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'; known layouts: contig"),
-    "strategy": ({"strategy": "tree"}, ValueError, "unknown strategy 'tree'; known .*ring"),
-    "groups": (
-        {"strategy": "ulysses:2"},
-        ValueError,
-        "do not divide the 1 of the axis; these.*ring",
-    ),
-    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
-    "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
-    "mesh": ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),
-    "transport": ({"transport": 42}, TypeError, "a subclass of Transport, got 42"),
-}
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, _check_refusals)
-
-
-def _check_refusals() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    for options, error, match in REFUSALS.values():
-        with pytest.raises(error, match=match):
-            SequenceAxis(**{"mesh": mesh, **options})
-        assert "transport" in options or sequence_layout(mesh) is None, "nothing was recorded"
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "error", "match"),
-    [
-        ("kv_dtype", torch.int8, ValueError, "kv_dtype must be floating, 16 bits or more"),
-        ("grad_dtype", torch.int32, ValueError, r"grad_dtype must be .* got torch\.int32"),
-        ("grad_dtype", None, TypeError, r"grad_dtype must be a torch\.dtype, got None"),
-        ("num_parts", 0, ValueError, r"num_parts must be from 1 to .*, got 0"),
-        ("num_parts", 1.5, TypeError, r"num_parts must be an int, got 1\.5"),
-        ("kv_dtype", "bfloat16", TypeError, "kv_dtype must be a torch.dtype, got 'bfloat16'"),
-    ],
-)
-def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        TransferPolicy(**{name: dtype})
 
 
 def test_a_layout_of_each_batch(pool: Pool) -> None:
@@ -325,27 +188,6 @@ def _check_prepared() -> None:
             axis.prepare(**wrong)
     with pytest.raises(TypeError, match="cu_seqlens must be a plain tensor"):
         axis.prepare(SEQ_LEN, cu_seqlens=[0, 24])  # pyrefly: ignore[bad-argument-type]
-
-
-WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "a number": (5, {}, TypeError, "query must be a tensor or a DTensor, got int"),
-    "two dims": (torch.zeros(2, 2), {}, ValueError, r"be \(B, N, L, H\), got shape \(2, 2\)"),
-    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": 3}, TypeError, r"must be a dtensor_ring\.M"),
-}
-
-
-def test_wrong_calls(pool: Pool) -> None:
-    pool.run(1, _check_wrong_calls)
-
-
-def _check_wrong_calls() -> None:
-    axis = SequenceAxis(init_device_mesh("cpu", (1,)))
-    for x, options, error, match in WRONG.values():
-        with pytest.raises(error, match=match):
-            axis.attention(x, x, x, **options)
-    x = axis.shard(torch.zeros(1, 1, 2, 2), 2)
-    with pytest.raises(ValueError, match="seq_len is for local shards"):
-        axis.attention(x, x, x, seq_len=2)
 
 
 def test_a_mesh_of_a_world_that_is_gone(pool: Pool) -> None:

@@ -29,21 +29,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_ring import Balanced, Mask
 from dtensor_ring.dtensor.annotation import annotation_of
 from tests.dense import largest
+from tests.drawn import cases, different
 from tests.faults.breaking import at_launch, break_kernel, kill, patience
 from tests.faults.calls import Call, configure, plain, step
 from tests.faults.differences import DIFFERENCES
 from tests.faults.worlds import Fate, Log, Terms, Worlds
 from tests.layouts import LAYOUTS
 from tests.rings import Case
-from tests.test_fuzz import (
-    Setting,
-    cases,
-    check_rank,
-    different,
-    mesh_results,
-    num_copies,
-    plain_results,
-)
+from tests.test_fuzz import Setting, check_rank, mesh_results, num_copies, plain_results
 
 CALLS_OF_ROUND = 50
 CALLS_PER_CHECK = 100

@@ -19,12 +19,12 @@ from dtensor_ring.planning.layouts.run_table import RunTable
 from dtensor_ring.planning.layouts.spelling import as_layout
 from dtensor_ring.planning.routes.route import ROUTES
 from tests.dense import dense_attention
+from tests.drawn import documents_of, masks
 from tests.meshes import random_inputs
 from tests.played import play
 from tests.pool import Pool
 from tests.rings import Case, Ring, local, runs_of
 from tests.slices import slices
-from tests.test_fuzz import documents_of, masks
 from tests.test_played import Played, of_rank
 
 IN_FLOAT64 = Played("reference", "cpu", torch.float64)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.transport.combine import MERGES
 from tests.decoding import TOLERANCES, Decode, check
+from tests.drawn import bounds_of
 from tests.slices import slices
-from tests.test_fuzz import bounds_of
 
 CAUSAL = Mask.causal()
 LONGEST = 80

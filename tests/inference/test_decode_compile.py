@@ -22,7 +22,7 @@ from dtensor_ring.planning.masks.slices import Slices
 from tests.decoding import Decode
 from tests.dense import dense_attention
 from tests.inference.test_decode_op import options_of
-from tests.ops.test_compile import _description
+from tests.ops.test_fakes import description
 from tests.pool import Pool
 from tests.rings import fake_group
 
@@ -125,7 +125,7 @@ def _described(case: Decode, token_major: bool) -> tuple[list[Any], list[Any]]:
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
         with mode:
             results = decode_op(query, key[:, :, here], value[:, :, here], *flatten_decode(call))
-        described.append([_description(x) for x in results])
+        described.append([description(x) for x in results])
     return described[0], described[1]
 
 

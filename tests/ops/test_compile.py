@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -19,18 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring import (
     Balanced,
-    Contiguous,
     Mask,
     Slices,
-    Striped,
-    ZigZag,
     ring_attention,
     sequence_runs,
     sequence_slices,
@@ -38,13 +31,12 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.ops.autograd import ring_backward_op, ring_op
+from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
-from dtensor_ring.planning.layouts.run_table import RunTable
 from dtensor_ring.transport.policy import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
-from tests.rings import Case, Ring, fake_group, local
+from tests.rings import Case, Ring, fake_group
 from tests.slices import shown
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -263,99 +255,3 @@ def _six_masks() -> tuple[int, list[float]]:
             pairs = zip(expected, found, strict=True)
             errors += [relative_error(x, unshard_sequence(y, 2)) for x, y in pairs]
     return counter.frame_count, errors
-
-
-SINKS = (0.5, -1.0, 2.0, 0.0)
-CHECKED = {
-    "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
-    "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
-    "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
-    "turn": Case(
-        Ring(RunTable([[(5, 3)]]), 1, 8, CAUSAL, key_layout=RunTable([[(0, 8)]]), begin=5),
-        torch.float32,
-    ),
-    "slices": Case(Ring(ZigZag(), 1, 8, FULL, slices=BLOCK), torch.float32),
-    "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
-    "sinks and lse": Case(
-        Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True
-    ),
-    # Nothing arrives from a fake group: documents that stay on their rank need nothing.
-    "fake group": Case(Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 12, 16),)), torch.float32),
-}
-
-
-@pytest.mark.parametrize("case", CHECKED.values(), ids=list(CHECKED))
-def test_opcheck(pool: Pool, case: Case) -> None:
-    pool.run(1, _opcheck, case)
-
-
-def _opcheck(case: Case) -> None:
-    rank = case.ring.world_size - 1
-    group = fake_group(case.ring.world_size, rank) if rank else nullcontext()
-    with group, warnings.catch_warnings():
-        # opcheck looks at .grad of copies that are no leaves, whatever it is given.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        _opcheck_both(case, rank)
-
-
-def _opcheck_both(case: Case, rank: int) -> None:
-    query, key, value, *sinks = case.shards(rank)
-    options = flatten(case.call(*sinks))
-    torch.library.opcheck(ring_op, (query, key, value, *options))
-    with torch.no_grad():
-        tensors = query, key, value, *ring_op(query, key, value, *options)
-    grads = [local(x, case.ring.positions(rank)) for x in case.grads()]
-    grad_out, grad_lse = grads if case.grad_lse else (*grads, None)
-    arguments = [x.detach() if isinstance(x, Tensor) else x for x in (*tensors, *options)]
-    torch.library.opcheck(ring_backward_op, (grad_out, grad_lse, *arguments))
-
-
-BASE = Case(Ring(ZigZag(), 2, 8, CAUSAL), torch.float32)
-PROMISED = {
-    "grouped": BASE,
-    "reference": replace(BASE, kernel="reference"),
-    "bfloat16": replace(BASE, dtype=torch.bfloat16),
-    "float64, value head dim": replace(BASE, dtype=torch.float64, head_dims=(8, 4)),
-    "sinks and lse": replace(BASE, sinks=SINKS, grad_lse=True),
-    "one head, batch of one": replace(BASE, heads=(1, 1), batch=1),
-    "one token": replace(BASE, ring=Ring(ZigZag(), 2, 2, CAUSAL)),
-    "an empty shard": replace(BASE, ring=Ring(ZigZag(), 2, 1, CAUSAL)),
-    "cross": replace(BASE, ring=Ring(ZigZag(), 2, 8, FULL, key_seq_len=5)),
-    "one tile": replace(BASE, ring=Ring(Contiguous(), 2, 8, CAUSAL, ((0, 4, 8),))),
-}
-
-
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "token-major"])
-@pytest.mark.parametrize("case", PROMISED.values(), ids=list(PROMISED))
-def test_fake_kernels_promise_what_the_real_ones_return(
-    pool: Pool, case: Case, contiguous: bool
-) -> None:
-    for rank, (promised, returned) in enumerate(pool.run(2, _described, case, contiguous)):
-        assert promised == returned, f"rank {rank}"
-
-
-def _described(case: Case, contiguous: bool) -> tuple[list[Any], list[Any]]:
-    """Dtype, sizes and strides of all results, of fake tensors and of real ones."""
-    rank = dist.get_rank()
-    query, key, value, *sinks = (
-        x.detach().contiguous() if contiguous else x.detach() for x in case.shards(rank)
-    )
-    grad_out, *grad_lse = (local(x, case.ring.positions(rank)) for x in case.grads())
-    grads, options = (grad_out, *(grad_lse or [None])), flatten(case.call(*sinks))
-    described = []
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
-        with mode:
-            outputs = ring_op(query, key, value, *options)
-            arguments = *grads, query, key, value, *outputs, *options
-            results = *outputs, *ring_backward_op(*arguments)
-        described.append([_description(x) for x in results])
-    return described[0], described[1]
-
-
-def _description(x: Tensor) -> tuple[Any, ...]:
-    """A dim of size 1 or an empty tensor may have any strides."""
-    strides = [
-        stride if size > 1 and x.numel() else "any"
-        for size, stride in zip(x.shape, x.stride(), strict=True)
-    ]
-    return str(x.dtype), tuple(x.shape), tuple(strides)

@@ -13,18 +13,9 @@ from dtensor_ring.compute.kernels.registry import able_kernel
 from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.rings import Ring
+from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.test_played import RINGS, Played, check_ring
-from tests.tiles import (
-    CASES,
-    GPU,
-    PACKED,
-    TILES,
-    Case,
-    SegmentsCase,
-    check_part_of_the_keys,
-    check_segments,
-    check_tile,
-)
+from tests.tiles import CASES, GPU, TILES, Case, check_tile
 
 __all__ = ["packages"]  # a fixture
 

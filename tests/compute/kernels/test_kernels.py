@@ -9,20 +9,8 @@ from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
 from dtensor_ring.compute.kernels.registry import able_kernel
 from dtensor_ring.compute.kernels.window import bottom_right
 from tests.dense import dense_attention, visible
-from tests.tiles import (
-    CASES,
-    CAUSAL,
-    FULL,
-    GPU,
-    PACKED,
-    TILES,
-    Case,
-    SegmentsCase,
-    assert_near,
-    check_part_of_the_keys,
-    check_segments,
-    check_tile,
-)
+from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
+from tests.tiles import CASES, CAUSAL, FULL, GPU, TILES, Case, assert_near, check_tile
 
 
 def marked(names: list[str]) -> pytest.MarkDecorator:

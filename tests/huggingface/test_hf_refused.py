@@ -1,0 +1,233 @@
+"""What the Hugging Face plan refuses: calls, models, misuse, and ranks that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from examples.train_hf import small_model
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.patterns import MARKER
+from tests.huggingface.test_huggingface import parallel_model
+from tests.pool import Pool
+
+
+def call_with(arguments: dict[str, Any]) -> None:
+    ring, told = parallel_model("striped", 16), arguments.pop("match")
+    for _ in range(2):  # the second call sees that the first one left nothing behind
+        with pytest.raises(ValueError, match=told):
+            ring(**arguments)
+
+
+TOKENS = torch.zeros(1, 16, dtype=torch.int64)
+HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
+CUTS = torch.tensor([0, 20], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("attention_mask must be one stretch", {"attention_mask": HOLED}),
+        (
+            r"attention_mask must be .*\(1, 1, 16, 16\)",
+            {"attention_mask": torch.ones(1, 1, 16, 16)},
+        ),
+        (
+            r"attention_mask must be .*\(1, 16\) for full_attention.*_attn_implementation",
+            {"attention_mask": {"full_attention": TOKENS}},
+        ),
+        ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
+        ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
+        ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
+        ("output_router_logits=True .* no routers", {"output_router_logits": True}),
+        ("return_dict", {"return_dict": False}),
+        ("ignore_index is -100.*got 3", {"ignore_index": 3}),
+        (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
+        ("use_cache", {"use_cache": True}),
+        ("output_attentions", {"output_attentions": True}),
+        ("labels need the logits of all .*leave one out", {"logits_to_keep": 1, "labels": TOKENS}),
+        ("logits_to_keep must be a number .*got -1", {"logits_to_keep": -1}),
+        ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
+        ("input_ids or inputs_embeds", {"input_ids": None}),
+    ],
+)
+def test_refuses(pool: Pool, match: str, arguments: dict[str, Any]) -> None:
+    pool.run(2, call_with, {"input_ids": TOKENS, "match": match} | arguments)
+
+
+def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
+    """A model of transformers that is as small as can be."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
+    with torch.device("meta"):
+        config = getattr(transformers, f"{name}Config")(**sizes | options)
+        return getattr(transformers, name + head)(config)
+
+
+def with_positions() -> Any:
+    model = small("Llama")
+    model.model.position = nn.Embedding(8, 8, padding_idx=0)
+    return model
+
+
+UNSUPPORTED = {
+    "T5ForConditionalGeneration: its decoder attends to .* an encoder .* cross attention": lambda: (
+        small("T5", "ForConditionalGeneration")
+    ),
+    "BartForCausalLM: its attention does not go": lambda: small(
+        "Bart", decoder_attention_heads=2, decoder_ffn_dim=8, decoder_layers=1, is_decoder=True
+    ),
+    r"RwkvForCausalLM: rwkv\.blocks\.0 \(RwkvBlock\), .* carry a state": lambda: small("Rwkv"),
+    "LlamaForQuestionAnswering: its head reads the sequence as a whole": lambda: small(
+        "Llama", "ForQuestionAnswering"
+    ),
+    "BertForSequenceClassification: pooler pools one rank's": lambda: small(
+        "Bert", "ForSequenceClassification"
+    ),
+    "pooler pools one rank's tokens.*add_pooling_layer=False": lambda: small("Bert", "Model"),
+    r"model\.position counts .* method create_position.* of LlamaModel": lambda: with_positions(),
+    "GPT2DoubleHeadsModel: its head": lambda: transformers.GPT2DoubleHeadsModel(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
+    ),
+    "returns tuples.*return_dict = True": lambda: small("Llama", return_dict=False),
+    "token_dropout scales embeddings": lambda: small(
+        "Esm",
+        "ForMaskedLM",
+        **{"position_embedding_type": "rotary", "token_dropout": True},
+        **{"mask_token_id": 3, "pad_token_id": 1, "intermediate_size": 8},
+    ),
+    "one of transformers 5.x for a context-parallel plan, got Linear": lambda: nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("match", UNSUPPORTED)
+def test_models_without_a_plan(match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        context_parallel_plan(UNSUPPORTED[match]())
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length(rope: str) -> None:
+    model = small("Llama")
+    model.config.rope_parameters["rope_type"] = rope
+    with pytest.raises(ValueError, match=f"'{rope}' depend on the largest position"):
+        context_parallel_plan(model)
+
+
+def build_unsupported() -> None:
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        parallel_model("spiral", 8)
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
+        parallel_model("zigzag", 8, kernel="flesh")(TOKENS)
+    with pytest.raises(TypeError, match=r"policy must be a TransferPolicy, such as .* got 'fast'"):
+        parallel_model("zigzag", 8, policy="fast")
+    ring = parallel_model("zigzag", 8)
+    for given, match in (
+        ({"position_bias": torch.zeros(2, 4, 4)}, "LlamaAttention gives position_bias"),
+        ({"attention_mask": torch.zeros(4, 4)}, r"got the mask \(4, 4\), where the model's"),
+        ({"attention_mask": (MARKER, False, 5, False)}, "bidirectional of 5 tokens, .* not seen"),
+    ):
+        layer = ring.model.layers[1].self_attn
+        changed = layer.register_forward_pre_hook(
+            lambda module, args, kwargs, given=given: (args, kwargs | given), with_kwargs=True
+        )
+        with pytest.raises(ValueError, match=match):
+            ring(TOKENS)
+        changed.remove()
+    with pytest.raises(ValueError, match="was replaced already, by a context_parallel_plan"):
+        parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
+    for layer in ring.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match=r"no attention dropout, and attention_dropout is 0\.5"):
+        ring.train()(TOKENS)
+    with pytest.raises(ValueError, match="called as a whole"):
+        ring.model(TOKENS)
+
+
+def another_kernel() -> None:
+    ring = parallel_model("zigzag", 8, kernel="flash_attn3")
+    with pytest.raises(ValueError, match="'flash_attn3' cannot serve this attention"):
+        ring(TOKENS)
+    with pytest.raises(ValueError, match="kernel='flash_attn3', it cannot get kernel='reference'"):
+        parallel_model("zigzag", 8, kernel="reference")
+
+
+def misused() -> None:
+    """Errors that the plan leaves no trace of, or that come with later changes."""
+    albert = transformers.AlbertModel(
+        transformers.AlbertConfig(
+            vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
+        )
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    parallelize_module(albert, mesh, context_parallel_plan(albert))
+    with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
+        albert(input_ids=TOKENS)
+    llama = small_model("llama", 16)
+    llama.set_attn_implementation("sdpa")
+    llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
+    with pytest.raises(ValueError, match="embed_tokens for a token depends"):
+        parallelize_module(llama, mesh, context_parallel_plan(llama))
+    assert llama.config._attn_implementation == "sdpa"
+    sharded: Any = fully_shard(small_model("llama", 16), mesh=mesh)
+    with pytest.raises(ValueError, match="apply the plan before fully_shard"):
+        parallelize_module(sharded, mesh, context_parallel_plan(sharded))
+    ring = small_model("llama", 16)
+    parallelize_module(ring, mesh, context_parallel_plan(ring))
+    ring.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
+        ring(TOKENS)
+
+
+def test_misuse(pool: Pool) -> None:
+    pool.run(2, misused)
+
+
+def differ() -> None:
+    """As under a sampler that counts all ranks; then the ranks agree."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    told = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + told):
+        ring(TOKENS + rank)
+    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
+        ring(TOKENS, **{"labels": TOKENS} if rank else {})
+    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
+        ring(TOKENS + rank)
+
+
+def differ_in_weights() -> None:
+    """In one element of one of them; and again after training."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    weight = ring.model.layers[1].mlp.up_proj.weight.data
+    told = "have the same weights .*, they differ in weights: checksum .* on .0., .* on .1.$"
+    before = weight.clone()
+    weight[-1, -1] += rank
+    with pytest.raises(ValueError, match=told):
+        ring(TOKENS)
+    weight.copy_(before)
+    ring(TOKENS)
+    weight[0, 0] += rank
+    ring(TOKENS)  # compared once
+    with torch.no_grad(), pytest.raises(ValueError, match=told):
+        ring(TOKENS)
+
+
+def test_weights_that_differ(pool: Pool) -> None:
+    pool.run(2, differ_in_weights)
+
+
+def test_batches_that_differ(pool: Pool) -> None:
+    pool.run(2, differ)
+
+
+def test_refuses_other_models(pool: Pool) -> None:
+    pool.run(1, build_unsupported)
+    pool.run(1, another_kernel)

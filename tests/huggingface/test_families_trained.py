@@ -70,11 +70,16 @@ def train(model: Any, rows: slice, steps: range = range(STEPS)) -> tuple[list[fl
 
 
 def sharded(
-    family: str, checkpointing: dict[str, Any] | None, layout: str = "zigzag", **options: Any
+    family: str,
+    checkpointing: dict[str, Any] | None,
+    layout: str = "zigzag",
+    changes: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, int]:
-    """A model on (dp, cp) ranks under FSDP2, and this rank's index of dp."""
+    """A model, with changes of its config, on (dp, cp) ranks under FSDP2, and this rank's index of
+    dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = small_model(family).train()
+    model = small_model(family, **changes or {}).train()
     parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
     if checkpointing:
         model.activation_checkpointing_enable(checkpointing)
@@ -88,13 +93,16 @@ def sharded(
 
 
 def train_both(
-    family: str, checkpointing: dict[str, Any] | None, layout: str = "zigzag"
+    family: str,
+    checkpointing: dict[str, Any] | None,
+    layout: str = "zigzag",
+    changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Differences of loss and parameters from one process, and ring calls of a step."""
     # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    model, row = sharded(family, checkpointing, layout)
-    stock = small_model(family).train()
+    model, row = sharded(family, checkpointing, layout, changes)
+    stock = small_model(family, **changes or {}).train()
     losses, counts = train(model, slice(row, row + 1))
     expected, _ = train(stock, slice(None))
     mean = torch.tensor(losses)
@@ -104,7 +112,9 @@ def train_both(
     return {
         "loss": (mean / 4 - torch.tensor(expected)).abs().max().item(),
         "parameters": largest(
-            ((whole[name] - x).norm() / x.norm()).item() for name, x in states[1].items()
+            # Some buffers are zero, and stay so.
+            ((whole[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
+            for name, x in states[1].items()
         ),
         "calls": (counts[ring_op], counts[ring_backward_op]),
     }

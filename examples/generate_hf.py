@@ -24,15 +24,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from small_models import small_model
+from text import read_standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from train_hf import batch_of, positive
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-try:
-    from examples.train_hf import batch_of, positive, read_standard_library, small_model
-except ModuleNotFoundError:  # run as a script
-    from train_hf import batch_of, positive, read_standard_library, small_model
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 
 RESULT = "generated.json"

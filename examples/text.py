@@ -12,13 +12,17 @@ class StandardLibrary(Dataset[Tensor]):
     """Its modules, one after another, cut into sequences of `seq_len` bytes."""
 
     def __init__(self, seq_len: int) -> None:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(file.read_bytes() for file in files)
-        whole = len(text) // seq_len * seq_len
-        self.rows = torch.tensor(list(text[:whole]), dtype=torch.uint8).view(-1, seq_len)
+        text = read_standard_library()
+        self.rows = text[: len(text) // seq_len * seq_len].view(-1, seq_len)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Tensor:
         return self.rows[index].long()
+
+
+def read_standard_library() -> Tensor:
+    """The bytes of its modules, one after another."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

@@ -15,24 +15,21 @@ import os
 import resource
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import torch
 import torch.distributed as dist
-import transformers
-from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from comparison import Run, largest_difference, plot, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from small_models import MASKED, MODELS, small_model
+from text import read_standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -40,80 +37,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dtensor_ring import Mask, describe_schedule
 from parallel_plans.huggingface import context_parallel_plan
 
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-} | {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
-WINDOW = {"sliding_window": 256}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
-LATENT = {
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-}
-GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-CHUNKS = {"attention_chunk_size": 256, "num_local_experts": 4, "intermediate_size_mlp": 352}
-NO_SCALING = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", WINDOW),
-    "gemma2": ("Gemma2", WINDOW | {"head_dim": 32, "query_pre_attn_scalar": 32}),
-    "gemma3": ("Gemma3", WINDOW | {"head_dim": 32, "query_pre_attn_scalar": 32}),
-    "gpt_oss": ("GptOss", WINDOW | EXPERTS | NO_SCALING | {"head_dim": 32, "num_local_experts": 4}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "num_experts": 4}),
-    "deepseek_v3": ("DeepseekV3", EXPERTS | LATENT | GROUPS),
-    "llama4": ("Llama4", CHUNKS | {"head_dim": 32, "num_experts_per_tok": 1}),
-    "modernbert": ("ModernBert", {"local_attention": 256}),
-}
-TEXT_CONFIGS = ("Gemma3", "Llama4")
-MASKED = ("modernbert",)
-"""Models that learn to fill in masked bytes, not the next byte."""
-
-
 TOLERANCE = 1e-2
 """Largest difference of the losses, in nats a byte: rounding grows, mistakes show at once."""
-
-
-KINDS = {
-    "tile": ("attention", "#4477aa"),
-    "merge": ("merging of partial results", "#ccbb44"),
-    "pack": ("packing and posting of messages", "#66ccee"),
-    "wait": ("waiting for messages", "#ee6677"),
-}
-"""By the first word of what a ring says in a profile: what it means, and its colour."""
-SAME = {"send": "pack", "unpack": "pack"}
-"""Words that are shown as another one."""
-
-
-@dataclass
-class Run:
-    """Measurements of one training run; memory is the peak of one process beyond its start."""
-
-    losses: list[float]
-    tokens_per_second: float
-    peak_bytes: int
-    spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
-    """By rank, what it did in the last step: kind, begin and end in milliseconds.
-
-    The first span is the step itself.
-    """
-
-    @property
-    def waiting(self) -> float:
-        """Share of the last step that ranks waited for messages, their mean."""
-        shares = []
-        for (_, begin, end), *spans in self.spans:
-            waited = sum(last - first for kind, first, last in spans if kind == "wait")
-            shares.append(waited / (end - begin))
-        return sum(shares) / len(shares)
 
 
 def main() -> None:
@@ -252,23 +177,6 @@ def gathered_spans(profiler: profile | None) -> list[list[tuple[str, float, floa
     ]
 
 
-def small_model(name: str, seq_len: int) -> Any:
-    """The model of that name, the same weights on every rank."""
-    family, options = MODELS[name]
-    config_name = f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config"
-    sizes = SIZES | {"max_position_embeddings": seq_len} | options
-    config = getattr(transformers, config_name)(**sizes)
-    head = "ForMaskedLM" if name in MASKED else "ForCausalLM"
-    torch.manual_seed(0)
-    return getattr(transformers, f"{family}{head}")(config)
-
-
-def read_standard_library() -> torch.Tensor:
-    """The bytes of the standard library's modules, one after another."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-
-
 def batch_of(text: torch.Tensor, step: int, options: argparse.Namespace) -> torch.Tensor:
     """The sequences of a step `(B, S)`, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
@@ -306,61 +214,6 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def largest_difference(ring: Run, stock: Run) -> float:
-    """Largest difference of the losses at any step, in nats; NaN if any is."""
-    return (torch.tensor(ring.losses) - torch.tensor(stock.losses)).abs().max().item()
-
-
-def show(options: argparse.Namespace, ring: Run, stock: Run, difference: float) -> None:
-    """The two runs side by side."""
-    table = Table(title=f"{options.model} on {options.seq_len} bytes of Python per sequence")
-    for column in ("run", "last loss", "largest diff.", "tokens/s", "peak memory"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for name, run, apart in (
-        ("stock, 1 process", stock, ""),
-        (f"{options.layout} ring, {options.world} processes", ring, f"{difference:.1e}"),
-    ):
-        speed, memory = (
-            f"{run.tokens_per_second:,.0f}",
-            f"{run.peak_bytes / 2**20:,.0f} MiB/process",
-        )
-        table.add_row(name, f"{run.losses[-1]:.6f}", apart, speed, memory)
-    Console().print(table)
-
-
-def plot(path: Path, ring: Run, stock: Run, name: str) -> None:
-    """The measured time line of the last step above the losses."""
-    height = 0.5 * len(ring.spans)
-    figure, (times, losses) = plt.subplots(
-        2, figsize=(9, 4.6 + height), height_ratios=(height + 0.6, 3.5), layout="constrained"
-    )
-    plot_times(times, ring)
-    losses.plot(stock.losses, linewidth=5, alpha=0.35, label="stock transformers, 1 process")
-    losses.plot(ring.losses, color="black", linewidth=1, label=f"ring, {name}")
-    losses.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="The same curve")
-    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
-    losses.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def plot_times(axes: Any, ring: Run) -> None:
-    """A line for each rank: what its rings did, on the grey of the whole step."""
-    for rank, ((_, begin, end), *spans) in enumerate(ring.spans):
-        axes.broken_barh([(begin, end - begin)], (rank - 0.4, 0.8), color="#e4e4e4")
-        for kind, (_, color) in KINDS.items():
-            parts = [(first, last - first) for x, first, last in spans if SAME.get(x, x) == kind]
-            axes.broken_barh(parts, (rank - 0.4, 0.8), color=color)
-    handles = [Patch(color=color, label=text) for text, color in KINDS.values()]
-    handles.append(Patch(color="#e4e4e4", label="the rest of the model"))
-    axes.legend(
-        handles=handles, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.35)
-    )
-    axes.invert_yaxis()
-    axes.set(xlabel="milliseconds", yticks=range(len(ring.spans)), title="The last step, measured")
-    axes.set_yticklabels([f"rank {rank}" for rank in range(len(ring.spans))])
 
 
 if __name__ == "__main__":

@@ -1,36 +1,17 @@
-"""What users and readers see: the surface, its examples, and how the code is laid out."""
+"""What users see: the surface and its docstrings, and what importing it loads."""
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import inspect
-import io
-import pkgutil
-import re
 import subprocess
 import sys
 import textwrap
-from contextlib import chdir, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import expecttest
-import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import dtensor_ring
-import parallel_plans
-from parallel_plans import huggingface
-from tests.huggingface.test_trainer import under_torchrun
-from tests.huggingface.trl_runs import harmless
-from tests.pool import Pool
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = {name: getattr(dtensor_ring, name) for name in dtensor_ring.__all__}
@@ -41,7 +22,7 @@ class TestSurface(expecttest.TestCase):
         lines = []
         for name, thing in PUBLIC.items():
             lines.append(f"{name}{inspect.signature(thing)}")
-            lines += [f"    .{member}{shown}" for member, shown in _members(thing)]
+            lines += [f"    .{member}{shown}" for member, shown in members(thing)]
         wrapped = [textwrap.fill(line, 96, subsequent_indent=" " * 8) for line in lines]
         self.assertExpectedInline(
             "\n".join(wrapped),
@@ -278,7 +259,7 @@ unshard_sequence(dtensor: 'DTensor', dim: 'int', layout: 'Balanced | None' = Non
         )
 
 
-def _members(thing: Any) -> list[tuple[str, str]]:
+def members(thing: Any) -> list[tuple[str, str]]:
     """Public attributes of a class of ours, with signatures of those that are called."""
     if not inspect.isclass(thing):
         return []
@@ -289,92 +270,6 @@ def _members(thing: Any) -> list[tuple[str, str]]:
             member = getattr(thing, name)
             found.append((name, str(inspect.signature(member)) if callable(member) else ""))
     return found
-
-
-def test_docstrings() -> None:
-    for name, thing in PUBLIC.items():
-        assert inspect.getdoc(thing), name
-        for member, shown in _members(thing):
-            assert not shown or inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
-    for module in _modules():
-        assert module.__doc__, module.__name__
-
-
-def _modules() -> list[ModuleType]:
-    """All but what needs torchtitan or triton, which their own tests import."""
-    found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
-    for package in (parallel_plans, huggingface):
-        found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.together_triton")
-    names = [info.name for info in found if info.name not in others]
-    return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
-
-
-def _examples() -> dict[str, doctest.DocTest]:
-    """Docstrings with examples, by name."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for module in _modules() for test in finder.find(module)]
-    return {test.name: test for test in found if test.examples}
-
-
-def test_examples_are_where_they_help() -> None:
-    documented = {name.rpartition(".")[2] for name in _examples()}
-    assert set(PUBLIC) <= documented
-
-
-@pytest.mark.parametrize("name", _examples())
-def test_example(pool: Pool, name: str) -> None:
-    pool.run(1, _check_example, name)
-
-
-def _check_example(name: str) -> None:
-    test = _examples()[name]
-    test.globs.update(_namespace())
-    output = io.StringIO()
-    results = doctest.DocTestRunner().run(test, out=output.write)
-    assert results.attempted
-    assert not results.failed, output.getvalue()
-
-
-def _namespace() -> dict[str, Any]:
-    """What the examples do not import."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    from parallel_plans.huggingface import context_parallel_plan, restore_model
-
-    models = LlamaConfig, LlamaForCausalLM, TrainingArguments
-    plans = context_parallel_plan, restore_model
-    helpers = (init_device_mesh, parallelize_module, *models, *plans)
-    named = {helper.__name__: helper for helper in helpers}
-    return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}
-
-
-PAGES = [
-    page
-    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
-    if page.exists() and (page.stem != "torchtitan" or find_spec("torchtitan"))
-]
-CODE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(pool: Pool, tmp_path: Path, page: Path) -> None:
-    """The code of a page runs from top to bottom, and prints what the page says."""
-    pool.run(2, under_torchrun, _check_page, page, tmp_path)
-
-
-def _check_page(page: Path, folder: Path) -> None:
-    with chdir(folder), harmless():
-        _run_page(page)
-
-
-def _run_page(page: Path) -> None:
-    namespace: dict[str, Any] = {"__name__": page.stem}
-    for code, printed in CODE.findall(page.read_text()):
-        output = io.StringIO()
-        with redirect_stdout(output):
-            exec(compile(code, page.name, "exec"), namespace)
-        assert not printed or output.getvalue() == printed
 
 
 IMPORTS = """

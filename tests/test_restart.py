@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_public import CODE, ROOT
+from tests.test_pages import CODE
+from tests.test_public import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from small_models import small_model
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -28,7 +29,6 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport import protocol
 from dtensor_ring.transport.buffers import BufferPool
 from dtensor_ring.transport.cost import Cost, Sizes, rank_costs
-from examples.train_hf import small_model
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.models import load
 from tests.pool import Pool

@@ -1,4 +1,4 @@
-"""What the public function refuses, and numbers at the edge of what it takes."""
+"""What the public function refuses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from dtensor_ring import (
     ring_attention,
     shard_sequence,
 )
-from tests.dense import dense_attention
-from tests.meshes import random_inputs
 from tests.pool import Pool
 
 
@@ -284,26 +282,3 @@ def _check_refusal(name: str) -> None:
     given = {"query": x, "key": x, "value": x, "mesh": mesh["cp"], **changes(x, mesh)}
     with pytest.raises(error, match=message):
         ring_attention(**given)
-
-
-def test_float64_takes_larger_numbers(pool: Pool) -> None:
-    pool.run(1, _check_float64)
-
-
-def _check_float64() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    query, key, value = (x.double() for x in random_inputs()[:3])
-    out = ring_attention(query * 1e-300, key, value, mesh=mesh, scale=1e300, softcap=1e200)
-    expected = dense_attention(query, key, value, Mask.causal(), scale=1.0).out
-    torch.testing.assert_close(out, expected)
-
-
-def test_a_scale_that_float32_rounds_to_0(pool: Pool) -> None:
-    pool.run(1, _check_tiny_scale)
-
-
-def _check_tiny_scale() -> None:
-    inputs = random_inputs()[:3]
-    out = ring_attention(*inputs, mesh=init_device_mesh("cpu", (1,)), scale=1e-300)
-    expected = dense_attention(*inputs, Mask.causal(), scale=0.0).out
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

@@ -97,3 +97,26 @@ def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype]
     expected = dense_attention(*inputs, Mask.full()).backward(grad_out)[1][:, :, mine]
     error = (local[1].grad - expected).abs().max() / expected.abs().max()
     return {message.dtype for hop in hops for message in hop}, error.item()
+
+
+def test_float64_takes_larger_numbers(pool: Pool) -> None:
+    pool.run(1, _check_float64)
+
+
+def _check_float64() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    query, key, value = (x.double() for x in random_inputs()[:3])
+    out = ring_attention(query * 1e-300, key, value, mesh=mesh, scale=1e300, softcap=1e200)
+    expected = dense_attention(query, key, value, Mask.causal(), scale=1.0).out
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_scale_that_float32_rounds_to_0(pool: Pool) -> None:
+    pool.run(1, _check_tiny_scale)
+
+
+def _check_tiny_scale() -> None:
+    inputs = random_inputs()[:3]
+    out = ring_attention(*inputs, mesh=init_device_mesh("cpu", (1,)), scale=1e-300)
+    expected = dense_attention(*inputs, Mask.causal(), scale=0.0).out
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

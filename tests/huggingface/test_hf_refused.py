@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from examples.train_hf import small_model
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.patterns import MARKER
 from tests.huggingface.test_huggingface import parallel_model

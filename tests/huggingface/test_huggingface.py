@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_models import MODELS, small_model
+from text import read_standard_library
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from train_hf import average_gradients, batch_of, inputs_of
 
 from dtensor_ring import unshard_sequence
-from examples.train_hf import (
-    MODELS,
-    average_gradients,
-    batch_of,
-    inputs_of,
-    read_standard_library,
-    small_model,
-)
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.eligibility import check_model
 from tests.dense import largest

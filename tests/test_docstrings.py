@@ -1,0 +1,82 @@
+"""Everything public has a docstring, and the examples in docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import dtensor_ring
+import parallel_plans
+from parallel_plans import huggingface
+from tests.pool import Pool
+from tests.test_public import PUBLIC, members
+
+
+def test_docstrings() -> None:
+    for name, thing in PUBLIC.items():
+        assert inspect.getdoc(thing), name
+        for member, shown in members(thing):
+            assert not shown or inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
+    for module in _modules():
+        assert module.__doc__, module.__name__
+
+
+def _modules() -> list[ModuleType]:
+    """All but what needs torchtitan or triton, which their own tests import."""
+    found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
+    for package in (parallel_plans, huggingface):
+        found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.together_triton")
+    names = [info.name for info in found if info.name not in others]
+    return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
+
+
+def _examples() -> dict[str, doctest.DocTest]:
+    """Docstrings with examples, by name."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for module in _modules() for test in finder.find(module)]
+    return {test.name: test for test in found if test.examples}
+
+
+def test_examples_are_where_they_help() -> None:
+    documented = {name.rpartition(".")[2] for name in _examples()}
+    assert set(PUBLIC) <= documented
+
+
+@pytest.mark.parametrize("name", _examples())
+def test_example(pool: Pool, name: str) -> None:
+    pool.run(1, _check_example, name)
+
+
+def _check_example(name: str) -> None:
+    test = _examples()[name]
+    test.globs.update(_namespace())
+    output = io.StringIO()
+    results = doctest.DocTestRunner().run(test, out=output.write)
+    assert results.attempted
+    assert not results.failed, output.getvalue()
+
+
+def _namespace() -> dict[str, Any]:
+    """What the examples do not import."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from parallel_plans.huggingface import context_parallel_plan, restore_model
+
+    models = LlamaConfig, LlamaForCausalLM, TrainingArguments
+    plans = context_parallel_plan, restore_model
+    helpers = (init_device_mesh, parallelize_module, *models, *plans)
+    named = {helper.__name__: helper for helper in helpers}
+    return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}

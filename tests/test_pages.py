@@ -1,0 +1,44 @@
+"""The code of pages runs, and prints what they say."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import chdir, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.huggingface.test_trainer import under_torchrun
+from tests.huggingface.trl_runs import harmless
+from tests.pool import Pool
+from tests.test_public import ROOT
+
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+    if page.exists() and (page.stem != "torchtitan" or find_spec("torchtitan"))
+]
+CODE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(pool: Pool, tmp_path: Path, page: Path) -> None:
+    """The code of a page runs from top to bottom, and prints what the page says."""
+    pool.run(2, under_torchrun, _check_page, page, tmp_path)
+
+
+def _check_page(page: Path, folder: Path) -> None:
+    with chdir(folder), harmless():
+        _run_page(page)
+
+
+def _run_page(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for code, printed in CODE.findall(page.read_text()):
+        output = io.StringIO()
+        with redirect_stdout(output):
+            exec(compile(code, page.name, "exec"), namespace)
+        assert not printed or output.getvalue() == printed

@@ -92,7 +92,7 @@ class Around:
         """
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
         # At every call: a rank without images would not wait for the others, and be wrong.
-        if has_content(given) and not torch.compiler.is_compiling():
+        if has_content(given):
             group = axis_group(self._sharding.axis.mesh)
             with meeting(group, "a batch with images", described(given | taken)):
                 pass

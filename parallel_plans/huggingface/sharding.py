@@ -178,10 +178,8 @@ class Sharding(Outputs):
 
     def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
         """Once in training and once without gradients: whether all ranks have the same."""
-        # A collective in each forward would cost, and a graph cannot compare.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() in self._agreed:
-            return
-        if has_content(batch):
+        # A collective in each forward would cost.
+        if torch.is_grad_enabled() not in self._agreed and has_content(batch):
             group = axis_group(self.axis.mesh)
             here = described(batch) | {"weights": checksum(model, group)}
             check_agreement(group, here, SAME_BATCH)
@@ -288,7 +286,9 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
 
 
 def has_content(batch: dict[str, Any]) -> bool:
-    """Whether its tensors are real."""
+    """Whether its tensors are real, and can be compared with those of other ranks."""
+    if torch.compiler.is_compiling():  # a graph cannot raise
+        return False
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from docs.marked import write_part
 from dtensor_ring.transport import protocol
 from examples.torchtitan_assets import write_assets
 from examples.torchtitan_cpu import sum_over_gloo, use_cpu
@@ -163,12 +164,10 @@ def main() -> None:
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--write", action="store_true", help="replace the table in the page")
     options = parser.parse_args()
-    text = "\n".join(rows(options.world)) + "\n"
-    print(text, end="")
+    lines = list(rows(options.world))
+    print(*lines, sep="\n")
     if options.write:
-        before, rest = PAGE.read_text().split(MARKERS[0])
-        _, after = rest.split(MARKERS[1])
-        PAGE.write_text(f"{before}{MARKERS[0]}{text}{MARKERS[1]}{after}")
+        write_part(PAGE, *MARKERS, lines)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.marked import table_row, write_part
 from dtensor_ring import Mask
 from parallel_plans.huggingface.patterns import LayerMask, read_patterns
 from tests.dense import largest
@@ -25,8 +26,8 @@ COLUMNS = ("loss", "logits", "gradients")
 
 def rows(pool: Pool) -> Iterator[str]:
     """A line for each family: what its layers see, and the largest relative errors."""
-    yield f"| family | layers see | {' | '.join(COLUMNS)} |"
-    yield f"| --- | --- | {' | '.join(['---:'] * len(COLUMNS))} |"
+    yield table_row("family", "layers see", *COLUMNS)
+    yield table_row("---", "---", *["---:"] * len(COLUMNS))
     for family in FAMILIES:
         worst = dict.fromkeys(COLUMNS, 0.0)
         for world_size, layouts in LAYOUTS.items():
@@ -35,7 +36,7 @@ def rows(pool: Pool) -> Iterator[str]:
                     for error in errors.values():
                         worst = {name: largest((worst[name], error[name])) for name in COLUMNS}
         cells = [f"{error:.1e}" for error in worst.values()]
-        yield f"| {family} | {', '.join(_patterns(family))} | {' | '.join(cells)} |"
+        yield table_row(family, ", ".join(_patterns(family)), *cells)
 
 
 def _patterns(family: str) -> list[str]:
@@ -58,14 +59,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the table in the page")
     write = parser.parse_args().write
     pool = Pool(4)
-    text = "\n".join(rows(pool)) + "\n"
+    lines = list(rows(pool))
     pool.close()
     if not write:
-        print(text, end="")
+        print(*lines, sep="\n")
         return
-    before, rest = PAGE.read_text().split(MARKERS[0])
-    _, after = rest.split(MARKERS[1])
-    PAGE.write_text(f"{before}{MARKERS[0]}{text}{MARKERS[1]}{after}")
+    write_part(PAGE, *MARKERS, lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure how far results of the ring are from exact, for the tables in docs/rounding.md.
 
-Run ``python benchmarks/numerics.py``: it starts its processes itself and prints the tables in
+Run ``python -m benchmarks.numerics``: it starts its processes itself and prints the tables in
 Markdown. With ``--write`` it replaces those in the page. It takes a minute or two on two cores.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from docs.marked import table_row, write_part
 from dtensor_ring import (
     Balanced,
     Mask,
@@ -239,7 +240,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         yield from summary(here)
         yield from ("", "All errors:", "", *_heading("dtype", "ranks", "layout"))
         for row in sorted(here, key=lambda row: (DTYPES.index(row.dtype), row.layout != KERNEL)):
-            yield _line(row.dtype, str(row.ranks), row.layout, *(f"{x:.1e}" for x in row.errors))
+            yield table_row(row.dtype, row.ranks, row.layout, *(f"{x:.1e}" for x in row.errors))
     yield from ("", f"### Sums of gradients that travel as {NARROW}", "")
     yield from ("Causal, zigzag; in brackets the errors where they travel as by default:", "")
     yield from _heading("dtype", "ranks", results=("dk", "dv"))
@@ -250,7 +251,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """The largest error of a problem's rings over that of the kernel, by dtype."""
     yield from _heading("dtype")
     for dtype in DTYPES:
-        yield _line(dtype, *(f"{x:.2f}" for x in _ratios(rows, dtype)))
+        yield table_row(dtype, *(f"{x:.2f}" for x in _ratios(rows, dtype)))
 
 
 def _narrow_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -259,7 +260,7 @@ def _narrow_lines(rows: Sequence[Row]) -> Iterator[str]:
         if row.grad_dtype == NARROW and row.ranks > 1 and row.dtype != "float64":
             pairs = zip(row.errors, wide[row.dtype, row.ranks, row.layout].errors, strict=True)
             cells = [f"{x:.1e} ({y:.1e})" for x, y in pairs]
-            yield _line(row.dtype, str(row.ranks), *cells[RESULTS.index("dk") :])
+            yield table_row(row.dtype, row.ranks, *cells[RESULTS.index("dk") :])
 
 
 def _ratios(rows: Sequence[Row], dtype: str) -> Iterator[float]:
@@ -271,12 +272,8 @@ def _ratios(rows: Sequence[Row], dtype: str) -> Iterator[float]:
 
 
 def _heading(*columns: str, results: Sequence[str] = RESULTS) -> Iterator[str]:
-    yield _line(*columns, *results)
-    yield _line(*["---"] * len(columns), *["---:"] * len(results))
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    yield table_row(*columns, *results)
+    yield table_row(*["---"] * len(columns), *["---:"] * len(results))
 
 
 def main() -> None:
@@ -288,18 +285,10 @@ def main() -> None:
     if not write:
         print(*tables(rows), sep="\n")
         return
-    _replace(PAGE, MARKERS, tables(rows))
+    write_part(PAGE, *MARKERS, tables(rows))
     title = next(iter(PROBLEMS))
     causal = [row for row in rows if row.problem == title and row.grad_dtype is None]
-    _replace(SUMMARY, SUMMARY_MARKERS, summary(causal))
-
-
-def _replace(page: Path, markers: tuple[str, str], lines: Iterable[str]) -> None:
-    """What stands between two comments of a page."""
-    before, rest = page.read_text().split(markers[0])
-    _, after = rest.split(markers[1])
-    text = "".join(f"{line}\n" for line in lines)
-    page.write_text(f"{before}{markers[0]}{text}{markers[1]}{after}")
+    write_part(SUMMARY, *SUMMARY_MARKERS, summary(causal))
 
 
 if __name__ == "__main__":

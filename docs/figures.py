@@ -16,6 +16,8 @@ from statistics import median
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from docs.marked import parts, table_row
+
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "strategies.md"
 CARDS = ROOT / "benchmarks" / "results"
@@ -104,10 +106,10 @@ def comparison() -> Iterator[str]:
     """The table: what our ring takes, over what PyTorch's takes."""
     found = machines()
     heads = [f"{x.name}, {what}" for x in found for what in ("forward", "forward + backward")]
-    yield _row(["attention", *heads])
-    yield _row(["---", *["---:"] * len(heads)])
+    yield table_row("attention", *heads)
+    yield table_row("---", *["---:"] * len(heads))
     for row in rows(found):
-        yield _row([row.title, *(cell for machine in found for cell in row.cells(machine))])
+        yield table_row(row.title, *(cell for machine in found for cell in row.cells(machine)))
 
 
 def single() -> Iterator[str]:
@@ -176,11 +178,11 @@ COMPARED = {
 def strategies() -> Iterator[str]:
     """The table: what other strategies take, over our ring."""
     for machine, by_place in places():
-        yield _row([machine, *COMPARED])
-        yield _row(["---", *["---:"] * len(COMPARED)])
+        yield table_row(machine, *COMPARED)
+        yield table_row("---", *["---:"] * len(COMPARED))
         for place, measured in by_place.items():
             cells = (over_ring(measured, pattern) for pattern in COMPARED.values())
-            yield _row([place.title, *cells])
+            yield table_row(place.title, *cells)
 
 
 def winners() -> Iterator[str]:
@@ -218,10 +220,6 @@ def census() -> Iterator[str]:
     )
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "comparison": comparison,
     "single": single,
@@ -237,10 +235,8 @@ def written(page: Path) -> str:
     text = page.read_text()
     for name in re.findall(r"^<!-- (\w+): written by docs/figures.py -->$", text, re.MULTILINE):
         begin, end = f"<!-- {name}: written by docs/figures.py -->\n", f"<!-- end of {name} -->\n"
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        lines = "".join(f"{line}\n" for line in PARTS[name]())
-        text = f"{before}{begin}{lines}{end}{after}"
+        before, _, after = parts(text, begin, end)
+        text = before + "".join(f"{line}\n" for line in PARTS[name]()) + after
     return text
 
 

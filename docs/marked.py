@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -14,7 +15,12 @@ def parts(text: str, begin: str, end: str) -> tuple[str, str, str]:
     return before + begin, part, end + after
 
 
-def write(page: Path, begin: str, end: str, part: str) -> None:
+def write_part(page: Path, begin: str, end: str, lines: Iterable[str]) -> None:
     """Replace a part of a page."""
     before, _, after = parts(page.read_text(), begin, end)
-    page.write_text(before + part + after)
+    page.write_text(before + "".join(f"{line}\n" for line in lines) + after)
+
+
+def table_row(*cells: object) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"

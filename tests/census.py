@@ -23,6 +23,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from docs.marked import table_row
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.eligibility import check_model
 from parallel_plans.huggingface.patterns import LayerMask
@@ -244,7 +245,7 @@ def page(found: Rows) -> str:
         counts = Counter(what for name, (what, _) in rows.items() if "," not in name)
         cells = [counts.total(), *(counts[what] for what in VERDICTS)]
         cells.insert(2, sum("packed batches refused" in note for _, note in rows.values()))
-        lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
+        lines.append(table_row(kind, *cells))
     for kind, rows in found.items():
         lines += [
             "",

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+from docs.marked import parts, table_row
 from dtensor_ring import Mask, ZigZag
 from tests.rings import Ring
 from tests.traffic import HEAD_DIM, HEADS, KV_HEADS, of_rank
@@ -105,9 +106,8 @@ def host_bound(gpu: Gpu, stage: int) -> int:
 def replaced(text: str, name: str, table: str) -> str:
     """The page with that table between its markers."""
     begin, end = f"<!-- {name}: written by tests/roofline.py -->\n", f"\n<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return before + begin + table + end + after
+    before, _, after = parts(text, begin, end)
+    return before + table + after
 
 
 def tables() -> dict[str, str]:
@@ -120,13 +120,9 @@ def tables() -> dict[str, str]:
     }
 
 
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def _head(*titles: str) -> Iterator[str]:
-    yield _row(*titles)
-    yield _row(*("---" for _ in titles))
+    yield table_row(*titles)
+    yield table_row(*("---" for _ in titles))
 
 
 def _steps() -> Iterator[str]:
@@ -140,7 +136,7 @@ def _steps() -> Iterator[str]:
         rows.setdefault(tuple(_step(number)), []).append(number)
     for cells, numbers in rows.items():
         name = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
-        yield _row(name, *cells)
+        yield table_row(name, *cells)
 
 
 def _step(number: int) -> Iterator[str]:
@@ -165,12 +161,12 @@ def _bytes() -> Iterator[str]:
     yield from _head(
         *("`num_parts`", "GB forward", "GB backward", "launches forward", "launches backward")
     )
-    yield _row("step by step, as before", *(x[i] for i in range(2) for x in BEFORE))
+    yield table_row("step by step, as before", *(x[i] for i in range(2) for x in BEFORE))
     for num_parts in NUM_PARTS:
         found = counted(num_parts)
         name = "`None`, which is 2 here" if num_parts is None else num_parts
         gigabytes = (f"{num_bytes / 1e9:.2f}" for num_bytes, _ in found)
-        yield _row(name, *gigabytes, *(f"{launches:g}" for _, launches in found))
+        yield table_row(name, *gigabytes, *(f"{launches:g}" for _, launches in found))
 
 
 def _bounds() -> Iterator[str]:
@@ -191,14 +187,14 @@ def _bounds() -> Iterator[str]:
             for stages in (1, 2)
             for num_parts in NUM_PARTS
         ]
-        yield _row(gpu.name, shown, *cells)
+        yield table_row(gpu.name, shown, *cells)
 
 
 def _host() -> Iterator[str]:
     yield from _head("", "forward", "backward")
     for gpu in GPUS:
         found = [f"{host_bound(gpu, stage):,}" for stage in range(len(gpu.flops))]
-        yield _row(gpu.name, *[*found, ""][:2])
+        yield table_row(gpu.name, *[*found, ""][:2])
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from benchmarks.numerics import (
     measure,
     single_kernel,
 )
+from docs.marked import parts
 from tests.pool import Pool
 
 CASES = {
@@ -86,7 +87,7 @@ def test_float32_errors_in_the_page_are_those_of_the_kernel() -> None:
 
 def test_the_summary_is_that_of_all_rows() -> None:
     causal = [row for row in _rows_of_page() if row.problem == next(iter(PROBLEMS))]
-    written = SUMMARY.read_text().partition(SUMMARY_MARKERS[0])[2].partition(SUMMARY_MARKERS[1])[0]
+    _, written, _ = parts(SUMMARY.read_text(), *SUMMARY_MARKERS)
     found = [line.strip("| ").split(" | ") for line in written.splitlines()[2:]]
     assert [dtype for dtype, *_ in found] == list(DTYPES)
     for dtype, *ratios in found:

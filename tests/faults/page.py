@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.marked import parts, table_row
 from tests.faults.calls import make
 from tests.faults.decoding import DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES
@@ -95,20 +96,17 @@ def _cell(failure: Failure | None) -> str:
 
 def _table(heading: list[str], rows: Iterator[list[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(f"{table_row(*cells)}\n" for cells in lines)
 
 
-def parts(text: str, name: str) -> tuple[str, str, str]:
-    """What is before the table of that name in a page, the table, and what is after it."""
-    begin, end = (marker.format(name) for marker in MARKERS)
-    before, _, rest = text.partition(begin)
-    table, _, after = rest.partition(end)
-    return before + begin, table, end + after
+def _markers(name: str) -> list[str]:
+    return [marker.format(name) for marker in MARKERS]
 
 
 def rows(name: str) -> list[list[str]]:
     """The cells of a table of the page, without its heading."""
-    lines = parts(PAGE.read_text(), name)[1].splitlines()[2:]
+    _, table, _ = parts(PAGE.read_text(), *_markers(name))
+    lines = table.splitlines()[2:]
     return [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in lines]
 
 
@@ -122,7 +120,7 @@ def main() -> None:
         worlds.close()
     text = PAGE.read_text()
     for name, table in made.items():
-        before, _, after = parts(text, name)
+        before, _, after = parts(text, *_markers(name))
         text = before + table + after
     if write:
         PAGE.write_text(text)

@@ -150,6 +150,19 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["linear_attention", "full_attention"]}
         | {"num_local_experts": 2, "block_size": 4},
     ),
+    "Jamba": (
+        "Jamba",
+        {"mamba_d_state": 6, "mamba_dt_rank": 4, "num_experts": 2}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+    "Zamba": (
+        "Zamba",
+        {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2}
+        | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    ),
+    "Mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}),
+    "FalconMamba": ("FalconMamba", {"state_size": 6, "time_step_rank": 4}),
     "Mamba 2": (
         "Mamba2",
         {"num_heads": 4, "head_dim": 8, "state_size": 6}
@@ -159,12 +172,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Layers with a state, some beside attention."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Jamba": (
-        "Jamba",
-        {"mamba_d_state": 6, "mamba_dt_rank": 4, "num_experts": 2}
-        | {"attn_layer_period": 2, "attn_layer_offset": 1}
-        | {"expert_layer_period": 2, "expert_layer_offset": 1},
-    ),
     "RecurrentGemma": (
         "RecurrentGemma",
         {"lru_width": 16, "attention_window_size": 8, "num_hidden_layers": 3}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.pieces import Pieces
+from parallel_plans.huggingface.scan import going_on, scans
 
 UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 """What layers with a state call of their cache."""
@@ -178,7 +179,9 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
             here = HandOver(before)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
             given.arguments.update(others | masks | {first: hidden, cache: here})
-            return plain(*given.args, **given.kwargs), here.after
+            state = here.get_recurrent_state(number) if scans(plain) else None
+            runs = plain if state is None else going_on(plain, state)
+            return runs(*given.args, **given.kwargs), here.after
 
         trains = any(x.requires_grad for x in self.parameters())
         return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)

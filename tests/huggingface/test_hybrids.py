@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,7 +71,6 @@ def output(layer: Any, hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "layout", "reason"),
     [
-        ("Jamba", LAYOUT, r"layers\.0\.mamba goes on from the recurrent state .* a single token"),
         ("RecurrentGemma", LAYOUT, r"layers\.0 \(linear_attention\).* tell no cache"),
         ("xLSTM", LAYOUT, "tell no cache"),
         (
@@ -87,6 +87,17 @@ def test_refused_with_the_reason(pool: Pool, family: str, layout: str, reason: s
 def refused(family: str, layout: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         planned(family, layout)
+
+
+def refused_without_a_state() -> None:
+    told = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
+    with patch("parallel_plans.huggingface.stateful.scans", return_value=False):
+        refused("Jamba", LAYOUT, told)
+
+
+def test_a_layer_that_begins_anew_is_refused(pool: Pool) -> None:
+    """As the scan of Mamba 1 does by itself."""
+    pool.run(1, refused_without_a_state)
 
 
 def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:

@@ -35,7 +35,7 @@ CAUSAL, WINDOW = Mask.causal(), Mask.sliding(4096)
 NUM_DOCUMENTS = 16
 RATES = (400e9, 100e9, 50e9, 25e9)
 """Bytes per second of links."""
-MOST = 220
+MAX_SECONDS = 220
 """Seconds, so that other steps have theirs."""
 
 
@@ -162,7 +162,7 @@ class Card:
 
     @torch.no_grad()
     def __call__(self, machine: Machine) -> Iterator[Finding]:
-        end = machine.left - min(MOST, machine.left)
+        end = machine.left - min(MAX_SECONDS, machine.left)
         for number, (attention, repeats) in enumerate(attentions(machine)):
             what = f"{attention.kernel}, {name_of(attention)}"
             if machine.left <= end:

@@ -12,7 +12,7 @@ from gpu_steps.alone import best_kernels
 from gpu_steps.machine import Finding, Machine
 
 CHECKER = "compute-sanitizer"
-MOST = 240
+MAX_SECONDS = 240
 """Seconds of one run of pytest, so that other steps have theirs."""
 SANITIZED = 900
 """Seconds under the memory checker, which slows kernels down: asked for only."""
@@ -29,7 +29,7 @@ def suite(machine: Machine) -> Iterator[Finding]:
     # Flash attention 4 apart: its compiler is young, and a test that hangs ends all after it.
     for which in ("not flash_attn4", "flash_attn4"):
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-k", which, *files()]
-        yield _finding(f"tests, {which}", machine, command, min(MOST, machine.left - 5))
+        yield _finding(f"tests, {which}", machine, command, min(MAX_SECONDS, machine.left - 5))
 
 
 def sanitized(machine: Machine) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from dtensor_ring.planning.values.span import Span, length
 FEWEST = 3
 """Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""
 
-MOST = 16
+MAX_OPEN_CHAINS = 16
 """Chains of one mask that a tile may continue."""
 
 Shape = tuple[int, int, int]
@@ -74,7 +74,7 @@ def _joined(step: Step, shape: Shape) -> tuple[Launch, ...]:
     for tile, batch in _by_batch(step.tiles, shape[0]):
         # The last ones only: rows that see many ranges of keys would make many chains to look at.
         alike = by_mask.setdefault(tile.mask, [])
-        chain = next((x for x in alike[-MOST:] if x.takes(tile, batch)), None)
+        chain = next((x for x in alike[-MAX_OPEN_CHAINS:] if x.takes(tile, batch)), None)
         if chain is None:
             chain = _Chain(tile.mask)
             chains.append(chain)

@@ -15,7 +15,7 @@ from dtensor_ring.compute.memory import (
     in_order,
 )
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import MOST, put_together
+from dtensor_ring.compute.together import MAX_PARTS, put_together
 
 
 class Parts:
@@ -84,7 +84,7 @@ class Parts:
             return False
         # What was put together already is the float32 tensor, not one of the parts.
         kept = self._parts[self._is_total(self._parts[0]) :]
-        is_many = kept[0].x.is_cuda and len(self._parts) >= MOST
+        is_many = kept[0].x.is_cuda and len(self._parts) >= MAX_PARTS
         return is_many or sum(part.x.numel() for part in kept) >= self._num_kept() * self._size
 
     def _num_kept(self) -> int:

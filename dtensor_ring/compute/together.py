@@ -18,7 +18,7 @@ from dtensor_ring.planning.values.span import Span
 PIECE = 1 << 16
 """Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""
 
-MOST = 8
+MAX_PARTS = 8
 """Parts of one launch on a GPU."""
 
 

@@ -20,11 +20,11 @@ from dtensor_ring.ops.autocast import autocast_dtype
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.layouts.run import shard_length
+from dtensor_ring.transport.agreed import agreed_transport
 from dtensor_ring.transport.session import session_of
-from dtensor_ring.transport.turn import turn_of
 from dtensor_ring.transport.word import Word
 
-LONGEST = 200
+MAX_QUOTED = 200
 """Characters of a description that an error quotes."""
 
 
@@ -157,7 +157,7 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
         return
     word = Word({"direction": direction} | here)
     # Words to all, not to the next one only: each rank shall know.
-    with turn_of(group, word, direction, torch.device("cpu"), first_bytes=0):
+    with agreed_transport(group, word, direction, torch.device("cpu"), first_bytes=0):
         yield
 
 
@@ -166,9 +166,9 @@ def _begin(texts: list[str]) -> int:
     columns = enumerate(zip(*texts, strict=False))
     num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
     # Descriptions may be long: quote some of the common part, then the difference.
-    return max(0, num_alike - LONGEST // 4) if num_alike > LONGEST // 2 else 0
+    return max(0, num_alike - MAX_QUOTED // 4) if num_alike > MAX_QUOTED // 2 else 0
 
 
 def _part(text: str, begin: int) -> str:
-    end = begin + LONGEST
+    end = begin + MAX_QUOTED
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

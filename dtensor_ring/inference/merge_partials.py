@@ -11,7 +11,7 @@ from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.dtensor.arguments import check_options
 from dtensor_ring.ops.check import check_sinks
 from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
-from dtensor_ring.ops.word import decode_turn
+from dtensor_ring.ops.word import agreed_decode
 
 
 def merge_partials(
@@ -41,8 +41,8 @@ def merge_partials(
     check_options(query, call)
     if sinks is not None:
         check_sinks(query, sinks)
-    with torch.no_grad(), decode_turn(call, question, query, value) as combine:
-        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+    with torch.no_grad(), agreed_decode(call, question, query, value) as combine:
+        # Within the context: what one rank refuses, or has no memory for, is told to the others.
         out, lse = partial()
         if combine is not None:
             out, lse = combine(out, lse)

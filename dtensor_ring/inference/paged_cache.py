@@ -11,7 +11,7 @@ from dtensor_ring.planning.paging.block_pool import BlockPool
 from dtensor_ring.planning.paging.pooled import BlockCopy, PooledSequence
 from dtensor_ring.planning.values.count import as_count
 
-LARGEST = 2**20
+MAX_SIZE = 2**20
 """Of layers, heads and head dims."""
 
 
@@ -55,12 +55,12 @@ class PagedCache:
             raise TypeError(f"pool must be a BlockPool, got {pool!r}")
         self.pool = pool
         self.rank = as_count("rank", rank, 0, pool.dealing.world_size - 1)
-        num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1, LARGEST)
-        num_layers = as_count("num_layers", num_layers, 1, LARGEST)
-        head_dim = as_count("head_dim", head_dim, 1, LARGEST)
+        num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1, MAX_SIZE)
+        num_layers = as_count("num_layers", num_layers, 1, MAX_SIZE)
+        head_dim = as_count("head_dim", head_dim, 1, MAX_SIZE)
         if value_head_dim is None:
             value_head_dim = head_dim
-        value_head_dim = as_count("value_head_dim", value_head_dim, 1, LARGEST)
+        value_head_dim = as_count("value_head_dim", value_head_dim, 1, MAX_SIZE)
         shape = pool.num_blocks, pool.dealing.block, num_kv_heads
         # Zeros: what a kernel loads beside the last key must not be NaN, which no weight removes.
         with torch.inference_mode(False):

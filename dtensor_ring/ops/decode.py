@@ -17,7 +17,7 @@ from dtensor_ring.ops.check import check_inputs, check_num_queries
 from dtensor_ring.ops.decode_options import DECODE_SCHEMA, MAX_QUERIES, unflatten_decode
 from dtensor_ring.ops.schema import check_batch
 from dtensor_ring.ops.strides import loadable, unit_stride
-from dtensor_ring.ops.word import decode_turn
+from dtensor_ring.ops.word import agreed_decode
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.transport.combine import Combine
 
@@ -35,8 +35,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     check_inputs(query, key, value, call.scores.sinks)
     check_num_queries(query, MAX_QUERIES)
     question = call.question(query, key)
-    with decode_turn(call, question, query, value) as combine:
-        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+    with agreed_decode(call, question, query, value) as combine:
+        # Within the context: what one rank refuses, or has no memory for, is told to the others.
         step, kernel = question.step(key), call.select(query, value, question)
         query, key, value = loadable(query, key, value)
         return decode(query, (key, value), step, kernel, call.scores, combine)

@@ -12,7 +12,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.check import check_exchanged
 from dtensor_ring.ops.exchange_options import TRADE_SCHEMA, Trade, unflatten_trade
 from dtensor_ring.ops.schema import check_batch
-from dtensor_ring.ops.word import exchange_turn
+from dtensor_ring.ops.word import agreed_exchange
 from dtensor_ring.transport.exchange import exchange_tensors, traded
 
 EXCHANGE = "dtensor_ring::exchange"
@@ -26,8 +26,8 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     trade = unflatten_trade(options)
     check_exchanged(tensors)
     layouts, rank = trade.layouts(), trade.group.rank()
-    with exchange_turn(trade, layouts, tensors) as transport:
-        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+    with agreed_exchange(trade, layouts, tensors) as transport:
+        # Within the context: what one rank refuses, or has no memory for, is told to the others.
         trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
         splits = traded(plan, trade.num_heads, trade.num_key_heads, trade.is_back)

@@ -16,7 +16,7 @@ from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.options import SCHEMA, unflatten
 from dtensor_ring.ops.scattered import warn_of_tiles
 from dtensor_ring.ops.strides import loadable, unit_stride
-from dtensor_ring.ops.word import turn
+from dtensor_ring.ops.word import agreed_call
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.session import session_of
 
@@ -41,8 +41,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
     question = call.question(query.shape[0])
-    with turn(call, question, query, value) as transport:
-        # Within the turn: what one rank refuses, or has no memory for, is told to the others.
+    with agreed_call(call, question, query, value) as transport:
+        # Within the context: what one rank refuses, or has no memory for, is told to the others.
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
         warn_of_tiles(plan, question)
         announce(call, question, plan, kernel.name, key, value)
@@ -71,7 +71,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = unflatten(options)
     question = call.question(query.shape[0])
-    with turn(call, question, query, value, lse) as transport:
+    with agreed_call(call, question, query, value, lse) as transport:
         plan = question.plan(query, key)
         kernel = call.select(query, value, question.slices, grad_lse is not None)
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)

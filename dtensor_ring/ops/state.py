@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.transport.agreed import agreed_transport
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.protocol import P2P, Chain, Transport
-from dtensor_ring.transport.turn import turn_of
 from dtensor_ring.transport.word import Word
 
 RECEIVE = "dtensor_ring::receive_state"
@@ -91,7 +91,7 @@ def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Tr
     chain = Chain(step, Word(fields).tag(0, 0))
     direction = "forward" if step > 0 else "backward"
     word = Word({"direction": direction, "op": op} | fields)
-    with turn_of(group, word, direction, state.device, chain=chain) as transport:
+    with agreed_transport(group, word, direction, state.device, chain=chain) as transport:
         yield transport
 
 

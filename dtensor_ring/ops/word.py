@@ -22,24 +22,24 @@ from dtensor_ring.planning.masks.documents import Documents
 from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.values.cache import cached_bytes
+from dtensor_ring.transport.agreed import TransportContext, agreed_transport
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.session import session_of
-from dtensor_ring.transport.turn import Turns, turn_of
 from dtensor_ring.transport.word import MAX_BYTES, Word
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
 
 
-def turn(
+def agreed_call(
     call: Call,
     question: Question,
     query: Tensor,
     value: Tensor,
     lse: Tensor | None = None,
-) -> Turns:
+) -> TransportContext:
     """The transport of a call, which begins and ends with the context.
 
     Args:
@@ -65,10 +65,10 @@ def turn(
         *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
         *(call.place.policy, *question),
     )
-    return turn_of(group, word, direction, query.device, origin, CALLER.place)
+    return agreed_transport(group, word, direction, query.device, origin, CALLER.place)
 
 
-def decode_turn(
+def agreed_decode(
     call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
 ) -> AbstractContextManager[Combine | None]:
     """What merges the partials of a decode call, which begins and ends with the context.
@@ -93,11 +93,15 @@ def decode_turn(
         *(scale, softcap, kernel, merge, agree, *question),
     )
     size = first_bytes(query, value, merge, question.world_size)
-    turn = turn_of(group, word, "decode", query.device, place=CALLER.place, first_bytes=size)
-    return _combining(turn, question, merge)
+    agreed = agreed_transport(
+        group, word, "decode", query.device, place=CALLER.place, first_bytes=size
+    )
+    return _combining(agreed, question, merge)
 
 
-def exchange_turn(trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]) -> Turns:
+def agreed_exchange(
+    trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]
+) -> TransportContext:
     """The transport of an exchange, which begins and ends with the context."""
     group, first = trade.group, tensors[0]
     if group.size() == 1:
@@ -109,7 +113,7 @@ def exchange_turn(trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequenc
         *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
     )
     direction = _direction(trade.is_back)
-    return turn_of(group, word, direction, first.device, trade.origin, CALLER.place)
+    return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.place)
 
 
 def _direction(is_back: bool) -> str:
@@ -162,8 +166,8 @@ def _spelled(layout: Layout) -> str:
 
 
 @contextmanager
-def _combining(turn: Turns, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
-    with turn as transport:
+def _combining(agreed: TransportContext, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
+    with agreed as transport:
         yield Combine(transport, question.rank, question.world_size, merge)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST = 300
+MAX_QUOTED = 300
 """Characters of another error that a message quotes."""
 
 
@@ -46,7 +46,7 @@ class RingError(RuntimeError):
 def reason_of(error: RuntimeError) -> str:
     """What an error of the backend means."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    quoted = f"({text[:LONGEST]})"
+    quoted = f"({text[:MAX_QUOTED]})"
     if "timed out" in text.lower():
         return (
             "the time limit of the group is over, so that rank is stopped, cut off, elsewhere, or "

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dtensor_ring.transport.word import MAX_BYTES, flat
 
-MOST_CARRIED = 1 << 16
+MAX_CARRIED = 1 << 16
 """Bytes that may follow a word in its message: the partial results of a decoded token take 1 to 64
 KiB. Larger messages gain little: what a second one costs is then small beside them."""
 
@@ -20,7 +20,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._memory = bytearray(MAX_BYTES + MOST_CARRIED)
+        self._memory = bytearray(MAX_BYTES + MAX_CARRIED)
         self.flat: Tensor = flat(self._memory)
         """What a message comes to, uint8."""
 

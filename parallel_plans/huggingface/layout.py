@@ -12,7 +12,7 @@ from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.stateful import attention_layers, stateful_layers
 
 DEFAULT: str = "zigzag"
-LONGEST = 32768
+DEFAULT_SEQ_LEN = 32768
 """Tokens of the longest sequence of a model that has no limit."""
 
 _LOG = logging.getLogger("dtensor_ring")
@@ -41,7 +41,7 @@ def compared_layouts(
     found = compare_hybrid_layouts(
         _sizes(model, num_stateful),
         max(masks, key=masks.count, default=Mask.causal()),
-        getattr(model.config, "max_position_embeddings", None) or LONGEST,
+        getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN,
         world_size,
         strategy or Strategy.default,
     )

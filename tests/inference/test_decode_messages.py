@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import RingError, SequenceAxis, decode_attention, ring_attention
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.transport.inbox import MOST_CARRIED
+from dtensor_ring.transport.inbox import MAX_CARRIED
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.decoding import Decode, Outputs, check
 from tests.inference.test_decode_op import options_of
@@ -202,7 +202,7 @@ def _in_turns() -> list[Outputs]:
 
 
 def test_the_largest_message_that_a_word_carries(pool: Pool) -> None:
-    rows = MOST_CARRIED // (9 * 8)
+    rows = MAX_CARRIED // (9 * 8)
     for num_rows, words in ((rows, 2), (rows + 1, 1)):
         case = Decode(RUNS, 16, (15,), 3, batch=num_rows, heads=(1, 1), merge="one_shot")
         for outputs, sent in pool.run(3, _count, case):

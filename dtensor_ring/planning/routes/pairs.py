@@ -14,7 +14,7 @@ from dtensor_ring.planning.routes.needs import Needs, Sights, source_blocks
 from dtensor_ring.planning.routes.reach import Reach
 from dtensor_ring.planning.values.ranges import topmost
 
-MOST = 2**19
+MAX_PAIRS = 2**19
 """Pairs of runs, times slices, up to which each is looked at, in a quarter of a second or so.
 
 Above it, all columns from the first to the last that a run shows another one in a row of the batch
@@ -27,7 +27,7 @@ class PairedNeeds(Needs):
     """Runs with gaps interleave, so there is no order of positions to search in.
 
     Whatever concerns all ranks takes O(n * n) for n runs and for each slice, in blocks of arrays.
-    Above `MOST`, a pair of runs is settled by the first and the last slice in which it has
+    Above `MAX_PAIRS`, a pair of runs is settled by the first and the last slice in which it has
     something to see.
     """
 
@@ -38,7 +38,7 @@ class PairedNeeds(Needs):
         self._tables = slices.tables or (stacked([]),)
         # One answer for all ranks, as both sides of a message must agree.
         num_pairs = len(queries.owners) * len(keys.owners)
-        self._is_exact = num_pairs * sum(map(len, slices.tables)) <= MOST
+        self._is_exact = num_pairs * sum(map(len, slices.tables)) <= MAX_PAIRS
 
     @property
     def num_bytes(self) -> int:

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.board import Board
-from dtensor_ring.transport.error import LONGEST, RingError, reason_of
-from dtensor_ring.transport.inbox import MOST_CARRIED
+from dtensor_ring.transport.error import MAX_QUOTED, RingError, reason_of
+from dtensor_ring.transport.inbox import MAX_CARRIED
 from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
 from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
 from dtensor_ring.transport.word import Word, differences, flat
 
-Turns = AbstractContextManager[Transport]
+TransportContext = AbstractContextManager[Transport]
 
 
-def turn_of(
+def agreed_transport(
     group: dist.ProcessGroup,
     word: Word,
     direction: str,
@@ -32,7 +32,7 @@ def turn_of(
     place: str = "",
     first_bytes: int | None = None,
     chain: Chain | None = None,
-) -> Turns:
+) -> TransportContext:
     """A context that gives the transport for one call over a group.
 
     Args:
@@ -50,15 +50,15 @@ def turn_of(
     if not session.has_words:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
-    is_small = first_bytes is not None and first_bytes <= MOST_CARRIED
+    is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
     # Another transport than that of words moves messages in its own way, if there are any.
     is_plain = keeps_tags and type(transport) is ProcessGroupTransport
     carries = is_small and (is_plain or not first_bytes)
     how = word, direction, origin, place, carries, chain
-    return Turn(group, session, transport, keeps_tags, *how)
+    return AgreedTransport(group, session, transport, keeps_tags, *how)
 
 
-class Turn(Transport):
+class AgreedTransport(Transport):
     """A call's transport: see the Note [Agreement]. As a context, it begins and ends the call."""
 
     def __init__(
@@ -259,7 +259,7 @@ class Turn(Transport):
                 for message in self._in_flight:
                     message.wait()
             return
-        quoted = f"{type(error).__name__}: {error}"[:LONGEST]
+        quoted = f"{type(error).__name__}: {error}"[:MAX_QUOTED]
         self._shut_down(f"{self._here()} raised, {self._where()}: {quoted}")
 
     def _shut_down(self, text: str) -> str:

@@ -40,6 +40,6 @@ def load(spelling: str, mesh: DeviceMesh, asked: Asked) -> Model:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{spelling} is a config of torchtitan, which is not installed ({error}): "
-            'pip install "dtensor-ring[torchtitan]"'
+            'pip install "torchtitan>=0.3.0,<0.4"'
         ) from error
     return meta.model_of_function(name, function, mesh, asked)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from dtensor_ring.compute.kernels import hub as kernels_of_the_hub
+from tests import hub
 from tests.package_calls import (
     CudnnOps,
     Run,
@@ -77,6 +79,11 @@ FLASH_ATTN = {
     ),
 }
 """`flash_attn.flash_attn_interface` of flash-attn 2.7."""
+
+HUB_FLASH_ATTN = {
+    "_flash_attn_varlen_forward": function(hub.VARLEN, forward(flash2_scores, (0.0, torch.inf), 2))
+}
+"""What differs in the build of the Hub."""
 
 FLASH_ATTN_CUTE = {
     "_flash_attn_fwd": function(
@@ -148,8 +155,8 @@ def aten_operators() -> dict[str, tuple[Run, dict[str, str]]]:
 
 
 @pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of them, as long as a test runs."""
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
+    """All of them, as long as a test runs; what it gives counts downloads."""
     for package in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for module, functions in {
@@ -164,13 +171,21 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.library.Library("flash_attn_3", "DEF"),
         torch.library.Library("aten", "IMPL"),
     )
+    implementations = {}
     for name, (schema, run) in FLASH_ATTN_3.items():
         flash3.define(f"{name}{schema}")
         op = getattr(torch.ops.flash_attn_3, name).default
-        flash3.impl(name, operator(op._schema, run, {}), "CPU")
+        implementations[name] = operator(op._schema, run, {})
+        flash3.impl(name, implementations[name], "CPU")
     for name, (run, names) in aten_operators().items():
         op = getattr(torch.ops.aten, name).default
         aten.impl(name, operator(op._schema, run, names), "CPU")
-    yield
+    schemas = {name: (schema, implementations[name]) for name, (schema, _) in FLASH_ATTN_3.items()}
+    with hub.builds(FLASH_ATTN | HUB_FLASH_ATTN, schemas) as builds:
+        there = hub.Hub(builds)
+        monkeypatch.setitem(sys.modules, "kernels", hub.package(there))
+        kernels_of_the_hub._loaded.cache_clear()
+        yield there
+        kernels_of_the_hub._loaded.cache_clear()
     flash3._destroy()
     aten._destroy()

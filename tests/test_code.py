@@ -18,7 +18,7 @@ LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inferen
 """A module imports from its own layer and those before it, and never in a circle."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
-OPTIONAL |= {"diffusers", "matplotlib", "plotly", "rich", "triton", "trl"}
+OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "trl"}
 SUBCLASSES = (
     "parallel_plans.huggingface.grpo",
     "parallel_plans.huggingface.trainer",

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dtensor_ring.compute.kernels import KERNELS
+from dtensor_ring.compute.kernels.registry import unregister_kernel
 from tests.huggingface.test_trainer import under_torchrun
 from tests.huggingface.trl_runs import harmless
 from tests.pool import Pool
@@ -31,8 +33,11 @@ def test_page(pool: Pool, tmp_path: Path, page: Path) -> None:
 
 
 def _check_page(page: Path, folder: Path) -> None:
+    before = list(KERNELS)
     with chdir(folder), harmless():
         _run_page(page)
+    for name in [name for name in KERNELS if name not in before]:
+        unregister_kernel(name)  # this process runs other tests
 
 
 def _run_page(page: Path) -> None:

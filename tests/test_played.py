@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import parts
-from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
+from dtensor_ring.compute.kernels import Saved, Scores, named_kernel
 from dtensor_ring.compute.sums import Sum
 from dtensor_ring.compute.together import put_together
 from dtensor_ring.planning.layouts.layout import Layout
@@ -21,7 +21,7 @@ from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring
-from tests.tiles import GPU
+from tests.tiles import GPU, HUB
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(40)
 SEQ_LEN = 512
@@ -92,8 +92,8 @@ def test_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> No
 def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks against dense attention; skips what the kernel cannot."""
     case = replace(case, dtype=played.dtype)
-    kernel, ring = KERNELS[played.kernel], case.ring
-    is_of_gpu = played.kernel in GPU
+    kernel, ring = named_kernel(played.kernel), case.ring
+    is_of_gpu = played.kernel in GPU + HUB
     problem = ring.problem(
         *("cuda" if is_of_gpu else played.device, torch.bfloat16 if is_of_gpu else played.dtype),
         *(*case.head_dims, case.scale, case.softcap),
@@ -160,7 +160,7 @@ def of_rank(
     """Out, lse and gradients of a rank's query, key and value."""
     plan = case.ring.plans()[rank]
     query, key, value, *sinks = (x.to(played.device) for x in case.shards(rank))
-    kernel = KERNELS[played.kernel]
+    kernel = named_kernel(played.kernel)
     scores = Scores(case.ring.mask, case.scale, case.softcap, *sinks)
     grad_out = case.grads()[0][:, :, case.ring.positions(rank)].to(played.device)
     out, lse = ring_forward(query, (key, value), plan, kernel, scores, transport)

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from dtensor_ring.command.finding import Finding, show, written
 from dtensor_ring.command.self_test import self_test
 from dtensor_ring.command.versions import versions
-from dtensor_ring.compute.kernels import available_kernels
+from dtensor_ring.compute.kernels import available_kernels, missing_kernel
 
 CPU_KERNELS = ("cpu_flash", "reference")
 """Kernels that run without a GPU."""
+
+PREBUILT = "hub:kernels-community/flash-attn2"
+"""Of a kernel that runs on most GPUs, and needs no compiler."""
 
 LAUNCH = "torchrun --nproc-per-node 2 -m dtensor_ring doctor"
 
@@ -52,15 +55,17 @@ def _print(findings: list[Finding], with_json: bool) -> None:
 def _kernels(asked: str | None) -> list[Finding]:
     """Each kernel, and why it does not run; wrong if that is the one that was asked for."""
     found = available_kernels()
-    if asked is not None and asked not in found:
-        known = f"known kernels: {', '.join(found)}"
-        return [Finding(f"kernel {asked}", "there is none of that name", known, is_bad=True)]
+    if asked is not None:
+        try:
+            found[asked] = missing_kernel(asked)
+        except ValueError as error:
+            return [Finding(f"kernel {asked}", str(error), is_bad=True)]
     findings = [
         Finding(f"kernel {name}", reason or "runs", is_bad=name == asked and reason is not None)
         for name, reason in found.items()
     ]
     if torch.cuda.is_available() and not _is_fast(found):
-        advice = 'pip install "dtensor-ring[flash-attn]"'
+        advice = "pip install flash-attn, or test a prebuilt one: --kernel " + PREBUILT
         findings.append(Finding("kernels for this GPU", "only the slow reference", advice))
     return findings
 

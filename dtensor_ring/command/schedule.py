@@ -58,7 +58,7 @@ def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
             _draw(found, path, suffix)
         except ModuleNotFoundError as error:
             raise ImportError(
-                f'--{suffix} draws with {package}: pip install "dtensor-ring[plot]"'
+                f"--{suffix} draws with {package}, which is not installed: pip install {package}"
             ) from error
 
 

@@ -180,9 +180,7 @@ def test_a_config_of_torchtitan() -> None:
 
 
 HAS_TORCHTITAN = find_spec("torchtitan") is not None
-NO_CONFIG = (
-    "is not a config function of torchtitan" if HAS_TORCHTITAN else "dtensor-ring[torchtitan]"
-)
+NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "torchtitan>=0.3.0,<0.4"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dtensor_ring.compute.kernels.registry import (
     check_kernel,
     clear_kernel_cache,
     kernel_for,
+    missing_kernel,
+    named_kernel,
     register_kernel,
     select_kernel,
 )
@@ -28,6 +30,8 @@ __all__ = [
     "check_kernel",
     "clear_kernel_cache",
     "kernel_for",
+    "missing_kernel",
+    "named_kernel",
     "register_kernel",
     "select_kernel",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +22,35 @@ class FlashAttn2(VarlenKernel):
 
     name = "flash_attn2"
 
+    def functions(self) -> Any:
+        """The module of the package that has them; they are private, as public ones give no lse."""
+        from flash_attn import flash_attn_interface
+
+        return flash_attn_interface
+
+    def missing_package(self) -> str | None:
+        """The reason why the functions are not there, or `None`."""
+        return _missing_package()
+
     def missing(self) -> str | None:
-        return no_gpu() or _missing_package()
+        return no_gpu() or self.missing_package()
 
     def supports(self, problem: Problem) -> str | None:
         return gpu_limits(problem) or one_head_dim(problem, 256)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
-        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
-
-        more = {**_options(band), "return_softmax": False}
+        flash, more = self.functions(), {**_options(band), "return_softmax": False}
         if band.segments is None:
-            out, lse, *_ = _flash_attn_forward(q, k, v, **more)
+            out, lse, *_ = flash._flash_attn_forward(q, k, v, **more)
         else:
-            out, lse, *_ = _flash_attn_varlen_forward(
-                q, k, v, *sizes(band.segments, q.device), **more
-            )
+            lengths = sizes(band.segments, q.device)
+            out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *lengths, **more)
         return out, lse
 
     def attend_backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
-        from flash_attn.flash_attn_interface import (
-            _flash_attn_backward,
-            _flash_attn_varlen_backward,
-        )
-
+        flash = self.functions()
         # The call writes gradients to memory that it is given.
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         tensors = saved.grad_out, q, k, v, saved.out, saved.lse, *grads
@@ -55,9 +59,9 @@ class FlashAttn2(VarlenKernel):
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if band.segments is None:
-            _flash_attn_backward(*tensors, **more)
+            flash._flash_attn_backward(*tensors, **more)
         else:
-            _flash_attn_varlen_backward(*tensors, *sizes(band.segments, q.device), **more)
+            flash._flash_attn_varlen_backward(*tensors, *sizes(band.segments, q.device), **more)
         return grads
 
 

@@ -41,11 +41,26 @@ class FlashAttn3(VarlenKernel):
 
     name = "flash_attn3"
 
+    def operators(self) -> Any:
+        """The namespace that has `fwd` and `bwd`."""
+        return flash
+
+    def missing_package(self) -> str | None:
+        """The reason why the operators are not there, or `None`."""
+        return _missing_package()
+
+    def build_flags(self) -> dict[str, bool]:
+        """What the build says that it leaves out; nothing in older ones."""
+        return _build_flags()
+
     def missing(self) -> str | None:
-        return no_gpu(9) or _missing_package() or _left_out("VARLEN", "BACKWARD")
+        missing = no_gpu(9) or self.missing_package()
+        return missing or _left_out(self.build_flags(), "VARLEN", "BACKWARD")
 
     def supports(self, problem: Problem) -> str | None:
-        if reason := gpu_limits(problem) or one_head_dim(problem, 256) or _left_out_of(problem):
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256):
+            return reason
+        if reason := _left_out_of(self.build_flags(), problem):
             return reason
         is_deterministic = problem.determinism != "off"
         if problem.head_dim > 192 and is_deterministic:
@@ -60,17 +75,17 @@ class FlashAttn3(VarlenKernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
         more = {**lengths(band.segments, q.device), **_options(band)}
-        if band.in_flight and "sm_margin" in _arguments(flash.fwd):
+        if band.in_flight and "sm_margin" in _arguments(self.operators().fwd):
             more["sm_margin"] = SM_MARGIN
         # Keys in one split: with 0 it might choose several, whose lse are apart.
-        out, lse, *_ = flash.fwd(q, k, v, num_splits=1, **more)
+        out, lse, *_ = self.operators().fwd(q, k, v, num_splits=1, **more)
         return out, lse
 
     def attend_backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        flash.bwd(
+        self.operators().bwd(
             *(saved.grad_out, q, k, v, saved.out, saved.lse, *grads),
             **lengths(band.segments, q.device),
             **_options(band),
@@ -85,10 +100,12 @@ class PagedFlashAttn3(PagedKernel):
     name = "flash_attn3"
 
     def missing(self) -> str | None:
-        return no_gpu(9) or _missing_package() or _left_out("PAGEDKV", "VARLEN")
+        missing = no_gpu(9) or _missing_package()
+        return missing or _left_out(_build_flags(), "PAGEDKV", "VARLEN")
 
     def supports(self, problem: Problem, block: int) -> str | None:
-        return gpu_limits(problem) or one_head_dim(problem, 256) or _left_out_of(problem)
+        reason = gpu_limits(problem) or one_head_dim(problem, 256)
+        return reason or _left_out_of(_build_flags(), problem)
 
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
@@ -120,23 +137,22 @@ def _missing_package() -> str | None:
     return None
 
 
-def _left_out(*features: str) -> str | None:
+def _left_out(flags: dict[str, bool], *features: str) -> str | None:
     """Why a build without one of these features cannot, `None` if it has them all."""
-    flags = _build_flags()
     for feature in features:
         if flags.get(f"FLASHATTENTION_DISABLE_{feature}"):
             return f"it was built with FLASH_ATTENTION_DISABLE_{feature}; build it without"
     return None
 
 
-def _left_out_of(problem: Problem) -> str | None:
+def _left_out_of(flags: dict[str, bool], problem: Problem) -> str | None:
     """Why the build cannot serve the problem; ranks of one axis have the same build."""
     needs = [("LOCAL", problem.windowed), ("SOFTCAP", bool(problem.softcap))]
     needs += [("FP16", problem.dtype == torch.float16)]
-    if reason := _left_out(*(feature for feature, is_needed in needs if is_needed)):
+    if reason := _left_out(flags, *(feature for feature, is_needed in needs if is_needed)):
         return reason
     # A head dim runs as the next larger one that is there.
-    there = [size for size in HEAD_DIMS if not _left_out(f"HDIM{size}")]
+    there = [size for size in HEAD_DIMS if not _left_out(flags, f"HDIM{size}")]
     if problem.head_dim > max(there, default=0):
         return f"it was built for head dims of {there}, got {problem.head_dim}"
     return None

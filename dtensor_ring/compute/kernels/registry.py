@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from dtensor_ring.compute.kernels.cudnn import Cudnn
 from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
 from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
 from dtensor_ring.compute.kernels.flash_attn4 import FlashAttn4
+from dtensor_ring.compute.kernels.hub import HUB_KERNELS
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.compute.kernels.problem import Determinism, Problem, determinism
 from dtensor_ring.compute.kernels.reference import Reference
@@ -67,7 +69,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         >>> unregister_kernel("mine")
     """
     _check_registrable(kernel)
-    check_kernel(before, "before")
+    check_kernel(before, "before", KERNELS)
     # A dict keeps the order of insertion: all that come after move to the end.
     names = list(KERNELS)
     after = names[names.index(before or "reference") :]
@@ -94,20 +96,47 @@ def unregister_kernel(name: str) -> None:
 def available_kernels() -> dict[str, str | None]:
     """Every kernel by name, best first: `None` if it runs on this machine, else why it cannot.
 
+    Prebuilt kernels, `"hub:kernels-community/flash-attn3"`, are not among them: they are downloaded
+    where an attention names them, and nowhere else.
+
     >>> available_kernels()["reference"] is None
     True
     """
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    return {name: _missing(kernel, device) for name, kernel in KERNELS.items()}
+    return {name: missing_kernel(name) for name in KERNELS}
 
 
-def check_kernel(name: str | None, argument: str = "kernel") -> None:
-    """Refuse a name that no kernel has; `None` leaves the choice."""
+def missing_kernel(name: str) -> str | None:
+    """The reason why the named kernel cannot run on this machine, or `None`.
+
+    Raises:
+        ValueError: if there is no kernel of that name.
+    """
+    check_kernel(name)
+    return _missing(
+        named_kernel(name), torch.cuda.current_device() if torch.cuda.is_available() else None
+    )
+
+
+def check_kernel(
+    name: str | None, argument: str = "kernel", known: Mapping[str, Kernel] | None = None
+) -> None:
+    """Refuse a name that none of the known kernels has, by default all; `None` leaves the choice.
+
+    Raises:
+        TypeError: if it is not a string.
+        ValueError: if there is no such kernel.
+    """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{argument} must be the name of a kernel, a str, got {name!r}")
-    if name is not None and name not in KERNELS:
+    names = list({**KERNELS, **HUB_KERNELS} if known is None else known)
+    if name is not None and name not in names:
         where = "" if argument == "kernel" else f" in {argument}"
-        raise ValueError(f"unknown kernel {name!r}{where}; known kernels: {', '.join(KERNELS)}")
+        raise ValueError(f"unknown kernel {name!r}{where}; known kernels: {', '.join(names)}")
+
+
+def named_kernel(name: str) -> Kernel:
+    """The kernel of a name that `check_kernel` has seen."""
+    return KERNELS[name] if name in KERNELS else HUB_KERNELS[name]
 
 
 def select_kernel(name: str | None, problem: Problem) -> Kernel:
@@ -151,7 +180,7 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
     reasons = {}
     # `supports` first: it is cheap, and importing a package for nothing is not.
-    for kernel in KERNELS.values() if name is None else (KERNELS[name],):
+    for kernel in KERNELS.values() if name is None else (named_kernel(name),):
         able, reason = able_kernel(kernel, problem)
         reason = reason or _missing(kernel, device)
         if reason is None:
@@ -190,9 +219,10 @@ def _check_registrable(kernel: object) -> None:
         raise TypeError(
             f"the name of a kernel is a string, got {name!r}; set `name` in {_class(kernel)}"
         )
-    if name in KERNELS:
+    if name in KERNELS or name in HUB_KERNELS:
+        taken = _class(named_kernel(name))
         raise ValueError(
-            f"the kernel name {name!r} of {_class(kernel)} is taken by {_class(KERNELS[name])}; "
+            f"the kernel name {name!r} of {_class(kernel)} is taken by {taken}; "
             "give the new kernel another name"
         )
 

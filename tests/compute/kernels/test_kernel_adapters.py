@@ -8,32 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, flash_attn3
+from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, flash_attn3, named_kernel
 from dtensor_ring.compute.kernels.registry import able_kernel
 from tests.packages import packages
 from tests.rings import Case as RingCase
-from tests.rings import Ring
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.test_played import RINGS, Played, check_ring
-from tests.tiles import CASES, GPU, TILES, Case, check_tile
+from tests.tiles import CASES, GPU, HUB, TILES, Case, check_tile
 
 __all__ = ["packages"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("packages")
 
-OF_SEGMENTS = [name for name in GPU if KERNELS[name].has_segments]
+OF_SEGMENTS = [name for name in GPU + HUB if named_kernel(name).has_segments]
 
 
 def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
     """The kernel that serves the case, apart from the dtype and the device; or skips."""
     problem = replace(case.problem("cuda"), dtype=torch.bfloat16)
-    able, reason = able_kernel(KERNELS[name], problem)
+    able, reason = able_kernel(named_kernel(name), problem)
     if reason:
         pytest.skip(f"{name}: {reason}")
     return able
 
 
-@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("name", GPU + HUB)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_tile(name: str, case: Case) -> None:
     if case.dtype == torch.float64:
@@ -49,17 +48,19 @@ def test_segments(name: str, case: SegmentsCase) -> None:
 
 @pytest.mark.parametrize("name", OF_SEGMENTS)
 def test_backward_of_segments_with_a_part_of_the_keys(name: str) -> None:
-    check_part_of_the_keys(KERNELS[name], torch.float32, "cpu")
+    check_part_of_the_keys(named_kernel(name), torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("name", [name for name in GPU if name.startswith("flash_attn")])
+@pytest.mark.parametrize(
+    "name", [name for name in GPU + HUB if "flash" in name and name != "cuda_flash"]
+)
 def test_deterministic_gradients_are_asked_for(name: str) -> None:
     """The stand-ins compare what they are told with PyTorch's setting."""
     torch.use_deterministic_algorithms(True)
     try:
-        check_tile(KERNELS[name], TILES["causal"], "cpu")
-        if KERNELS[name].has_segments:
-            check_segments(KERNELS[name], next(iter(PACKED.values())), "cpu")
+        check_tile(named_kernel(name), TILES["causal"], "cpu")
+        if named_kernel(name).has_segments:
+            check_segments(named_kernel(name), next(iter(PACKED.values())), "cpu")
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -80,15 +81,17 @@ def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
         torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", GPU)
-@pytest.mark.parametrize("case", RINGS.values(), ids=list(RINGS))
-def test_ring(name: str, case: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNELS[name].__class__, "missing", lambda self: None)
-    check_ring(RingCase(case), Played(name, "cpu", torch.float32), monkeypatch)
+OF_RINGS = [(name, case) for case in RINGS for name in GPU] + [(name, "zigzag") for name in HUB]
+
+
+@pytest.mark.parametrize(("name", "ring"), OF_RINGS)
+def test_ring(name: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_kernel(name).__class__, "missing", lambda self: None)
+    check_ring(RingCase(RINGS[ring]), Played(name, "cpu", torch.float32), monkeypatch)
 
 
 def test_which_kernels_have_segments() -> None:
-    assert OF_SEGMENTS == ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash"]
+    assert ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash", *HUB] == OF_SEGMENTS
 
 
 @pytest.mark.parametrize("has_argument", [True, False])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_ring.dtensor.annotation import axis_group, group_of
+from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.planning.layouts.layout import Contiguous
 
 
 def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -27,6 +31,8 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Raises:
         TypeError: if `local` is not a plain tensor.
+        ValueError: if its dtype has no sum.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -36,46 +42,80 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
     if not isinstance(local, Tensor) or isinstance(local, DTensor):
         raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
     check_strided("local", local)
-    axis_group(mesh)  # which checks that it is one axis
+    group = axis_group(mesh)
     # Gathered and then summed, for the backward of a gather.
-    parts = DTensor.from_local(local.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+    parts = gathered(local.unsqueeze(0), 0, group, group.size())
     try:
-        return gathered(parts, 0).sum(0)
+        return parts.sum(0)
     except NotImplementedError:
         raise ValueError(
             f"local must have a dtype that PyTorch sums, got {local.dtype}; use .float()"
         ) from None
 
 
-def on_groups_in_use(dtensor: DTensor, group: ProcessGroup, axis: int) -> DTensor:
-    """The tensor, on another mesh if the group of this axis was destroyed: see `group_of`."""
-    mesh = dtensor.device_mesh
-    if torch.compiler.is_compiling() or mesh._dim_group_names[axis] == group.group_name:
-        return dtensor
-    groups = [group_of(mesh, other) for other in range(mesh.ndim)]
-    names = {"mesh_dim_names": mesh.mesh_dim_names}
-    if mesh.ndim == 1:
-        in_use = DeviceMesh.from_group(groups[0], mesh.device_type, **names)
-    else:
-        in_use = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, **names)
-    how = {"run_check": False, "shape": dtensor.shape, "stride": dtensor.stride()}
-    return DTensor.from_local(dtensor.to_local(), in_use, dtensor.placements, **how)
+def gathered(
+    local: Tensor,
+    dim: int,
+    group: ProcessGroup,
+    seq_len: int,
+    layout: str = Contiguous.name,
+    runs: Tensor | None = None,
+) -> Tensor:
+    """All tokens of an axis in the order of their positions; the gradient is summed over it.
 
+    Args:
+        local: this rank's tokens, in `dim`.
+        dim: the dimension of the sequence, from the front.
+        group: of the axis.
+        seq_len: tokens of all ranks.
+        layout: how they are dealt, as `Layout.spec` says it.
+        runs: if that belongs to a batch, see `sequence_runs`.
 
-def gathered(dtensor: DTensor, axis: int) -> Tensor:
-    """The global tensor, whose gradient is summed over one axis of the mesh."""
-    placements: list[Placement] = [Replicate()] * dtensor.device_mesh.ndim
-    placements[axis] = Partial()
-    try:
-        whole = dtensor.full_tensor(grad_placements=placements)
-    except RuntimeError as error:
-        if "scalar type" not in str(error):
-            raise
-        raise ValueError(
-            f"the process group cannot gather {dtensor.dtype} ({error}); use .to() of another dtype"
-        ) from error
+    Raises:
+        ValueError: if this rank has another number of tokens.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+    """
+    # One head, of which each rank gets a copy: then what each has comes to all.
+    trade = Trade(
+        *(Dealt(runs, runs), layout, layout, group.size(), (1,), 1, seq_len, None),
+        group.group_name,
+        is_compiled=torch.compiler.is_compiling(),
+    )
+    whole = exchanged(local, dim, trade)
     # A compiled graph defines its gradients itself.
     return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
+
+
+def exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
+    """A tensor of any shape after an exchange of the tokens in `dim`."""
+    before, (length, *after) = local.shape[:dim], local.shape[dim:]
+    # As one head, with whatever belongs to a token as its features.
+    flat = local.reshape(prod(before), 1, length, prod(after))
+    run: Any = exchange_op
+    (result,) = run([flat], *flatten_trade(trade))
+    return result.reshape(*before, result.shape[2], *after)
+
+
+def whole_of(dtensor: DTensor, axis: int, local: Tensor) -> Tensor:
+    """The global tensor, of which `local` has all that is sharded over one axis of the mesh."""
+    if dtensor.device_mesh.ndim == 1:
+        return local
+    mesh, placements = _mesh_in_use(dtensor.device_mesh), [*dtensor.placements]
+    placements[axis] = Replicate()
+    how = {"run_check": False, "shape": dtensor.shape, "stride": dtensor.stride()}
+    gathered_here = DTensor.from_local(local, mesh, placements, **how)
+    return gathered_here.full_tensor(grad_placements=[Replicate()] * mesh.ndim)
+
+
+def _mesh_in_use(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, or another one if the group of an axis was destroyed: see `group_of`."""
+    if torch.compiler.is_compiling():
+        return mesh
+    groups = [group_of(mesh, axis) for axis in range(mesh.ndim)]
+    if [group.group_name for group in groups] == [*mesh._dim_group_names]:
+        return mesh
+    names = {"mesh_dim_names": mesh.mesh_dim_names}
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, **names)
 
 
 class _DefinedGradient(torch.autograd.Function):

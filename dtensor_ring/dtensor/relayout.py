@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
+from dtensor_ring.dtensor.gather import exchanged
 from dtensor_ring.dtensor.sequence import canonical, sequence_runs
-from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.ops.exchange_options import Dealt, Trade
 from dtensor_ring.planning.balancing.balanced import Balanced
 from dtensor_ring.planning.layouts.layout import Contiguous, Layout
 from dtensor_ring.planning.layouts.run_table import PerBatch
@@ -94,7 +93,10 @@ def relayout(
         group.group_name,
         is_compiled=torch.compiler.is_compiling(),
     )
-    result = _exchanged(local, dim, trade)
+    if torch.compiler.is_compiling():
+        result = exchanged(local, dim, trade)
+    else:
+        result = called_from(sys._getframe(), exchanged, local, dim, trade)
     if not isinstance(tensor, DTensor):
         return result
     return DTensor.from_local(
@@ -157,16 +159,3 @@ def _check_placed(tensor: DTensor, dim: int, group: ProcessGroup, seq_len: int |
             f"tensor must be Shard({dim}) over the axis of mesh and no other, got "
             f"{tuple(tensor.placements)} on {mesh}"
         )
-
-
-def _exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
-    """The local tensor after an exchange of its tokens."""
-    before, (length, *after) = local.shape[:dim], local.shape[dim:]
-    # As one head, with whatever belongs to a token as its features.
-    flat = local.reshape(prod(before), 1, length, prod(after))
-    run: Any = exchange_op
-    if torch.compiler.is_compiling():
-        (result,) = run([flat], *flatten_trade(trade))
-    else:
-        (result,) = called_from(sys._getframe(1), run, [flat], *flatten_trade(trade))
-    return result.reshape(*before, result.shape[2], *after)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
-from dtensor_ring.dtensor.gather import gathered, on_groups_in_use
+from dtensor_ring.dtensor.gather import gathered, whole_of
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.balancing.balanced import Balanced
@@ -117,6 +117,7 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         TypeError: if the tensor is not a DTensor, or the given layout not `Balanced`.
         ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
             and is not given, or is given and does not.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
         IndexError: if the tensor has no such dimension.
 
     Example:
@@ -140,11 +141,13 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
             "tensor that was gathered by other means keeps the order of its layout"
         )
     group = group_of(dtensor.device_mesh, axes[0])
-    chosen, world_size = _chosen_layout(group, layout), group.size()
-    full = gathered(on_groups_in_use(dtensor, group, axes[0]), axes[0])
-    # Rank after rank is the layout's order; its inverse is that of the sequence.
-    order = layout_order(chosen, world_size, full.shape[dim]).to(full.device)
-    return full.index_select(dim, order.argsort())
+    chosen = _chosen_layout(group, layout)
+    seq_len, dealt = dtensor.shape[dim], (chosen.spec, None)
+    if layout is not None:
+        layout.runs(group.rank(), group.size(), seq_len)  # which refuses another length
+        dealt = layout.name, sequence_runs(layout)
+    local = gathered(dtensor.to_local(), dim, group, seq_len, *dealt)
+    return whole_of(dtensor, axes[0], local)
 
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:

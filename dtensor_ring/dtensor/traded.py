@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtensor_ring.ops.autocast import autocast_dtype, cast
 from dtensor_ring.ops.autograd import exchange_op, ring_op
+from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.exchange_options import Dealt, Seen, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
 from dtensor_ring.ops.schema import ring_backward_op
@@ -156,6 +157,7 @@ def traded_attention(
         ValueError: if the strategy cannot deal so many heads.
     """
     query, key, value = _as_autocast(query, key, value)
+    check_inputs(query, key, value, call.scores.sinks)
     trading = Trading(call, query, key)
     query, key, value = trading.to_heads([query], [key, value])
     out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))

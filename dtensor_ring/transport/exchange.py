@@ -6,7 +6,7 @@ where it belongs. What stays on this rank is copied while the messages travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -84,8 +84,10 @@ def exchange_tensors(
     device = tensors[0].device
     transport.prepare(device)
     transport.at(label)
-    outgoing = _Messages(transport, tensors, [x for x in plan.sends if x.peer != rank], device)
-    incoming = _Messages(transport, tensors, [x for x in plan.receives if x.peer != rank], device)
+    sends, receives = ([x for x in side if x.peer != rank] for side in plan[:2])
+    # Copies of a key head are packed once, for all ranks that get one.
+    outgoing = _Messages(transport, tensors, sends, [(x.cols, x.heads) for x in sends], device)
+    incoming = _Messages(transport, tensors, receives, [x.peer for x in receives], device)
     with label("pack"):
         outgoing.fill(tensors)
     works = transport.start(incoming.messages(), outgoing.messages())
@@ -164,6 +166,7 @@ class _Messages:
         transport: what allocates it.
         tensors: whose batch, head dims and dtypes the messages have.
         splits: what each of them has.
+        contents: of each split; those that are equal share their memory.
         device: of the buffer.
     """
 
@@ -172,13 +175,17 @@ class _Messages:
         transport: Transport,
         tensors: Sequence[Tensor],
         splits: Sequence[Split],
+        contents: Sequence[Hashable],
         device: torch.device,
     ) -> None:
-        self._transport, self._splits = transport, splits
+        self._transport = transport
+        self._splits: dict[Hashable, Split] = {}
+        for content, split in zip(contents, splits, strict=True):
+            self._splits.setdefault(content, split)
         shapes = [
             [(x.shape[0], length(span), len(split.cols), x.shape[3])
              for x, span in zip(tensors, split.heads, strict=True)]
-            for split in splits
+            for split in self._splits.values()
         ]  # fmt: skip
         sizes = [
             [prod(shape) * x.itemsize for shape, x in zip(row, tensors, strict=True)]
@@ -187,11 +194,9 @@ class _Messages:
         # Wide dtypes first: then each begins where it may without gaps.
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
         self._buffer = transport.allocate(sum(_aligned(sum(row)) for row in sizes), device)
-        self._flats: list[Tensor] = []
-        self.views: dict[int, list[Tensor]] = {}
-        """By peer, the part of each tensor in its message, `(B, n, C, H)`."""
+        made: dict[Hashable, tuple[Tensor, list[Tensor]]] = {}
         offset = 0
-        for split, row, of_split in zip(splits, shapes, sizes, strict=True):
+        for content, row, of_split in zip(self._splits, shapes, sizes, strict=True):
             flat = self._buffer[offset : offset + sum(of_split)]
             offset += _aligned(sum(of_split))
             views, begin = [tensors[0]] * len(tensors), 0
@@ -199,23 +204,26 @@ class _Messages:
                 part = flat[begin : begin + of_split[i]].view(tensors[i].dtype)
                 views[i] = part.as_strided(row[i], strides(row[i], TOKEN_MAJOR))
                 begin += of_split[i]
-            self._flats.append(flat)
-            self.views[split.peer] = views
+            made[content] = flat, views
+        by_peer = {x.peer: made[content] for x, content in zip(splits, contents, strict=True)}
+        self._flats = {peer: flat for peer, (flat, _) in by_peer.items()}
+        self.views = {peer: views for peer, (_, views) in by_peer.items()}
+        """By peer, the part of each tensor in its message, `(B, n, C, H)`."""
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy what leaves."""
-        for split in self._splits:
+        for split in self._splits.values():
             for number, view in enumerate(self.views[split.peer]):
                 pack(view, split.part(number, tensors[number]), split.cols)
 
     def messages(self) -> list[P2P]:
         """Nothing empty travels."""
-        found = zip(self._flats, self._splits, strict=True)
-        return [P2P(flat, split.peer, source=split.peer) for flat, split in found if flat.numel()]
+        found = self._flats.items()
+        return [P2P(flat, peer, source=peer) for peer, flat in found if flat.numel()]
 
     def free(self) -> None:
         """Give the buffer back."""
-        self.views, self._flats = {}, []
+        self.views, self._flats = {}, {}
         self._transport.free(self._buffer)
 
 

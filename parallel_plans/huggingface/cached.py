@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.gather import gathered
-from dtensor_ring.dtensor.sequence import from_local_tokens, layout_order, local_tokens
+from dtensor_ring.dtensor.sequence import local_tokens
 from parallel_plans.huggingface.attention import RingInputs
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
@@ -149,6 +150,4 @@ def _whole(name: str, x: Any, turn: Turn, kept: LastTokens | None) -> Any:
     if name == "logits" and kept is not None:
         return kept.join(x, 1)
     mesh, length = turn.axis.mesh, turn.dealt_length
-    order = layout_order(turn.layout, mesh.size(), length).to(x.device)
-    found = gathered(from_local_tokens(x, mesh, 1, length), 0)
-    return found.index_select(1, order.argsort())[:, : turn.num_tokens]
+    return gathered(x, 1, axis_group(mesh), length, turn.layout.spec)[:, : turn.num_tokens]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dtensor_ring import SequenceAxis, shard_sequence, sum_over_sequence, unshard_sequence
+from dtensor_ring import (
+    Balanced,
+    Mask,
+    RingError,
+    SequenceAxis,
+    ring_attention,
+    shard_sequence,
+    sum_over_sequence,
+    unshard_sequence,
+)
 from dtensor_ring.dtensor.sequence import from_local_tokens
 from tests.meshes import eager_and_compiled
 from tests.pool import Pool
@@ -32,6 +45,70 @@ def _check_sum() -> None:
     for wrong in (DTensor.from_local(local, mesh, [Shard(0)]), 1.0):
         with pytest.raises(TypeError, match="must be this rank's plain tensor, got"):
             sum_over_sequence(wrong, mesh)
+
+
+Call = Callable[[DeviceMesh], None]
+"""What a rank does."""
+
+
+def _sum(mesh: DeviceMesh, count: int = 2, dtype: torch.dtype = torch.float32) -> None:
+    local = torch.ones(count, dtype=dtype, requires_grad=dtype.is_floating_point)
+    total = sum_over_sequence(local, mesh).sum()
+    if local.requires_grad:
+        total.backward()
+
+
+def _unshard(mesh: DeviceMesh, shape: tuple[int, ...], dim: int = 1) -> None:
+    unshard_sequence(shard_sequence(torch.ones(shape), mesh, dim, "zigzag"), dim)
+
+
+def _unshard_batch(mesh: DeviceMesh, begin: int) -> None:
+    layout = Balanced(Mask.causal(), 16, 2, (0, begin, 16), block=4)
+    unshard_sequence(shard_sequence(torch.ones(16), mesh, 0, layout), 0, layout)
+
+
+def _attend(mesh: DeviceMesh) -> None:
+    ring_attention(*torch.ones(3, 1, 1, 4, 4), mesh=mesh)
+
+
+def _nothing(mesh: DeviceMesh) -> None:
+    pass
+
+
+DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
+    "shapes of a sum": (_sum, partial(_sum, count=3), "head dims"),
+    "dtypes of a sum": (_sum, partial(_sum, dtype=torch.float64), "dtypes"),
+    "shapes": (partial(_unshard, shape=(4, 8, 3)), partial(_unshard, shape=(4, 8, 2)), "head dims"),
+    "lengths": (partial(_unshard, shape=(4, 8)), partial(_unshard, shape=(4, 6)), "tokens"),
+    "dims": (partial(_unshard, shape=(4, 4)), partial(_unshard, shape=(4, 4), dim=0), "batch"),
+    "batches": (partial(_unshard_batch, begin=3), partial(_unshard_batch, begin=9), "runs"),
+    "sum, gather": (_sum, partial(_unshard, shape=(4, 8)), "tokens"),
+    "sum, attention": (_sum, _attend, "direction"),
+    "backward, a further sum": (_sum, partial(_sum, dtype=torch.int64), "dtypes"),
+    "nothing, sum": (_nothing, _sum, "got no answer of rank 0"),
+}
+"""What rank 0 does, what rank 1 does, and what those are told that do something."""
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ(pool: Pool, name: str) -> None:
+    """A gather of torch would end the process, over gloo, or mix up what differs."""
+    told = pool.run(2, _told, name)
+    *calls, expected = DIFFERENCES[name]
+    for call, (text, seconds) in zip(calls, told, strict=True):
+        assert (expected in text) == (call is not _nothing), text
+        assert seconds < 10, "nobody waits for the time limit"
+
+
+def _told(name: str) -> tuple[str, float]:
+    """What this rank is told, and when."""
+    mesh, since, text = init_device_mesh("cpu", (2,)), time.monotonic(), ""
+    try:
+        for _ in range(2):
+            DIFFERENCES[name][dist.get_rank()](mesh)
+    except RingError as error:
+        text = str(error)
+    return text, time.monotonic() - since
 
 
 def test_gradients_average_over_the_axis(pool: Pool) -> None:

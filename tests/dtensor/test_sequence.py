@@ -238,8 +238,7 @@ def _check_refusals() -> None:
         shard_sequence(tokens.to_sparse(), mesh["cp"], 0)
     for dtype in (torch.uint16, torch.float8_e4m3fn):
         narrow = shard_sequence(tokens.to(dtype), mesh["cp"], 0)
-        with pytest.raises(ValueError, match=f"cannot gather {dtype} .*; use .to.. of another"):
-            unshard_sequence(narrow, 0)
+        assert torch.equal(unshard_sequence(narrow, 0).int(), tokens.int()), "bytes are moved"
     for misuse in (lambda x: unshard_sequence(sharded, 1, x), sequence_runs):
         with pytest.raises(
             TypeError, match=r"only a Balanced layout .* got 'zigzag'; of any other"

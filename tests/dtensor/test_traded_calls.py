@@ -229,6 +229,10 @@ def test_too_few_heads_are_refused(pool: Pool) -> None:
 def _too_few_heads() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
     set_sequence_layout(mesh["cp"], "zigzag", strategy="ulysses")
+    for num_heads, num_key_heads in ((0, 0), (4, 0), (4, 3)):
+        query, key = torch.randn(1, num_heads, 4, 8), torch.randn(1, num_key_heads, 4, 8)
+        with pytest.raises(ValueError, match="the query heads must be a multiple of the key heads"):
+            ring_attention(query, key, key, mesh=mesh["cp"])
     match = "the strategy 'ulysses:2' cannot run this attention: 1 query heads cannot be dealt"
     x = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=match):

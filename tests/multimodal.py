@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +218,7 @@ FAMILIES: dict[str, Family] = {
 
 def small_model(name: str) -> Any:
     """The same weights at every call; attention as transformers writes it out."""
-    family = FAMILIES[name]
+    family = deepcopy(FAMILIES[name])  # configs write into the dicts that they are made of
     config = getattr(transformers, f"{family.name}Config")(
         text_config=family.text, vision_config=family.vision, **family.options
     )

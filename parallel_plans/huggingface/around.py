@@ -1,8 +1,9 @@
 """The model around a language model: it merges images into the text, and has the head.
 
-It runs as the model's own code does, with the whole batch on every rank: the vision tower, the
-merge of embeddings, positions, and masks. Its language model deals what it is called with, and
-returns the hidden states of this rank's tokens, on which the head then runs.
+It runs as the model's own code does, with the whole batch on every rank: the vision tower, of whose
+images each rank may run its own only (`tower.py`), the merge of embeddings, positions, and masks.
+Its language model deals what it is called with, and returns the hidden states of this rank's
+tokens, on which the head then runs.
 
 Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
 ranks have one loss, whose backward sums over them, so what a rank's own tokens send back is as many
@@ -30,6 +31,7 @@ from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec
 from parallel_plans.huggingface.sharding import Sharding, has_content
+from parallel_plans.huggingface.tower import install_tower
 
 OF_TOKENS = (
     *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
@@ -83,6 +85,11 @@ class Around:
             found.pop("labels", None)  # those of the model around a base model
         return found
 
+    @property
+    def is_called(self) -> bool:
+        """Whether the model runs, on a batch that the ranks have compared."""
+        return self._call is not None
+
     @contextmanager
     def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
         """A context in which the model runs; takes what is about dealt tokens from the arguments.
@@ -116,9 +123,10 @@ class Around:
         return call, {name: x for name, x in batch.items() if name != "ignore_index"}
 
 
-def install_around(model: Any, decoder: Any, sharding: Sharding) -> None:
-    """Deal the tokens of a model where it calls its language model."""
+def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
+    """Deal the tokens of a model where it calls its language model, and maybe images before."""
     around = Around(model, sharding)
+    install_tower(model, decoder, sharding.axis, deal_images, lambda: around.is_called)
     model.forward = _method(model, _whole_forward(type(model).forward, sharding, around))
     decoder.forward = _method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
     if hasattr(model, "generate"):

@@ -55,6 +55,7 @@ def context_parallel_plan(
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
     unshard_outputs: bool = False,
+    deal_images: bool | None = None,
 ) -> dict[str, Any]:
     """A plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
@@ -85,6 +86,9 @@ def context_parallel_plan(
         kernel: name of the block kernel; by default the first of `available_kernels()` that can.
         policy: the dtypes in which messages travel, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
+        deal_images: whether each rank runs the vision tower on its share of the images only, and
+            gets the embeddings of the others; by default where the flops that it saves are worth
+            the bytes that travel. Does not change results.
 
     Returns:
         A plan of one entry for the model itself.
@@ -108,7 +112,7 @@ def context_parallel_plan(
     check_layout(model, as_layout(DEFAULT if layout is None else layout))
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
-    return {"": ShardedModel(layout, how, unshard_outputs, strategies)}
+    return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}
 
 
 class ShardedModel(ParallelStyle):
@@ -120,8 +124,10 @@ class ShardedModel(ParallelStyle):
         how: dict[str, Any],
         unshard_outputs: bool,
         strategies: Strategies,
+        deal_images: bool | None = None,
     ) -> None:
         super().__init__()
+        self.deal_images = deal_images
         self.strategies = strategies
         self.is_picked, self.how = layout is None, how
         self.layout = as_layout(DEFAULT if layout is None else layout)
@@ -183,7 +189,7 @@ class ShardedModel(ParallelStyle):
         if head is not None:
             join_behind(head, sharding.join)
         if around is not None:
-            install_around(around, decoder, sharding)
+            install_around(around, decoder, sharding, self.deal_images)
         else:
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
             install_generate(model, sharding)

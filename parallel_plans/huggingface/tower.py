@@ -1,0 +1,260 @@
+"""The vision tower of a model: each image on one rank of the axis, where that is faster.
+
+Note [When images are dealt]: a rank that runs the tower on its own images only saves the flops of
+the others, and pays for embeddings that travel. Both are counted: 2 flops for each weight of the
+tower and each patch, 6 if a backward follows, against the bytes of all embeddings, there and back.
+A byte is worth `FLOPS_PER_BYTE`. All ranks count the same, as they have compared their batches.
+
+Note [Gradients of dealt images]: what each rank's own tokens send back to the embeddings of an
+image is summed on the rank that made them; the others have nothing of that image. So the sum over
+ranks of the tower's gradients is what it is where each rank runs all images, and so is the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import wraps
+from inspect import signature
+from math import prod
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring import SequenceAxis
+from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.ops.parts import gather_parts_op
+from parallel_plans.huggingface.images import Images, shared_out
+from parallel_plans.huggingface.probe import frozen
+
+FLOPS_PER_BYTE = 8_000
+"""That a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers."""
+FEATURES, HIDDEN = "get_image_features", "last_hidden_state"
+EMBEDDINGS = ("pooler_output", "deepstack_features")
+"""Outputs that models merge into the text; without them it is the last hidden state."""
+TOLERANCE = 0.02
+"""Relative: beyond what 16 bits round, far below what another image changes."""
+
+
+class Share(NamedTuple):
+    """The images that this rank runs, and the sizes of what all ranks run.
+
+    A rank without an image runs the first one, for nothing: FSDP gathers the tower's weights on all
+    ranks or on none.
+    """
+
+    begin: int
+    end: int
+    sizes: tuple[int, ...]
+    """Of all images."""
+    totals: tuple[int, ...]
+    """Of the images of each rank, together."""
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], rank: int, world_size: int) -> Share:
+        """That of a rank.
+
+        >>> Share.of((1, 1, 2), 1, 2), Share.of((4, 4), 2, 3)[:2]
+        (Share(begin=2, end=3, sizes=(1, 1, 2), totals=(2, 2)), (1, 2))
+        """
+        counts = shared_out(sizes, world_size)
+        begins = [sum(counts[:i]) for i in range(world_size + 1)]
+        totals = tuple(sum(sizes[begins[i] : begins[i + 1]]) for i in range(world_size))
+        begin, end = begins[rank : rank + 2]
+        return cls(*((begin, end) if begin < end else (0, 1)), sizes, totals)
+
+
+class Embeddings(NamedTuple):
+    """How large the embeddings of images are, found at the first ones; the same on all ranks."""
+
+    tokens: Fraction
+    """Of an image of size 1."""
+    num_bytes: int
+    """Of a token, in all that travels."""
+
+    def rows(self, sizes: tuple[int, ...]) -> list[int] | None:
+        """Tokens by size; `None` if some size has no whole number of them."""
+        found = [size * self.tokens for size in sizes]
+        return [int(x) for x in found] if all(x.denominator == 1 for x in found) else None
+
+
+class Tower:
+    """Deals the images of a model's calls to the ranks of an axis, and gathers their embeddings.
+
+    Args:
+        axis: that tokens are dealt over.
+        num_weights: of what makes embeddings of images.
+        patch: pixels of a patch, in an image.
+        deals: whether to; `None` for as the counts say.
+    """
+
+    def __init__(
+        self, axis: SequenceAxis, num_weights: int, patch: int, deals: bool | None
+    ) -> None:
+        self._axis, self._num_weights, self._patch, self._deals = axis, num_weights, patch, deals
+        self._is_tried = False
+        self._embeddings: Embeddings | None = None
+        self.num_run = 0
+        """Images of the last call that this rank ran, and needed to; 0 if it cannot be cut."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
+        """Copies of a model share it, as they share the call that it is a part of."""
+        return self
+
+    def features(self, plain: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> Any:
+        """What the model's `get_image_features` makes of all images."""
+        rank, size = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
+        may_deal = self._deals is not False and size > 1 and not torch.compiler.is_compiling()
+        images = Images.of(given) if may_deal else None
+        self.num_run = 0 if images is None else len(images.sizes)
+        if images is None or len(images.sizes) < 2:
+            return plain(model, **given)
+        share = Share.of(images.sizes, rank, size)
+        if not self._is_tried:
+            self._embeddings, self._is_tried = self._tried(plain, model, images, share), True
+        if not self._pays(images, share):
+            return plain(model, **given)
+        self.num_run = share.end - share.begin if share.totals[rank] else 0
+        output = plain(model, **images.part(share.begin, share.end))
+        # What else the tower tells is of this rank's images: nobody shall take it for all.
+        return type(output)(**self._joined(_merged(output), share))
+
+    def _tried(
+        self, plain: Any, model: nn.Module, images: Images, share: Share
+    ) -> Embeddings | None:
+        """The embeddings, if the tower makes the same of some images as of all, on every rank.
+
+        Once, in evaluation mode: nothing in the tower's code says whether images meet in it.
+        """
+        with frozen(model):
+            whole = [*_rows(_merged(plain(model, **images.given)))]
+            part = [*_rows(_merged(plain(model, **images.part(share.begin, share.end))))]
+        ratios = {Fraction(len(x), sum(images.sizes)) for x in whole}
+        width = sum(x.shape[1] * x.itemsize for x in whole)
+        found = Embeddings(ratios.pop(), width) if len(ratios) == 1 else None
+        is_equal = found is not None and _is_part(part, whole, share, found)
+        # The ranks ran other images, and must not find different things.
+        wrong = self._axis.sum(torch.tensor(float(not is_equal), device=whole[0].device))
+        return None if wrong.item() else found
+
+    def _pays(self, images: Images, share: Share) -> bool:
+        """See Note [When images are dealt]."""
+        found = self._embeddings
+        if found is None or found.rows(share.sizes) is None:
+            return False
+        if self._deals is not None:
+            return self._deals
+        total, most = sum(share.totals), max(share.totals)
+        pixels = images.given["pixel_values"]
+        num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
+        flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
+        num_bytes = 2 * found.num_bytes * total * found.tokens
+        return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total
+
+    def _patches(self, pixels: Tensor) -> int:
+        """Of images `(N, C, height, width)`."""
+        return len(pixels) * (prod(pixels.shape[2:]) // self._patch)
+
+    def _joined(self, merged: dict[str, Any], share: Share) -> dict[str, Any]:
+        """Embeddings of all images, in the form of those of this rank's.
+
+        In one message, so that ranks send theirs in one order, backward too.
+        """
+        assert self._embeddings is not None
+        rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
+        assert rows is not None and tokens is not None
+        rank, group = self._axis.mesh.get_local_rank(), axis_group(self._axis.mesh)
+        layers = [*_rows(merged)]
+        own = torch.cat(layers, 1)
+        own = own if rows[rank] else own[:0]
+        whole = gather_parts_op(own, rows, rank, group.group_name)
+        parts = iter(whole.split([x.shape[1] for x in layers], 1))
+        return {name: _formed(x, parts, tokens) for name, x in merged.items()}
+
+
+def install_tower(
+    model: Any, decoder: nn.Module, axis: SequenceAxis, deals: bool | None, is_called: Any
+) -> None:
+    """Deal the images of a model where it asks for their embeddings, while `is_called()`."""
+    owners = [x for x in model.modules() if hasattr(x, FEATURES)]
+    inner = [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
+    for owner in inner:
+        tower = Tower(axis, _num_weights(model, decoder), _patch_size(model.config), deals)
+        owner.get_image_features = MethodType(_features(owner, tower, is_called), owner)
+        owner.context_parallel_tower = tower
+
+
+def _features(owner: Any, tower: Tower, is_called: Callable[[], bool]) -> Any:
+    plain = type(owner).get_image_features
+
+    @wraps(plain)
+    def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_called():  # by a user, on one rank perhaps
+            return plain(self, *args, **kwargs)
+        given = dict(signature(plain).bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        given |= given.pop("kwargs", {})
+        return tower.features(plain, self, given)
+
+    return get_image_features
+
+
+def _num_weights(model: Any, decoder: nn.Module) -> int:
+    """Of what is neither the language model nor the head."""
+    head = model.get_output_embeddings()
+    others = [decoder] if head is None else [decoder, head]
+    left_out = {id(x) for module in others for x in module.parameters()}
+    return sum(x.numel() for x in model.parameters() if id(x) not in left_out)
+
+
+def _patch_size(config: Any) -> int:
+    """Pixels of a patch of a model's images; 1 if it does not say."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", 1)
+    return prod(size) if isinstance(size, (list, tuple)) else size**2
+
+
+def _merged(output: Any) -> dict[str, Any]:
+    """What models merge into the text, by name."""
+    found = {name: getattr(output, name, None) for name in EMBEDDINGS}
+    found = {name: x for name, x in found.items() if x is not None}
+    return found or {HIDDEN: output.last_hidden_state}
+
+
+def _rows(x: Any) -> Iterator[Tensor]:
+    """The embeddings one below the other, `(T, H)`, of each layer that has some."""
+    if isinstance(x, dict):
+        for part in x.values():
+            yield from _rows(part)
+    elif isinstance(x, Tensor) or isinstance(x[0], Tensor):
+        yield _flat(x)
+    else:
+        for layer in x:
+            yield from _rows(layer)
+
+
+def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
+    """The next of what `_rows` gives, in the form of `x`: by image, or by layer and image."""
+    if isinstance(x, Tensor):
+        return next(parts).reshape(-1, *x.shape[1:])
+    if isinstance(x[0], Tensor):
+        return next(parts).split(tokens)
+    return type(x)(_formed(layer, parts, tokens) for layer in x)
+
+
+def _flat(x: Any) -> Tensor:
+    parts = [x] if isinstance(x, Tensor) else list(x)
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: Embeddings) -> bool:
+    """Whether embeddings of this rank's images are those among the embeddings of all."""
+    rows = found.rows(share.sizes)
+    if rows is None or len(part) != len(whole):
+        return False
+    begin, end = sum(rows[: share.begin]), sum(rows[: share.end])
+    return all(
+        len(x) == end - begin and bool((x - y[begin:end]).norm() <= TOLERANCE * y.norm())
+        for x, y in zip(part, whole, strict=True)
+    )

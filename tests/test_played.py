@@ -17,6 +17,7 @@ from dtensor_ring.compute.together import put_together
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport import packet
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.played import PlayedTransport, play
@@ -87,6 +88,14 @@ def test_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> No
     if played.device == "cuda":
         case = replace(case, head_dims=(64, 64))
     check_ring(case, played, monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["zigzag", "window", "documents", "gathered", "two groups"])
+def test_ring_of_large_messages(batch: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values go from where they lie, and nobody writes there."""
+    monkeypatch.setattr(packet, "LARGE", 1)
+    check_ring(replace(CASES[name], batch=batch), ON_CPU[0], monkeypatch)
 
 
 def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> None:

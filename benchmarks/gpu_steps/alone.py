@@ -25,9 +25,8 @@ from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.packet import Packet
+from dtensor_ring.transport.packet import Packet, goes_apart
 from dtensor_ring.transport.protocol import P2P
-from dtensor_ring.transport.rotation import ShardRotation
 from gpu_steps.link import Link, cycles_per_second
 
 
@@ -114,16 +113,16 @@ def link_of(
         return Link([], shards[2], inf)  # nothing is copied
     mine, (key, value) = attention.plan(rank), shards[2:]
     sums = torch.zeros(key.numel() + value.numel(), device=attention.device)
-    order = ShardRotation.order_on(key.device)
-    arriving: dict[Cols, Tensor] = {}  # the ranks hold the same
+    arriving: dict[Cols, Packet] = {}  # the ranks hold the same
     messages = []
-    for cols in (transfer.cols for hop in mine.shards for transfer in hop.receives):
+    for transfer in (x for hop in mine.shards for x in hop.receives):
+        cols = transfer.cols
         if cols not in arriving:
             buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
-            packet = Packet(buffer, (key, value), cols, key.dtype, order)
-            packet.fill((key, value), cols)
-            arriving[cols] = packet.flat
-        messages.append(arriving[cols])
+            arriving[cols] = Packet.within(buffer, (key, value), cols, key.dtype)
+            arriving[cols].fill((key, value), cols)
+        is_first = transfer.source == transfer.peer
+        messages += arriving[cols].messages(is_first and goes_apart(arriving[cols].num_bytes))
     return Link(messages, sums, rate)
 
 

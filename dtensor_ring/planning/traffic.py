@@ -18,6 +18,8 @@ class Traffic(NamedTuple):
     num_sent: int
     num_received: int
     num_buffers: int
+    owned: tuple[int, ...]
+    """Of each message with columns of the rank's own shard."""
 
 
 def shard_traffic(plan: Plan) -> Traffic:
@@ -32,7 +34,7 @@ def shard_traffic(plan: Plan) -> Traffic:
         resident |= {x.source: x.cols for x in hop.receives}
         for source in hop.releases:
             del resident[source]
-    return _traffic(plan.shards, most)
+    return _traffic(plan.rank, plan.shards, most)
 
 
 def sum_traffic(plan: Plan) -> Traffic:
@@ -53,7 +55,7 @@ def sum_traffic(plan: Plan) -> Traffic:
         flying = len({(x.source, x.cols) for x in hop.sends}) + len(hop.receives)
         most = max(most, len(resident) + flying)
         arriving = [(x.source, x.cols) for x in hop.receives]
-    return _traffic(plan.sums, most)
+    return _traffic(plan.rank, plan.sums, most)
 
 
 def largest_packet(plan: Plan) -> int:
@@ -62,7 +64,8 @@ def largest_packet(plan: Plan) -> int:
     return max((len(x.cols) for hop in hops for x in hop.sends + hop.receives), default=0)
 
 
-def _traffic(hops: Sequence[Hop], num_buffers: int) -> Traffic:
+def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int) -> Traffic:
     sent = [len(x.cols) for hop in hops for x in hop.sends]
     received = [len(x.cols) for hop in hops for x in hop.receives]
-    return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers)
+    owned = tuple(len(x.cols) for hop in hops for x in hop.sends if x.source == rank)
+    return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers, owned)

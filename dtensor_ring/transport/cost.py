@@ -11,6 +11,7 @@ from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.traffic import Traffic, largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.planning.values.span import length
 from dtensor_ring.transport.exchange import ALIGNED
+from dtensor_ring.transport.packet import goes_apart
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,10 @@ class Cost:
     messages: int = 0
     """That it sends."""
     held: int = 0
-    """At most at a time: buffers of messages, and what it has while tokens are traded for heads."""
+    """At most at a time: buffers of messages, and what it has while tokens are traded for heads.
+
+    Large keys and values that need no buffer, as they lie in one piece, count as if they did.
+    """
 
     def __add__(self, other: Cost) -> Cost:
         return by_field(sum, [self, other])
@@ -85,7 +89,9 @@ def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
 def moved(traffic: Traffic, column: int, room: int) -> Cost:
     """Messages of columns of so many bytes, in buffers of so many columns."""
     held = traffic.num_buffers * room * column
-    return Cost(traffic.sent * column, traffic.received * column, traffic.num_sent, held)
+    num_second = sum(goes_apart(cols * column) for cols in traffic.owned)
+    num_sent = traffic.num_sent + num_second
+    return Cost(traffic.sent * column, traffic.received * column, num_sent, held)
 
 
 def traded(

@@ -5,11 +5,16 @@ until no step computes on it and no hop forwards it, as `Hop.releases` says. Its
 next packet then. So a route may bring packets long before they are used, or all at once; the usual
 ring needs two buffers, direct messages three, and so do packets that leave columns behind. Their
 sums leave in two parts, which takes two more.
+
+Note [Messages of a packet]: a large key and value go from where they lie, as two messages, and
+arrive side by side in one buffer. From there they go on as one message. Both ranks must know how
+many messages there are: it depends on the size, and on who sends, not on how tensors lie. What does
+not lie in one piece is packed first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -17,12 +22,11 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
-from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.routes.route import Hop, Transfer
-from dtensor_ring.transport.packet import Packet
+from dtensor_ring.transport.packet import Packet, goes_apart
 from dtensor_ring.transport.protocol import P2P, Transport, Work
 
 
@@ -35,7 +39,6 @@ class Rotation:
         hops: by step, what it sends and receives.
         like: the whole pair that packets hold columns of.
         dtype: in which packets travel.
-        order: in which packets lie in memory.
     """
 
     def __init__(
@@ -45,11 +48,12 @@ class Rotation:
         hops: Sequence[Hop],
         like: Pair,
         dtype: torch.dtype,
-        order: Order,
     ) -> None:
         transport.prepare(like[0].device)
         self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
-        self._like, self._dtype, self._order = like, dtype, order
+        self._like, self._dtype = like, dtype
+        per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in like)
+        self._col_bytes = per_col * dtype.itemsize
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
         self._arriving: list[tuple[int, Packet]] = []  # with the source
@@ -64,29 +68,24 @@ class Rotation:
             return
         # What is still in flight, as when a kernel raised, may be written to at any time: such a
         # buffer goes to nobody else.
-        in_flight = {id(packet.buffer) for packet in self._in_flight()}
-        kept = [packet.buffer for packet in self._resident.values()]
-        for buffer in self._idle + [x for x in kept if id(x) not in in_flight]:
+        in_flight = _buffers(self._sent + [packet for _, packet in self._arriving])
+        kept = _buffers(self._resident.values())
+        for buffer in self._idle + [x for key, x in kept.items() if key not in in_flight]:
             self._transport.free(buffer)
         self._resident, self._idle = {}, []
-
-    def _in_flight(self) -> list[Packet]:
-        return self._sent + [packet for _, packet in self._arriving]
 
     def _packet(self, cols: Cols) -> Packet:
         """A packet for these columns, in a buffer that nothing else is in."""
         if not self._idle:
             self._idle.append(self._allocate())
-        return Packet(self._idle.pop(), self._like, cols, self._dtype, self._order)
+        return Packet.within(self._idle.pop(), self._like, cols, self._dtype)
 
     def _allocate(self) -> Tensor:
         # As large as the largest packet, so that any buffer serves any; a sum is as large as the
         # packet of keys that it belongs to, though it may leave in parts.
         hops = self._plan.shards + self._plan.sums
         num_cols = max(len(x.cols) for hop in hops for x in hop.sends + hop.receives)
-        per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self._like)
-        num_bytes = num_cols * per_col * self._dtype.itemsize
-        return self._transport.allocate(num_bytes, self._like[0].device)
+        return self._transport.allocate(num_cols * self._col_bytes, self._like[0].device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """These columns of a packet that is here: as it came, or a copy of them."""
@@ -102,13 +101,26 @@ class Rotation:
         """Start a hop, with a packet for each of its sends; nothing empty travels."""
         self._sent = outgoing
         self._arriving = [(x.source, self._packet(x.cols)) for x in hop.receives]
-        incoming = zip((packet for _, packet in self._arriving), hop.receives, strict=True)
-        sides = incoming, zip(outgoing, hop.sends, strict=True)
-        receives, sends = (
-            [P2P(packet.flat, x.peer, source=x.source) for packet, x in side if packet.flat.numel()]
-            for side in sides
-        )
+        receives = [
+            message
+            for x, (_, packet) in zip(hop.receives, self._arriving, strict=True)
+            for message in self._messages(x, packet, sender=x.peer)
+        ]
+        sends = [
+            message
+            for x, packet in zip(hop.sends, outgoing, strict=True)
+            for message in self._messages(x, packet, sender=self._rank)
+        ]
         self._works = self._transport.start(receives, sends)
+
+    def _messages(self, transfer: Transfer, packet: Packet, sender: int) -> list[P2P]:
+        """The messages of a transfer; nothing empty travels."""
+        is_apart = transfer.source == sender and goes_apart(self._num_bytes(transfer.cols))
+        flats = packet.messages(is_apart)
+        return [P2P(x, transfer.peer, source=transfer.source) for x in flats if x.numel()]
+
+    def _num_bytes(self, cols: Cols) -> int:
+        return len(cols) * self._col_bytes
 
     def _finish(self, hop: Hop) -> list[Packet]:
         """Wait for the hop; its packets are resident now, but those that are returned.
@@ -122,10 +134,14 @@ class Rotation:
         self._resident.update(x for x in arrived if x[0] != self._rank)
         gone = [self._resident.pop(source) for source in hop.releases]
         # A packet that was forwarded may still be resident: its buffer is not free yet.
-        kept = {id(packet.buffer) for packet in self._resident.values()}
-        used = {id(packet.buffer): packet.buffer for packet in (*sent, *gone)}
-        self._idle += [buffer for key, buffer in used.items() if key not in kept]
+        kept = _buffers(self._resident.values())
+        self._idle += [x for key, x in _buffers([*sent, *gone]).items() if key not in kept]
         return [packet for source, packet in arrived if source == self._rank]
+
+
+def _buffers(packets: Iterable[Packet]) -> dict[int, Tensor]:
+    """The buffers that packets are in, by their id."""
+    return {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
 
 
 class ShardRotation(Rotation):
@@ -134,15 +150,8 @@ class ShardRotation(Rotation):
     def __init__(
         self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: torch.dtype | None = None
     ) -> None:
-        order = self.order_on(shard[0].device)
-        dtype = kv_dtype or shard[0].dtype
-        super().__init__(transport, plan, plan.shards, shard, dtype, order)
-        self._own = self._shard = shard
-
-    @staticmethod
-    def order_on(device: torch.device) -> Order:
-        """The memory order that kernels read fastest."""
-        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
+        super().__init__(transport, plan, plan.shards, shard, kv_dtype or shard[0].dtype)
+        self._shard = shard
 
     @contextmanager
     def moving(self, step: Step, label: Label) -> Iterator[Pair]:
@@ -159,12 +168,11 @@ class ShardRotation(Rotation):
         with label("wait"):
             if moves:
                 self._finish(hop)
-        self._own = self._shard  # a packed copy of it has gone
 
     def _kv(self, step: Step) -> Pair:
         packet = self._resident.get(step.source)
         if packet is None:
-            return self._own
+            return self._shard
         key, value = packet.pair
         # Narrow packets are widened here, so that kernels see one dtype.
         dtype = self._shard[0].dtype
@@ -182,11 +190,13 @@ class ShardRotation(Rotation):
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         if source != self._rank:
             return self._part(source, cols, label)
+        if goes_apart(self._num_bytes(cols)) and self._dtype == self._shard[0].dtype:
+            lying = Packet.lying(self._shard, cols)
+            if lying is not None:
+                return lying
         packet = self._packet(cols)
         with label("pack"):
             packet.fill(self._shard, cols)
-        if len(cols) == self._shard[0].shape[2] and self._dtype == self._shard[0].dtype:
-            self._own = packet.pair  # in the order that kernels read fastest
         return packet
 
 
@@ -194,8 +204,7 @@ class SumRotation(Rotation):
     """Moves sums of key and value gradients; adding to them is the loop's part."""
 
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
-        # Kernels write gradients in this memory order.
-        super().__init__(transport, plan, plan.sums, shard, dtype, TOKEN_MAJOR)
+        super().__init__(transport, plan, plan.sums, shard, dtype)
         self._hop = Hop()
         sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
         # Known before, so that the last sum is added in the narrow dtype at once.
@@ -208,7 +217,7 @@ class SumRotation(Rotation):
         for source in {x.source for x in self._hop.sends}:
             whole = self._resident.pop(source)
             if whole not in outgoing:  # it was copied, in parts
-                self._idle.append(whole.buffer)
+                self._idle += _buffers([whole]).values()
         with label("send sums"):
             self._start(self._hop, outgoing)
         self._transport.at(label)
@@ -225,7 +234,7 @@ class SumRotation(Rotation):
             self._num_own -= 1
             # The caller adds it before it asks for the next, so its buffer is free then.
             yield packet, not self._num_own
-            self._idle.append(packet.buffer)
+            self._idle += _buffers([packet]).values()
 
     def sum_of(self, step: Step) -> tuple[Packet, bool]:
         """The sum that a step's gradients belong to, and whether it is new, without content."""

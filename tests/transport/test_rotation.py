@@ -1,4 +1,7 @@
-"""Messages: what travels is what the plan says, one message per hop, in two or three buffers."""
+"""Messages: what travels is what the plan says, in two or three buffers.
+
+Each transfer is one message, but large keys and values of the sender's own go as two.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from torch import Tensor
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.routes.route import Hop
+from dtensor_ring.transport import packet
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Work
 from dtensor_ring.transport.rotation import ShardRotation
 from tests.columns import indices_of
+from tests.played import PlayedTransport, play
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -107,6 +112,79 @@ def test_rotation(pool: Pool, ring: Ring) -> None:
         for step, positions in zip(steps, held, strict=True):
             expected = ring.positions(step.source)[indices_of(step.cols)].tolist()
             assert positions == expected, f"in step {step.number} of rank {rank}"
+
+
+@pytest.mark.parametrize("name", ["zigzag", "straight", "uneven"])
+def test_large_messages_of_processes(pool: Pool, name: str) -> None:
+    ring = RINGS[name]
+    for rank, moved in enumerate(pool.run(ring.world_size, _rotate_apart, ring)):
+        for step, positions in moved:
+            if step.cols:
+                assert positions == ring.positions(step.source)[indices_of(step.cols)].tolist()
+        assert len(moved) == len(ring.plans()[rank].steps)
+
+
+def _rotate_apart(ring: Ring) -> list[tuple[Step, list[float]]]:
+    """Each step with the positions of its keys, where key and value go apart."""
+    plan = ring.plans()[dist.get_rank()]
+    pair, moved = shard_of(ring, plan.rank), []
+    with (
+        patch.object(packet, "LARGE", 1),
+        ShardRotation(ProcessGroupTransport(dist.group.WORLD), plan, pair) as shards,
+    ):
+        for step in plan.steps:
+            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
+                moved.append((step, _positions(kv)))
+    return moved
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))
+def test_what_is_large_goes_from_where_it_lies(
+    ring: Ring, is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packet, "LARGE", 1)
+    play(ring.world_size, lambda rank, transport: _rotate_large(ring, is_dense, rank, transport))
+
+
+class Recording(PlayedTransport):
+    """Knows what it was to move at each hop."""
+
+    def record(self) -> None:
+        self.hops: list[tuple[list[P2P], list[P2P]]] = []
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        self.hops.append((receives, sends))
+        return super().start(receives, sends)
+
+
+def _rotate_large(ring: Ring, is_dense: bool, rank: int, transport: PlayedTransport) -> None:
+    transport.__class__ = Recording
+    assert isinstance(transport, Recording)
+    transport.record()
+    plan = ring.plans()[rank]
+    pair = shard_of(ring, rank)
+    wide = (torch.cat([x, x], 3)[..., : x.shape[3]] for x in pair)
+    key, value = (x[:1] for x in pair) if is_dense else wide
+    own = {x.untyped_storage().data_ptr() for x in (key, value)}
+    with ShardRotation(transport, plan, (key, value)) as shards:
+        for step in plan.steps:
+            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
+                held = _positions(kv)
+                whole = step if step.cols else plan.steps[0]
+                seen = ring.positions(whole.source)[indices_of(whole.cols)].tolist()
+                assert held == seen, f"in step {step.number}"
+    planned = [hop for hop in plan.shards if hop.moves]
+    moved = [sides for sides in transport.hops if any(sides)]
+    for hop, (receives, sends) in zip(planned, moved, strict=True):
+        expected = [
+            [(x.peer, x.source) for x in side for _ in range(1 + (x.source == sender(x)))]
+            for side, sender in ((hop.receives, lambda x: x.peer), (hop.sends, lambda x: rank))
+        ]
+        assert [[(x.peer, x.source) for x in side] for side in (receives, sends)] == expected
+        in_place = {x.source for x in sends if x.flat.untyped_storage().data_ptr() in own}
+        one_piece = {x.source for x in hop.sends if x.source == rank and len(x.cols.spans) == 1}
+        assert in_place == (one_piece if is_dense else set())
 
 
 def shrinks(plan: Plan) -> bool:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.plan import Plan, Step, layout_of_groups
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.routes.route import Transfer
 from dtensor_ring.planning.schedule import Schedule, step_begins
+from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import Tile
 from dtensor_ring.planning.traffic import shard_traffic
 
@@ -18,7 +19,7 @@ MAX_SIDE = 127
 """Queries and keys of a picture of the mask. A prime number: evenly spaced positions then fall on
 all ranks, whatever the layout's stride is."""
 
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
 """By rank, again and again; told apart by the colour-blind (Tol, 2021)."""
 
 
@@ -50,10 +51,12 @@ class Drawing(NamedTuple):
     """All that is drawn."""
 
     title: str
+    note: str
+    """How to read what is drawn, where tokens are traded for heads; else empty."""
     positions: np.ndarray
     """Of the drawn queries and keys, `(P,)`."""
     owners: np.ndarray
-    """The rank of each drawn query, `(P,)`."""
+    """The rank of each drawn query, or the first rank of its group, `(P,)`."""
     steps: np.ndarray
     """The step at which its rank computes each pair, -1 where nothing is seen, `(P, P)`."""
     areas: list[list[int]]
@@ -72,20 +75,33 @@ def drawing(schedule: Schedule) -> Drawing:
     count = min(MAX_SIDE, seq_len)
     positions = (np.arange(count) * 2 + 1) * seq_len // (2 * count) if count else np.arange(0)
     owners, rows = np.zeros(count, int), np.zeros(count, int)
-    for rank in range(size):
-        local = _local(schedule.layout, rank, size, seq_len, positions)
-        owners[local >= 0], rows[local >= 0] = rank, local[local >= 0]
+    heads = schedule.strategy.heads
+    layout = layout_of_groups(schedule.layout, schedule.strategy)
+    for group in range(size // heads):
+        local = _local(layout, group, size // heads, seq_len, positions)
+        owners[local >= 0], rows[local >= 0] = group * heads, local[local >= 0]
     steps = np.full((count, count), -1)
-    for plan in schedule.plans:
+    # The ranks of a group see the same pairs, each with other heads: the first stands for all.
+    for plan in schedule.plans[::heads]:
         for step in plan.steps:
             _draw(steps, plan.rank, step, owners, rows)
     areas = schedule.areas
     return Drawing(
-        str(schedule).partition("\n")[0],
+        *(str(schedule).partition("\n")[0], _note(schedule.strategy)),
         *(positions, owners, steps, areas, _bars(schedule, areas)),
         [x for plan in schedule.plans for x in _moves(plan)],
         [plan.num_local[1] for plan in schedule.plans],
         [shard_traffic(plan).num_buffers * _largest(plan) for plan in schedule.plans],
+    )
+
+
+def _note(strategy: Strategy) -> str:
+    if strategy.heads == 1:
+        return ""
+    return (
+        f"Groups of {strategy.heads} neighbouring ranks trade tokens for heads: each of them works "
+        f"on all tokens of its group with a part of the heads. A colour is the first rank of a "
+        "group. The exchanges before and after are not drawn; the command compare counts them."
     )
 
 

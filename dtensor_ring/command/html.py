@@ -29,10 +29,10 @@ def page(drawn: Drawing) -> str:
         f"<h2>{title}</h2><p>{text}</p>{_fragment(figure, name, with_code=name == 'mask')}"
         for name, title, text, figure in parts
     )
-    title = escape(drawn.title)
+    title, note = escape(drawn.title), f"<p>{drawn.note}</p>" if drawn.note else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{body}</body></html>"
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{note}{body}</body></html>"
     )
 
 

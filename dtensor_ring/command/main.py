@@ -23,6 +23,7 @@ from dtensor_ring.command.spelling import (
     numbers,
 )
 from dtensor_ring.command.versions import version_of
+from dtensor_ring.planning.strategy import Strategy
 
 
 def main(load: Load, arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +78,9 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command.set_defaults(run=schedule)
     _add_attention(command)
     command.add_argument(
+        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
+    )
+    command.add_argument(
         "--hybrid",
         type=hybrid_of,
         help="also show what layouts cost a model with so many layers that carry a state, layers "
@@ -111,7 +115,9 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: Load) -> None
     )
     command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
     command.add_argument("--layout", help="how tokens are dealt")
-    command.add_argument("--strategy", default="ring", help="ring, all_gather, ulysses:4, ...")
+    command.add_argument(
+        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
+    )
     command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 

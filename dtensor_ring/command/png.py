@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ def save_picture(drawn: Drawing, path: Path) -> None:
     _time(time, drawn)
     _work(work, drawn)
     figure.suptitle(drawn.title)
+    if drawn.note:
+        figure.supxlabel("\n".join(wrap(drawn.note, 150)), fontsize="small")
     figure.savefig(path, dpi=130, format="png")
 
 

@@ -21,6 +21,7 @@ def schedule(
     layout: str | None,
     mask: Mask,
     cu_seqlens: Sequence[int] | None,
+    strategy: str,
     hybrid: Hybrid | None,
     as_json: bool,
     html: Path | None = None,
@@ -28,7 +29,8 @@ def schedule(
 ) -> int:
     """Print the work of each rank at each step, and draw it; returns the exit status."""
     try:
-        found = describe_schedule(layout or "zigzag", mask, seq_len, world_size, cu_seqlens)
+        asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
+        found = describe_schedule(*asked, strategy=strategy)
         layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
         _save(found, html, png)
     except (ImportError, OSError, ValueError) as error:

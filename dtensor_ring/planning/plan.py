@@ -140,7 +140,7 @@ def plan(
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
     queries, keys = (
-        deal(_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
+        deal(layout_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
         for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
     )
     # Shared by the plans of all ranks, as a printed schedule asks for every one.
@@ -150,7 +150,7 @@ def plan(
     return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
 
 
-def _of_groups(layout: Layout, strategy: Strategy) -> Layout:
+def layout_of_groups(layout: Layout, strategy: Strategy) -> Layout:
     """How tokens are dealt once those of a group are together."""
     return layout if strategy.heads == 1 else Joined(layout, strategy.heads)
 

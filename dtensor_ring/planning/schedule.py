@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dtensor_ring.planning.balancing.balanced import check_seen, layout_for, layouts_for
@@ -12,7 +12,7 @@ from dtensor_ring.planning.masks.documents import Boundaries, Documents, as_docu
 from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
-from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.planning.values.count import MAX_RANKS, as_count
 
 MAX_STEPS = 2**20
@@ -29,6 +29,7 @@ class Schedule:
     documents: Documents | None
     plans: tuple[Plan, ...]
     slices: Slices | None = None
+    strategy: Strategy = field(default_factory=Strategy)
 
     @property
     def areas(self) -> list[list[int]]:
@@ -60,13 +61,18 @@ class Schedule:
         """Tokens whose keys and values come to each rank, over all steps of a forward pass."""
         return [plan.num_received for plan in self.plans]
 
+    @property
+    def _strategy(self) -> str:
+        spec = self.strategy.spec
+        return "" if spec == Strategy.default else f", {spec}"
+
     def __str__(self) -> str:
         areas = self.areas
         # An attention in which nothing is seen prints zeros.
         whole = max(1, sum(map(sum, areas)))
         num_steps = len(areas[0])
         lines = [
-            f"{self.layout.spec}, {_bounds(self.mask, self.slices)}: "
+            f"{self.layout.spec}, {_bounds(self.mask, self.slices)}{self._strategy}: "
             f"{self.seq_len} tokens on {len(areas)} ranks, {num_steps} steps",
             "share of all work, %  " + "".join(f"{f'step {i}':>9}" for i in range(num_steps)),
         ]
@@ -135,14 +141,15 @@ def describe_schedule(
     asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
     chosen = layout_for(layout, *asked)
     # The first one tells how much there is to plan.
-    num_steps = asked.plan(chosen, 0, strategy).num_steps * asked.world_size
+    spelled = as_strategy(strategy, asked.world_size)
+    num_steps = asked.plan(chosen, 0, spelled).num_steps * asked.world_size
     if num_steps > MAX_STEPS:
         raise ValueError(
             f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
             f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
         )
-    plans = tuple(asked.plan(chosen, rank, strategy) for rank in range(asked.world_size))
-    return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices)
+    plans = tuple(asked.plan(chosen, rank, spelled) for rank in range(asked.world_size))
+    return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices, spelled)
 
 
 def compare_layouts(
@@ -200,7 +207,7 @@ class _Asked(NamedTuple):
     documents: Documents | None
     slices: Slices | None
 
-    def plan(self, layout: Layout, rank: int, strategy: str) -> Plan:
+    def plan(self, layout: Layout, rank: int, strategy: Strategy) -> Plan:
         """The plan of a rank."""
         mask = FULL if self.mask is None else self.mask
         where = rank, self.world_size, self.seq_len, self.documents

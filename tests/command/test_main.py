@@ -30,6 +30,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         (("--mask", "sliding:1_00"), ("zigzag", Mask.sliding(100), 1024, 4)),
         (("--mask", "chunked:256"), ("zigzag", Mask.chunked(256), 1024, 4)),
         (("--cu-seqlens", "0,24,1024"), ("zigzag", Mask.causal(), 1024, 4, [0, 24, 1024])),
+        (("--strategy", "ulysses:2"), ("zigzag", Mask.causal(), 1024, 4, None, None, "ulysses:2")),
     ],
 )
 def test_schedule(
@@ -87,6 +88,8 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),
         ("schedule --seq-len 8 --world-size 2 --layout zag", 1, "unknown layout 'zag'"),
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 4,8", 1, "cu_seqlens"),
+        ("schedule --seq-len 8 --world-size 4 --strategy ulysses:3", 1, "do not divide the 4"),
+        ("schedule --seq-len 8 --world-size 4 --strategy ulises", 1, "known strategies: ring"),
         ("compare --seq-len 8 --world-size 2 --heads 8", 2, "heads of queries and of keys"),
         ("compare --seq-len 8 --world-size 2 --heads 8,3", 1, "must be a multiple"),
         ("doctor --fix", 2, "unrecognized arguments: --fix"),

@@ -26,10 +26,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
     ("mask", "documents"),
     [(Mask.causal(), None), (Mask.sliding(17), None), (Mask.full(), [0, 20, 60, 96])],
 )
+@pytest.mark.parametrize("strategy", ["ring", "ulysses:2", "ulysses:2+all_gather", "ulysses"])
 def test_each_pair_is_drawn_where_its_rank_computes_it(
-    layout: Any, mask: Mask, documents: list[int] | None
+    layout: Any, mask: Mask, documents: list[int] | None, strategy: str
 ) -> None:
-    schedule = describe_schedule(layout, mask, 96, 4, documents)
+    schedule = describe_schedule(layout, mask, 96, 4, documents, strategy=strategy)
     drawn = drawing(schedule)
     assert drawn.positions.tolist() == list(range(96))
     q, k = np.ogrid[:96, :96]
@@ -42,8 +43,11 @@ def test_each_pair_is_drawn_where_its_rank_computes_it(
         number = np.searchsorted(documents, np.arange(96), "right")
         seen &= number[:, None] == number
     assert ((drawn.steps >= 0) == seen).all()
+    heads = schedule.strategy.heads
+    assert set(drawn.owners.tolist()) == set(range(0, 4, heads))
+    assert (drawn.note != "") == (heads > 1)
     for rank, areas in enumerate(schedule.areas):
-        here = drawn.steps[drawn.owners == rank]
+        here = drawn.steps[drawn.owners == rank // heads * heads]  # the first of its group
         assert [int((here == step).sum()) for step in range(len(areas))] == areas
     for (query, key), step in np.ndenumerate(drawn.steps):
         if step >= 0:

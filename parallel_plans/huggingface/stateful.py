@@ -83,7 +83,10 @@ class HandOver:
     ) -> Tensor:
         """These columns `(B, C, L)` after the last ones of the tokens before."""
         if conv_kernel_size is None:
-            raise ValueError("a convolution does not say how many tokens it sees")
+            raise ValueError(
+                f"a convolution of layer {layer_idx} does not tell its cache how many tokens it "
+                "sees, and so not what it needs of the tokens before"
+            )
         key, num_before = ("conv", state_idx), conv_kernel_size - 1
         tail = self.before.get(key)
         if tail is None:

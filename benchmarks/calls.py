@@ -7,7 +7,6 @@ call stands the cost on top of the kernel alone. With ``--quick`` it takes secon
 ``out``.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,10 +14,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import origin, publish
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
@@ -76,10 +73,8 @@ def measure(name: str, call: Call, seconds: float) -> Cost:
 def report(console: Console, costs: list[Cost]) -> None:
     """Print what was measured, in Markdown."""
     console.print(f"\nMicroseconds, medians; one rank, float32, (B, N, S, H) = {SHAPE}.\n")
-    table = Table(box=MARKDOWN)
-    table.add_column("call")
-    for heading in ("forward", "on top of the kernel", "with backward", "on top of the kernel"):
-        table.add_column(heading, justify="right")
+    numbers = ("forward", "on top of the kernel", "with backward", "on top of the kernel")
+    table = table_of(("call",), numbers)
     kernel = costs[0]
     for cost in costs:
         columns = cost.forward, cost.forward - kernel.forward, cost.both, cost.both - kernel.both
@@ -88,9 +83,7 @@ def report(console: Console, costs: list[Cost]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take seconds")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "take seconds")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

@@ -6,17 +6,14 @@ One process, no tensors. What is needed is counted position by position from the
 mask, not by the planner. With ``--quick`` it takes seconds and writes to ``out``.
 """
 
-import argparse
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from time import process_time
 
 import numpy as np
-from harness import origin, publish
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, table_of
 from rich.console import Console
-from rich.table import Table
 
 from dtensor_ring import Balanced, Mask, describe_schedule
 from dtensor_ring.planning.balancing import balanced
@@ -143,12 +140,9 @@ def report(console: Console, found: list[Dealt]) -> None:
         "milliseconds of the processor to deal; runs and\ntiles of a rank, at most. `old` is the "
         "layout that traded blocks.\n"
     )
-    table = Table(box=MARKDOWN)
-    table.add_column("tokens, ranks, seed", no_wrap=True)
-    for heading in ("moved, old", "moved", "needed", "of old", "busiest", "span, old"):
-        table.add_column(heading, justify="right")
-    for heading in ("span", "sync, old", "sync", "ms, old", "ms", "runs", "tiles"):
-        table.add_column(heading, justify="right")
+    numbers = ("moved, old", "moved", "needed", "of old", "busiest", "span, old")
+    numbers += ("span", "sync, old", "sync", "ms, old", "ms", "runs", "tiles")
+    table = table_of(("tokens, ranks, seed",), numbers)
     for one in found:
         old = BEFORE[one.seq_len, one.world_size][one.seed]
         table.add_row(
@@ -162,9 +156,7 @@ def report(console: Console, found: list[Dealt]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take seconds")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "take seconds")
     about = origin()
     sizes = list(BEFORE)[:1] if quick else list(BEFORE)
     found = [measure(*size, seed, 1 if quick else 15) for size in sizes for seed in range(4)]

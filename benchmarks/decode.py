@@ -6,7 +6,6 @@ writes to ``out`` instead. Everything compared is timed in turns, some calls in 
 medians of the ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,10 +14,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from harness import origin, publish, spawn
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, spawn, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -222,10 +219,9 @@ def report(console: Console, measurements: list[Measurement]) -> None:
         f"of {LAYER[2]}\nfrom which the ranks are faster than one of them with all keys.\n"
     )
     names = ["added", "bare", "gather + reduce", "3 reduces", "host"]
-    table = Table("ranks", "KB", box=MARKDOWN)
     ratios = [("added", "bare"), ("gather + reduce", "added"), ("3 reduces", "added")]
-    for heading in [*names, *(f"{a} / {b}" for a, b in ratios), "break-even"]:
-        table.add_column(heading, justify="right")
+    numbers = [*names, *(f"{a} / {b}" for a, b in ratios), "break-even"]
+    table = table_of(("ranks", "KB"), numbers)
     for m in measurements:
         times = [f"{m.microseconds(name):.0f}" for name in names]
         shown = [f"{m.ratio(*pair):.2f}" for pair in ratios]
@@ -235,9 +231,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about, todo = origin(), cases(quick)
     measurements = [Measurement(case) for case in todo]
     for world_size in sorted({case.world_size for case in todo}):

@@ -6,7 +6,6 @@ fewer tokens on two ranks, and writes to ``out`` instead. Both are timed in turn
 medians of the ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
@@ -14,8 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, origin, publish, random_shards, spawn
-from rich.box import MARKDOWN
+from harness import HEAD_DIM, NUM_HEADS, is_quick, origin, publish, random_shards, spawn, table_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -91,9 +89,8 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 
 def table(measurements: list[Measurement]) -> Table:
     """Two rows for each case."""
-    result = Table("ranks", "layout", "what", box=MARKDOWN)
-    for heading in ("MiB of a rank", "ours, ms", "bare, ms", "ours/bare"):
-        result.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("MiB of a rank", "ours, ms", "bare, ms", "ours/bare")
+    result = table_of(("ranks", "layout", "what"), numbers)
     for m in measurements:
         for stage, what in enumerate(WAYS):
             ours, bare = m.seconds["ours"][stage], m.seconds["bare"][stage]
@@ -119,9 +116,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about, measurements = origin(), []
     for world_size in (2,) if quick else (2, 4, 8):
         for layout in LAYOUTS:

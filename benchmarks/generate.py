@@ -6,7 +6,6 @@ results go to ``out``. One process has one thread, and so has each rank. Leave t
 meanwhile.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import origin, publish, spawn
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, spawn, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -124,7 +121,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
         f"greedy, {STEPS} steps after each prompt.\nOne process of one thread against "
         f"{WORLD_SIZE} ranks of one thread; medians. Both generate the same tokens.\n"
     )
-    table = Table("prompt", "what", "1 process", "2 ranks", "ratio", box=MARKDOWN)
+    table = table_of(("prompt", "what"), ("1 process", "2 ranks", "ratio"))
     for m in measurements:
         rows = [("first token, s", m.first, 1.0), ("step, ms", m.steps, 1e3)]
         for what, seconds, unit in rows:
@@ -138,9 +135,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about = origin()
     results = spawn(WORLD_SIZE, measure, cases(quick), bind=True)
     measurements = [Measurement(**(r | {"case": Case(**r["case"])})) for r in results]

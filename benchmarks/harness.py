@@ -1,5 +1,6 @@
 """What the benchmarks share: the processes, the tensors, and how results are kept."""
 
+import argparse
 import json
 import os
 import platform
@@ -7,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from baselines import Stages
 from network import Hosts
+from rich.box import MARKDOWN
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,7 +32,7 @@ from dtensor_ring.ops.options import Call, flatten
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64
-WIDTH = 140
+WIDTH = 160
 PORT = 29513
 STAGES = ("forward", "forward + backward")
 ORDERS = {"B, L, N, H": TOKEN_MAJOR, "B, N, L, H": (0, 1, 2, 3)}
@@ -139,6 +142,23 @@ def origin() -> dict[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "load before": f"{os.getloadavg()[0]:.2f}",
     }
+
+
+def is_quick(doc: str | None, help: str = "take less than a minute") -> bool:
+    """Whether the command line asks for a quick run, which is all that it may ask for."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=help)
+    return parser.parse_args().quick
+
+
+def table_of(texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table in Markdown, whose columns of numbers are aligned on the right."""
+    table = Table(box=MARKDOWN)
+    for heading in texts:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _folder_name(hardware: str) -> str:

@@ -22,9 +22,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired, torch_ring, transfers
-from harness import HEAD_DIM, NUM_HEADS, origin, publish
+from harness import HEAD_DIM, NUM_HEADS, origin, publish, table_of
 from network import Hosts, hosts
-from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from ring import Case, our_ring, random_inputs, shards_of
@@ -152,11 +151,9 @@ def run(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
 
 
 def table(measurements: list[Measurement]) -> Table:
-    result = Table("hosts", "what", box=MARKDOWN)
     headings = ("limit", "MB/s", "step ms", "hop ms", "exposed ms", "exposed/hop")
     headings += ("ring ms", "bare ms", "gather ms", "ring/bare", "ring/gather")
-    for heading in headings:
-        result.add_column(heading, justify="right", no_wrap=True)
+    result = table_of(("hosts", "what"), headings)
     for m in measurements:
         for stage, what in enumerate(("forward", "backward")):
             hop = median(m.alone("bare", stage)) / (m.world_size - 1)

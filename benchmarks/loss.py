@@ -9,7 +9,6 @@ that other work on the machine counts little; bytes are those of the larger tens
 beside the gradients. With ``--quick`` it takes seconds and writes to ``out``.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,10 +17,8 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from harness import origin, publish
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -131,11 +128,8 @@ def report(console: Console, costs: list[Cost]) -> None:
         "\nMedians, of seconds and of ratios of neighbouring times to those of whole logits; "
         "float32, one thread.\nMemory beside the gradients, in units of the logits in float32.\n"
     )
-    table = Table(box=MARKDOWN)
-    for heading in ("tokens x words x width", "loss"):
-        table.add_column(heading)
-    for heading in ("forward", "ratio", "with backward", "ratio", "memory"):
-        table.add_column(heading, justify="right")
+    numbers = ("forward", "ratio", "with backward", "ratio", "memory")
+    table = table_of(("tokens x words x width", "loss"), numbers)
     for cost in costs:
         whole = next(x for x in costs if x.problem == cost.problem)
         columns = [
@@ -154,9 +148,7 @@ def ratio(times: list[float], others: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take seconds")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "take seconds")
     torch.set_num_threads(1)
     about = origin()
     problems = (Problem(64, 2048, 64),) if quick else PROBLEMS

@@ -6,7 +6,6 @@ with every single time to ``benchmarks/results``. With ``--quick`` it repeats le
 neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from random import Random
@@ -15,8 +14,18 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, STAGES, op_stages, origin, publish, random_shards, spawn
-from rich.box import MARKDOWN
+from harness import (
+    HEAD_DIM,
+    NUM_HEADS,
+    STAGES,
+    is_quick,
+    op_stages,
+    origin,
+    publish,
+    random_shards,
+    spawn,
+    table_of,
+)
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
@@ -116,11 +125,8 @@ def measure(repeats: int, mesh: DeviceMesh) -> Measurement:
 
 def table(measurement: Measurement) -> Table:
     """Two rows for each attention, with its times per pair, also relative to dense causal."""
-    left = ("attention", "what")
-    right = ("M pairs", "busiest/mean", "ms", "ps a pair", "to causal")
-    result = Table(*left, box=MARKDOWN)
-    for heading in right:
-        result.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("M pairs", "busiest/mean", "ms", "ps a pair", "to causal")
+    result = table_of(("attention", "what"), numbers)
     schedules = {name: attention.schedule() for name, attention in attentions().items()}
     pairs = {name: NUM_HEADS * sum(map(sum, s.areas)) for name, s in schedules.items()}
     for name, schedule in schedules.items():
@@ -149,9 +155,7 @@ def report(console: Console, measurement: Measurement) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about = origin()
     (result,) = spawn(WORLD_SIZE, measure, [2 if quick else 15])
     measurement = Measurement(**result)

@@ -6,7 +6,6 @@ One process, no tensors: every number of ranks is planned from here. With ``--qu
 seconds and writes to ``out``.
 """
 
-import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,10 +16,8 @@ from time import perf_counter, process_time
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import origin, publish
-from rich.box import MARKDOWN
+from harness import is_quick, origin, publish, table_of
 from rich.console import Console
-from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag, describe_schedule
@@ -236,9 +233,8 @@ def report(console: Console, costs: list[Cost], calls: list[Call], peak: dict[st
         "\nThe first plan of one rank, medians: seconds by the clock and of the processor, and "
         "microseconds of asking\nfor it again; the plan, and MB that all caches keep then.\n"
     )
-    table = Table("layout and mask", box=MARKDOWN)
-    for heading in ("ranks", "tokens", "aim, s", "s", "CPU s", "again, us", "steps", "tiles", "MB"):
-        table.add_column(heading, justify="right")
+    numbers = ("ranks", "tokens", "aim, s", "s", "CPU s", "again, us", "steps", "tiles", "MB")
+    table = table_of(("layout and mask",), numbers)
     for cost in costs:
         table.add_row(
             *(cost.name, f"{cost.world_size:,}", f"{cost.seq_len:,}"),
@@ -252,8 +248,7 @@ def report(console: Console, costs: list[Cost], calls: list[Call], peak: dict[st
         "\nCalls, medians. A schedule plans all ranks, from nothing. `known` is what a call of the "
         "op spends on\nboundaries that it has seen before, its plan included.\n"
     )
-    table = Table("call", box=MARKDOWN)
-    table.add_column("us", justify="right")
+    table = table_of(("call",), ("us",))
     for call in calls:
         table.add_row(call.name, f"{call.time:,.0f}")
     console.print(table)
@@ -261,18 +256,14 @@ def report(console: Console, costs: list[Cost], calls: list[Call], peak: dict[st
         "\nCaches after 64 batches of 10,000 documents each, 8 of 64 ranks each: MB kept, and the "
         "bound.\n"
     )
-    table = Table("cache", box=MARKDOWN)
-    for heading in ("MB", "bound, MB"):
-        table.add_column(heading, justify="right")
+    table = table_of(("cache",), ("MB", "bound, MB"))
     for name, kept in peak.items():
         table.add_row(name, f"{kept / 2**20:.1f}", f"{CACHES[name].max_bytes / 2**20:.0f}")
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take seconds")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__, "take seconds")
     torch.set_num_threads(1)
     about = origin()
     measure(Case(ZigZag(), CAUSAL, 4), 1)  # numpy's first use

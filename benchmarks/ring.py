@@ -6,7 +6,6 @@ writes to ``out`` instead. Everything compared is timed in turns, and ratios are
 ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -26,8 +25,18 @@ from baselines import (
     transfers,
     zigzag_shard,
 )
-from harness import HEAD_DIM, NUM_HEADS, ORDERS, STAGES, op_stages, origin, publish, spawn
-from rich.box import MARKDOWN
+from harness import (
+    HEAD_DIM,
+    NUM_HEADS,
+    ORDERS,
+    STAGES,
+    is_quick,
+    op_stages,
+    origin,
+    publish,
+    spawn,
+    table_of,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -217,9 +226,8 @@ def run(todo: list[Case]) -> list[Measurement]:
 def table(measurements: list[Measurement], columns: Columns, names: list[str]) -> Table:
     """One row for each measurement and stage: medians, then ratios of ours and of the others."""
     ratios = [(name, names[-1]) for name in names[:-1]] + [("ours", "torch")]
-    result = Table(*columns, "what", box=MARKDOWN)
-    for heading in [f"{name} ms" for name in names] + [f"{a}/{b}" for a, b in ratios]:
-        result.add_column(heading, justify="right", no_wrap=True)
+    numbers = [f"{name} ms" for name in names] + [f"{a}/{b}" for a, b in ratios]
+    result = table_of([*columns, "what"], numbers)
     for m in measurements:
         for stage, what in enumerate(STAGES):
             case = [column(m.case) for column in columns.values()]
@@ -250,9 +258,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about = origin()
     measurements = run(cases(quick))
     measured = {"measurements": [asdict(m) for m in measurements]}

@@ -6,7 +6,6 @@ writes to ``out`` instead. Both routes are timed in turns, and ratios are median
 neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
@@ -14,8 +13,17 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from baselines import median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, STAGES, origin, publish, random_shards, spawn
-from rich.box import MARKDOWN
+from harness import (
+    HEAD_DIM,
+    NUM_HEADS,
+    STAGES,
+    is_quick,
+    origin,
+    publish,
+    random_shards,
+    spawn,
+    table_of,
+)
 from rich.console import Console
 from rich.table import Table
 from ring import StubKernel, ring_stages
@@ -83,9 +91,8 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 
 def table(measurements: list[Measurement]) -> Table:
     """Two rows for each case."""
-    result = Table("ranks", "attention", "kernel", "what", box=MARKDOWN)
-    for heading in ("steps", "tokens", "ms", "straight/around"):
-        result.add_column(heading, justify="right", no_wrap=True)
+    texts, numbers = ("ranks", "attention", "kernel"), ("steps", "tokens", "ms", "straight/around")
+    result = table_of((*texts, "what"), numbers)
     for m in measurements:
         plans = [m.case.plans(route) for route in ROUTES]
         steps = [str(ranks[0].num_steps) for ranks in plans]
@@ -113,9 +120,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about, measurements = origin(), []
     for world_size in (4,) if quick else (4, 8):
         todo = [

@@ -7,7 +7,6 @@ on links of three rates, too; hosts are network namespaces of this machine (see 
 ratios of neighbouring times. Leave the machine alone meanwhile.
 """
 
-import argparse
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,9 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired, torch_ring
-from harness import HEAD_DIM, STAGES, origin, publish, spawn, spawn_on_hosts, work_on_host
+from harness import (
+    HEAD_DIM,
+    STAGES,
+    is_quick,
+    origin,
+    publish,
+    spawn,
+    spawn_on_hosts,
+    table_of,
+    work_on_host,
+)
 from network import hosts
-from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -162,11 +170,8 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 def table(measurements: list[Measurement], stage: int) -> Table:
     """One row for each case: the ring's time, and what others take over it."""
     names = list(dict.fromkeys(name for m in measurements for name in m.seconds))
-    result = Table(box=MARKDOWN)
-    for name in ("ranks", "MB/s", "tokens", "attention", "heads", "ring ms"):
-        result.add_column(name, no_wrap=True)
-    for name in names[1:]:
-        result.add_column(TORCH.get(name, name), justify="right", no_wrap=True)
+    texts = ("ranks", "MB/s", "tokens", "attention", "heads", "ring ms")
+    result = table_of(texts, [TORCH.get(name, name) for name in names[1:]])
     for m in measurements:
         ring = m.seconds["ring"][stage]
         ratios = {name: median_ratio(times[stage], ring) for name, times in m.seconds.items()}
@@ -197,9 +202,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    quick = parser.parse_args().quick
+    quick = is_quick(__doc__)
     about, measurements = origin(), []
     for world_size in sorted({case.world_size for case in cases(quick)}):
         todo = [case for case in cases(quick) if case.world_size == world_size]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_steps.graphs import captured, no_waiting
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -70,16 +70,6 @@ def available(kernel: str, name: str) -> None:
         pytest.skip(f"{kernel}: {reason}")
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises."""
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def assert_like_the_reference(results: list[Tensor], name: str) -> None:
     """Rounded as bfloat16 is; gradients are of the size of what arrives."""
     expected = rank_of(name, "reference", results[0].device.type, torch.bfloat16)()
@@ -110,14 +100,7 @@ def test_the_host_does_not_wait(name: str, kernel: str) -> None:
 def test_graphs_capture_what_has_no_documents(name: str, kernel: str) -> None:
     available(kernel, name)
     run = rank_of(name, kernel, "cuda", torch.bfloat16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run)
     for x in results:
         x.zero_()
     graph.replay()

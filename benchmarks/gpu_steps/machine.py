@@ -80,27 +80,3 @@ class Machine:
             yield init_device_mesh(self.device, (1,), mesh_dim_names=("cp",))
         finally:
             dist.destroy_process_group()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises."""
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what runs, after three runs to warm up."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph

@@ -13,7 +13,8 @@ from dtensor_ring.compute.memory import WHOLE
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from dtensor_ring.transport.protocol import P2P, Transport
 from gpu_steps.alone import Attention, best_kernels, median_seconds, scores_of
-from gpu_steps.machine import Finding, Machine, captured, no_waiting
+from gpu_steps.graphs import captured, no_waiting
+from gpu_steps.machine import Finding, Machine
 
 EXPOSED = 0.1
 """Of a message beside a tile, at most: an aim."""
@@ -27,7 +28,7 @@ def messages(machine: Machine) -> Iterator[Finding]:
         hop = partial(_hop, transport, sent, received)
         yield _arrives("message to itself", hop, sent, received)
         yield _arrives("message to itself, without waiting", hop, sent, received, no_waiting)
-        graph = captured(hop)
+        graph, _ = captured(hop)
         yield _arrives("message to itself, in a CUDA graph", graph.replay, sent, received)
         seconds = median_seconds(hop, machine.repeats)
         yield Finding("message to itself, GB/s", f"{sent.nbytes / seconds / 1e9:.0f}")

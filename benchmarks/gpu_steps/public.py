@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Mask, ring_attention, set_sequence_layout
-from gpu_steps.machine import Finding, Machine, captured, no_waiting
+from gpu_steps.graphs import captured, no_waiting
+from gpu_steps.machine import Finding, Machine
 
 HEADS, KV_HEADS, TOKENS, HEAD_DIM = 8, 2, 256, 64
 LARGEST = 2e-2
@@ -119,7 +120,7 @@ def _without_waiting(machine: Machine, mesh: DeviceMesh, cuts: Tensor | None) ->
 
 def _replayed(machine: Machine, mesh: DeviceMesh, cuts: Tensor | None) -> float:
     call, other = (Call(machine, mesh, machine.dtype) for _ in range(2))
-    graph = captured(partial(call, cuts))
+    graph, _ = captured(partial(call, cuts))
     for seed in range(1, 1 + (NUM_OTHERS if not machine.is_dry else 2)):
         other(documents(seed))
     for x in call.results:

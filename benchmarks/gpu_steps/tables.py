@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import STAGES
-from rich.box import MARKDOWN
+from harness import STAGES, table_of
 from rich.console import Console
-from rich.table import Table
 
 from gpu_steps.alone import Attention
 
@@ -52,7 +50,7 @@ def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
     )
     left = ("kernel", "ranks x tokens, layout, attention", "with backward")
     right = ("one launch", "ours", "there", "torch", "our speed", "torch's", "TFLOP/s", "merges")
-    table = _table(left, right)
+    table = table_of(left, right)
     for row in rows:
         x = row.attention
         for stage, what in enumerate(("", "yes")):
@@ -67,7 +65,9 @@ def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
     console.print(table)
     if overlaps:
         console.print("\nOne rank whose messages come over a link; exposed is relative to them.\n")
-        table = _table(("GB/s", "what"), ("without link ms", "with link ms", "messages", "exposed"))
+        table = table_of(
+            ("GB/s", "what"), ("without link ms", "with link ms", "messages", "exposed")
+        )
         for found in overlaps:
             for stage, what in enumerate(STAGES):
                 free, linked = found.free[stage], found.linked[stage]
@@ -75,15 +75,6 @@ def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
                 times = _ms(free), _ms(linked), _ms(found.transfers[stage])
                 table.add_row(f"{found.rate / 1e9:.0f}", what, *times, _percent(exposed))
         console.print(table)
-
-
-def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    table = Table(box=MARKDOWN)
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
-    for heading in right:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def name_of(attention: Attention) -> str:

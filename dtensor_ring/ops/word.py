@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,23 @@ from dtensor_ring.transport.word import MAX_BYTES, Word
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""
+
+
+class _Attention(NamedTuple):
+    """What calls of attention have, whatever the op."""
+
+    direction: str
+    dtype: torch.dtype
+    device: str
+    batch: int
+    num_heads: int
+    head_dim: int
+    num_key_heads: int
+    value_head_dim: int
+    sinks: torch.dtype | None
+    scale: float
+    softcap: float
+    kernel: str | None
 
 
 def agreed_call(
@@ -59,12 +76,12 @@ def agreed_call(
     heads = query.shape[1], value.shape[1]
     if question.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of them
-    shapes = query.shape[0], heads[0], query.shape[3], heads[1], value.shape[3]
-    word = _word(
-        *(direction, query.dtype, query.device.type, shapes),
+    attention = _Attention(
+        *(direction, query.dtype, query.device.type),
+        *(query.shape[0], heads[0], query.shape[3], heads[1], value.shape[3]),
         *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
-        *(call.place.policy, *question),
     )
+    word = _word(attention, call.place.policy, *question)
     return agreed_transport(group, word, direction, query.device, origin, CALLER.place)
 
 
@@ -87,11 +104,13 @@ def agreed_decode(
         return nullcontext()  # nobody to agree with
     merge = merge or merge_by_size(packed_bytes(query, value), question.world_size)
     _, scale, softcap, sinks, kernel = call.scores
-    shapes = *query.shape, value.shape[1], value.shape[3]
-    word = _decode_word(
-        *(query.dtype, query.device.type, shapes, None if sinks is None else sinks.dtype),
-        *(scale, softcap, kernel, merge, agree, *question),
+    batch, num_heads, num_queries, head_dim = query.shape
+    attention = _Attention(
+        *("decode", query.dtype, query.device.type),
+        *(batch, num_heads, head_dim, value.shape[1], value.shape[3]),
+        *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
     )
+    word = _decode_word(attention, num_queries, merge, agree, *question)
     size = first_bytes(query, value, merge, question.world_size)
     agreed = agreed_transport(
         group, word, "decode", query.device, place=CALLER.place, first_bytes=size
@@ -181,18 +200,8 @@ def _agreed(agree: Tensor | None) -> str:
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _decode_word(
-    dtype: torch.dtype,
-    device: str,
-    shapes: tuple[int, ...],
-    sinks: torch.dtype | None,
-    scale: float,
-    softcap: float,
-    kernel: str | None,
-    merge: str,
-    agree: str,
-    *asked: Any,
+    attention: _Attention, num_queries: int, merge: str, agree: str, *asked: Any
 ) -> Word:
-    batch, num_heads, num_queries, *dims = shapes
     question = DecodeQuestion(*asked)
     own: dict[str, object] = {
         "tokens of queries": num_queries,
@@ -201,23 +210,11 @@ def _decode_word(
         "merge": merge,
         "key_runs": _runs(question.layout),
     }
-    facts = "decode", dtype, device, (batch, num_heads, *dims), sinks, scale, softcap, kernel
-    return _word_of(*facts, question, own)
+    return _word_of(attention, question, own)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def _word(
-    direction: str,
-    dtype: torch.dtype,
-    device: str,
-    shapes: tuple[int, ...],
-    sinks: torch.dtype | None,
-    scale: float,
-    softcap: float,
-    kernel: str | None,
-    policy: TransferPolicy,
-    *asked: Any,
-) -> Word:
+def _word(attention: _Attention, policy: TransferPolicy, *asked: Any) -> Word:
     question = Question(*asked)
     own: dict[str, object] = {
         "tokens of keys": question.key_seq_len,
@@ -227,41 +224,29 @@ def _word(
         "runs": _runs(question.layout),
         "key_runs": _runs(question.key_layout),
     }
-    facts = direction, dtype, device, shapes, sinks, scale, softcap, kernel
-    return _word_of(*facts, question, own)
+    return _word_of(attention, question, own)
 
 
 def _word_of(
-    direction: str,
-    dtype: torch.dtype,
-    device: str,
-    shapes: tuple[int, ...],
-    sinks: torch.dtype | None,
-    scale: float,
-    softcap: float,
-    kernel: str | None,
-    question: Question | DecodeQuestion,
-    own: dict[str, object],
+    attention: _Attention, question: Question | DecodeQuestion, own: dict[str, object]
 ) -> Word:
     """What calls of all ops have, and what is an op's own."""
-    batch, num_heads, head_dim, num_key_heads, value_head_dim = shapes
-    layout = question.layout
     fields = {
-        "direction": direction,
-        "dtype": dtype,
-        "device": device,
-        "batch": batch,
-        "query heads": num_heads,
-        "key heads": num_key_heads,
-        "head dim": head_dim,
-        "value head dim": value_head_dim,
+        "direction": attention.direction,
+        "dtype": attention.dtype,
+        "device": attention.device,
+        "batch": attention.batch,
+        "query heads": attention.num_heads,
+        "key heads": attention.num_key_heads,
+        "head dim": attention.head_dim,
+        "value head dim": attention.value_head_dim,
         "tokens": question.seq_len,
         "mask": question.mask,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "kernel": kernel,
-        "layout": _spelled(layout),
+        "scale": attention.scale,
+        "softcap": attention.softcap,
+        "sinks": attention.sinks,
+        "kernel": attention.kernel,
+        "layout": _spelled(question.layout),
         "cu_seqlens": _boundaries(question.documents),
         "slices": _tables(question.slices),
     }

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.test_families_trained import TENSOR_PARALLEL
-from tests.huggingface.test_trainer import SEQ_LEN, packed_rows, under_torchrun
+from tests.huggingface.test_trainer import SEQ_LEN, arguments, packed_rows, under_torchrun
 from tests.pool import Pool
 
 pytest.importorskip("accelerate")
@@ -74,25 +74,13 @@ def model_of(kind: str, mesh: Any = None) -> Any:
     return model
 
 
-def arguments(folder: str, batch: int, **options: Any) -> Any:
-    from transformers import TrainingArguments
-
-    return TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        logging_steps=1,
-        save_steps=RESUMED,
-        learning_rate=1e-2,
-        adam_epsilon=1e-2,  # far from zero gradients, whose sign is a matter of rounding
-        max_grad_norm=1.0,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+BY_ADAM: dict[str, Any] = {
+    "max_steps": STEPS,
+    "save_steps": RESUMED,
+    "include_num_input_tokens_seen": "no",
+}
+# Adam's epsilon is far from zero gradients, whose sign is a matter of rounding.
+BY_ADAM |= {"optim": "adamw_torch_fused", "adam_epsilon": 1e-2}
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -137,7 +125,7 @@ def stock(data: str, kind: str, folder: Path) -> Record:
     from transformers import Trainer
 
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-    rows, options = ROWS[data](), arguments(str(folder / f"{data} {kind}"), BATCH)
+    rows, options = ROWS[data](), arguments(str(folder / f"{data} {kind}"), BATCH, **BY_ADAM)
     trainer = Trainer(model_of(kind), options, train_dataset=rows, eval_dataset=rows[:4], **METRICS)
     trainer.model_accepts_loss_kwargs = True
     return record(trainer)
@@ -197,7 +185,7 @@ def train(folder: str, case: Case, resume: str | None = None) -> Record:
     rows = ROWS[case.data]()
     trainer = ContextParallelTrainer(
         model,
-        arguments(folder, BATCH // dp_size, **options),
+        arguments(folder, BATCH // dp_size, **BY_ADAM, **options),
         mesh=mesh,
         train_dataset=rows,
         eval_dataset=rows[:4],

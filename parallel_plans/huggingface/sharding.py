@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
-from dtensor_ring.dtensor.agreement import check_agreement, meeting
+from dtensor_ring.dtensor.agreement import meeting
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.sequence import local_tokens
 from dtensor_ring.planning.layouts.layout import Layout
@@ -21,7 +21,6 @@ from parallel_plans.huggingface.attention import RingInputs, check_implementatio
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     LOGITS_TO_KEEP,
-    SAME_BATCH,
     check_batch,
     described,
     local_batch,
@@ -43,7 +42,7 @@ from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.relay import AxisRelay
 from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
-from parallel_plans.huggingface.weights import checksum
+from parallel_plans.huggingface.weights import Agreement
 
 
 class Sharding(Outputs):
@@ -72,7 +71,7 @@ class Sharding(Outputs):
         self.returns_logits = False  # beside a loss, without being asked in the call
         self.generates = False  # in a call of `generate`
         self.layer_masks, self._loss, self._relay = layer_masks, loss, relay
-        self._agreed: set[bool] = set()  # with gradients, without
+        self._agreement = Agreement()
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
         self.chunks = frozenset(mask.chunk for mask in self._masks if mask.chunk)
         self._counts, self.largest = counter_of(model), LargestPosition(model)
@@ -177,13 +176,9 @@ class Sharding(Outputs):
         return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
 
     def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Once in training and once without gradients: whether all ranks have the same."""
-        # A collective in each forward would cost.
-        if torch.is_grad_enabled() not in self._agreed and has_content(batch):
-            group = axis_group(self.axis.mesh)
-            here = described(batch) | {"weights": checksum(model, group)}
-            check_agreement(group, here, SAME_BATCH)
-            self._agreed.add(torch.is_grad_enabled())
+        """Now and then: whether all ranks have the same batch and weights."""
+        if has_content(batch):
+            self._agreement.check(model, batch, axis_group(self.axis.mesh))
 
     def meet(self, batch: dict[str, Any]) -> None:
         """At each turn of a cache that is dealt: whether all ranks got the same, and deal it, too.

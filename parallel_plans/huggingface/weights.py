@@ -1,8 +1,10 @@
-"""Whether all ranks have the same weights."""
+"""Whether all ranks have the same weights, and the same batches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -11,8 +13,37 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.dtensor.agreement import check_agreement
+from parallel_plans.huggingface.batch import SAME_BATCH, described
+
 WORD = 8
 """Bytes that are summed as one integer."""
+
+
+class Agreement:
+    """Compares the ranks of an axis in few of the forwards of a model.
+
+    With gradients in forwards 1, 2, 4, 8, ...: the second one sees that nobody averaged the
+    gradients of the first, a later one that of several that were accumulated. Without gradients
+    weights stay, and the first is enough. A collective in each forward would cost.
+    """
+
+    def __init__(self) -> None:
+        self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
+
+    def check(self, model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> None:
+        """In a forward of the model with this batch.
+
+        Raises:
+            ValueError: on every rank, if their weights or batches differ.
+        """
+        trains = torch.is_grad_enabled()
+        count = self._num_agreed[trains] + 1
+        # Powers of two have one bit.
+        if count.bit_count() == 1 if trains else count == 1:
+            here = described(batch) | {"weights": checksum(model, group)}
+            check_agreement(group, here, SAME_BATCH)
+        self._num_agreed[trains] = count
 
 
 def checksum(model: nn.Module, group: ProcessGroup) -> str:

@@ -215,9 +215,27 @@ def differ_in_weights() -> None:
     weight.copy_(before)
     ring(TOKENS)
     weight[0, 0] += rank
-    ring(TOKENS)  # compared once
+    with pytest.raises(ValueError, match=told):  # as where nobody averaged gradients
+        ring(TOKENS)
     with torch.no_grad(), pytest.raises(ValueError, match=told):
         ring(TOKENS)
+
+
+def drift(when: int, sees: int) -> None:
+    """Weights that differ from one forward of training on, and in which forward that is seen."""
+    ring, rank = parallel_model("zigzag", 16), dist.get_rank()
+    for count in range(1, sees + 1):
+        if count == when:
+            ring.lm_head.weight.data[0, 0] += rank
+        if count < sees:
+            ring(TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(ValueError, match=r"gradients averaged over them.*, they differ in weights"):
+        ring(TOKENS, labels=TOKENS)
+
+
+@pytest.mark.parametrize(("when", "sees"), [(2, 2), (3, 4), (5, 8)])
+def test_weights_that_drift_apart(pool: Pool, when: int, sees: int) -> None:
+    pool.run(2, drift, when, sees)
 
 
 def test_weights_that_differ(pool: Pool) -> None:

@@ -100,7 +100,9 @@ def _check_ranks(sizes: dict[str, int], what: str) -> None:
         listed = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
             f"the {what} has {prod(sizes.values())} ranks ({listed}), and the launcher started "
-            f"{dist.get_world_size()}; their product must be that number"
+            f"{dist.get_world_size()}; their product must be that number, as with cp_size=N for N "
+            "ranks that share a sequence: TrainingArguments(parallelism_config=ParallelismConfig("
+            "cp_size=N)), or a mesh=... of the trainer"
         )
 
 

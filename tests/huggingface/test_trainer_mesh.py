@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mesh": ({"mesh": 2}, "is a DeviceMesh, got int"),
     "part of the ranks": ({"mesh": (2, 1)}, r"the mesh has 1 ranks \(cp 1\), and .* started 2"),
     "config of others": ({"config": {"cp_size": 4}}, "the parallelism config has 4 ranks"),
-    "nothing said": ({}, r"has 1 ranks \(dp_replicate 1 x dp_shard 1 x cp 1"),
+    "nothing said": ({}, r"has 1 ranks \(dp_replicate 1 x .*=ParallelismConfig\(cp_size=N"),
     "both": ({"mesh": ("dp_shard", "cp"), "config": {"cp_size": 2}}, "leave one of them out"),
     "sequence parallelism": ({"config": {"sp_size": 2}}, "say cp_size=2"),
     "other strategy": ({"config": {"cp_size": 2, **OTHER_STRATEGY}}, "give plan={'strategy'"),

@@ -45,6 +45,13 @@ def main(load: Load, arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, and where to look."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """None are unknown: the parser of a command says so itself, and names its own help."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 

@@ -49,6 +49,10 @@ UNFUSED = (
     "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
     "its kernels take"
 )
+OTHER_DIM = (
+    "it is not run as a ring, which needs query, key and value (batch, heads, sequence, head dim) "
+    "in Shard(2) over an axis that has a layout, and these are in {placed}; see shard_sequence"
+)
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -147,10 +151,12 @@ def _as_before(
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     try:
         dispatcher.sharding_propagator.propagate(info)
-    except NotImplementedError:
+    except NotImplementedError as error:
         # Inference mode shows composite ops, which DTensor takes apart where it has no rule.
         parts = op.decompose(*args, **kwargs)
         if parts is NotImplemented:
+            placed = [x.placements for x in args if isinstance(x, DTensor)]
+            error.add_note(OTHER_DIM.format(placed=placed))
             raise
         return parts
     assert info.output_sharding is not None

@@ -89,6 +89,20 @@ def _outcomes(mesh: DeviceMesh, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
     yield "no rule on CPUs", str(failure.value)
 
 
+def test_attention_over_another_dim_says_which_it_should_be(pool: Pool) -> None:
+    pool.run(2, _check_other_dim)
+
+
+def _check_other_dim() -> None:
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    query, key, value = (place(x, mesh, (HEADS,)) for x in random_inputs(kv_heads=4)[:3])
+    with pytest.raises(NotImplementedError) as failure:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    (note,) = failure.value.__notes__
+    assert "in Shard(2) over an axis" in note
+    assert "these are in [(Shard(dim=1),)" in note
+
+
 def _outcome(name: Any, out: DTensor, inputs: list[DTensor]) -> tuple[Any, ...]:
     results = [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
     return name, [x.placements for x in results], *(x.to_local() for x in results)

@@ -50,10 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "esm": {"vocab_size": 64, "pad_token_id": 0, "token_dropout": False},
     "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
-    | {"attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]}
-    | {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
     "gemma4_text, shared keys and values": {
         "num_hidden_layers": 4,

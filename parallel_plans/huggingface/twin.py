@@ -48,6 +48,9 @@ SIZES: tuple[tuple[str, int], ...] = (
 FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2}
 """Options that models compute of others, if their configs do not."""
 
+COMPUTED = ("attention_hidden_size", "attention_head_dim", "hybrid_layer_ids")
+"""Options that configs compute of others, if they are not given."""
+
 SAME = {
     "num_key_value_heads": ("num_attention_heads",),
     "head_dim": ("qk_rope_head_dim", "qk_head_dim"),
@@ -70,7 +73,7 @@ def small_config(config: Any, **changes: Any) -> Any:
         changes: options that get another value.
     """
     large = config.to_dict()
-    for name in ("transformers_version", "_name_or_path", "model_type", "architectures"):
+    for name in ("transformers_version", "_name_or_path", "model_type", "architectures", *COMPUTED):
         large.pop(name, None)
     parts = {name: small_config(x) for name, x in vars(config).items() if hasattr(x, "model_type")}
     layers = _kept_layers(config, large)

@@ -35,6 +35,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"first_k_dense_replace": 1, "num_hidden_layers": 2, "head_dim": 4, "n_routed_experts": 4},
     ),
     "tokens": ("Llama", {"eos_token_id": [128001, 5]}, {"eos_token_id": [128001 % VOCABULARY, 5]}),
+    "layers of attention that are wider": (
+        "Zamba2",
+        {},
+        {"attention_hidden_size": 64, "attention_head_dim": 16, "hybrid_layer_ids": [1]},
+    ),
     "factors of rotary embeddings": (
         "Phi3",
         {

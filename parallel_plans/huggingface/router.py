@@ -37,7 +37,7 @@ def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -
         ValueError: if the model has no routers, or `why_not` says that shards cannot have its
             load-balancing loss.
     """
-    default = getattr(model.config, ROUTER_LOGITS, None)
+    default = getattr(model.config.get_text_config(), ROUTER_LOGITS, None)
     asks = bool(batch.get(ROUTER_LOGITS, default))
     if asks and default is None:
         why_not = "it has no routers"
@@ -89,10 +89,13 @@ def other_balance(model: Any) -> str | None:
 
     By that of a few tokens, as transformers has several.
     """
+    if language_model_of(model) is not model:
+        return (
+            "the model around the language model takes the logits of its routers for those of the "
+            "whole batch, and each rank has those of its tokens"
+        )
     if not hasattr(model.config, ROUTER_LOGITS) or not hasattr(model, "router_aux_loss_coef"):
         return None
-    if language_model_of(model) is not model:
-        return "the model around the language model makes it of tokens that were not dealt"
     labels = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
     given = {"labels": labels % model.config.vocab_size}
     if predicts_next(model):

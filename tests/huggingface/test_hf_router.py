@@ -20,6 +20,8 @@ from parallel_plans.huggingface.router import other_balance
 from tests.dense import largest
 from tests.families import FAMILIES, small_model
 from tests.huggingface.test_families import SEQ_LEN, batches
+from tests.huggingface.test_images import planned
+from tests.multimodal import batch_of
 from tests.pool import Pool
 
 ASKED = {"output_router_logits": True, "use_cache": False}
@@ -101,3 +103,21 @@ def test_base_models_and_other_losses(pool: Pool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_balancing_losses_of_transformers(family: str) -> None:
     assert other_balance(small_model(family)) is None
+
+
+def with_images() -> None:
+    model, batch = planned("Llama 4"), batch_of("Llama 4", "several images")
+    refused = "Llama4.* cannot take output_router_logits=True .* around the language model .* leave"
+    loss = model(**batch).loss.detach()
+    with pytest.raises(ValueError, match=refused):
+        model(**batch, output_router_logits=True)
+    text: Any = model.config.get_text_config()
+    text.output_router_logits = True
+    with pytest.raises(ValueError, match=refused):
+        model(**batch)
+    text.output_router_logits = False
+    assert torch.equal(model(**batch).loss, loss)
+
+
+def test_refused_with_images(pool: Pool) -> None:
+    pool.run(2, with_images)

@@ -62,6 +62,9 @@ def _candidates(vision: Any, names: set[str]) -> Iterator[dict[str, Tensor]]:
         pixels = torch.randn(NUM_IMAGES * side**2, 3 * depth * patch**2, generator=generator)
         grid = torch.tensor([[1, side, side]] * NUM_IMAGES)
         yield {"pixel_values": pixels, "image_grid_thw": grid}
+        # Patches as small images.
+        small = pixels.view(len(pixels), 3 * depth, patch, patch)
+        yield {"pixel_values": small, "image_grid_thw": grid}
     if "image_position_ids" in names:
         side = 2 * getattr(vision, "pooling_kernel_size", 1)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
@@ -73,6 +76,10 @@ def _candidates(vision: Any, names: set[str]) -> Iterator[dict[str, Tensor]]:
         yield {"pixel_values": pixels}
         if "image_sizes" in names:
             yield {"pixel_values": pixels, "image_sizes": torch.full((NUM_IMAGES, 2), side)}
+            # Tiles of an image, and one of the whole of it.
+            for num_tiles in (2, 3):
+                tiles = pixels[:, None].expand(-1, num_tiles, -1, -1, -1).contiguous()
+                yield {"pixel_values": tiles, "image_sizes": torch.full((NUM_IMAGES, 2), side)}
         if "pixel_attention_mask" in names:
             yield {"pixel_values": pixels[:, None]}
 

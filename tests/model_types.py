@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "gemma4": {
         "vision_config": {
             "hidden_size": 32,

@@ -34,7 +34,8 @@ def tower_of(model: Any) -> Tower:
 
 def dealt(family: str, cases: tuple[str, ...]) -> list[tuple[float, int]]:
     """By case: the largest error, and how many images this rank ran."""
-    model, stock = planned(family, deal_images=True), small_model(family)
+    # Contiguous: one rank runs an image whose tokens another has.
+    model, stock = planned(family, "contiguous", deal_images=True), small_model(family)
     found = []
     for case in cases:
         batch = batch_of(family, case)

@@ -82,7 +82,7 @@ class ShardedCache:
         self.layout = as_layout(sequence_layout(mesh) or "zigzag" if layout is None else layout)
         self._turns = Turns(CacheTable.empty(group.size(), block), group.rank(), num_layers)
         self._layers = tuple(CacheLayer(number, self._turns) for number in range(num_layers))
-        self._key_runs: tuple[CacheTable, Tensor] | None = None
+        self._key_runs: tuple[CacheTable, int, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -122,12 +122,15 @@ class ShardedCache:
     def key_runs(self) -> Tensor:
         """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
 
-        On the CPU, ascending; runs of no token fill it up. The same object until the next turn or
-        crop, so that what is planned with it is found again.
+        On the CPU, ascending; runs of no token fill it up. The last one of the first row may begin
+        with a checksum of what `select` and its like did: attention compares it, so ranks that did
+        otherwise are told. The same object until the next turn, crop or selection, so that what is
+        planned with it is found again.
         """
-        if self._key_runs is None or self._key_runs[0] is not self.table:
-            self._key_runs = self.table, torch.tensor(self.table.numbers, device="cpu")
-        return self._key_runs[1]
+        table, order = self.table, self._turns.order
+        if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
+            self._key_runs = table, order, torch.tensor(table.marked(order), device="cpu")
+        return self._key_runs[2]
 
     @property
     def query_runs(self) -> Tensor:
@@ -193,11 +196,11 @@ class ShardedCache:
             TypeError: if `rows` is not a tensor.
         """
         self._turns.check_complete("select sequences")
-        _check_rows(rows, self.batch)
+        numbers = _checked_rows(rows, self.batch)
         rows = rows.clone()  # which the caller may change before a layer is used
         for layer in self._layers:
             layer.select(rows)
-        self._turns.batch = None if self.batch is None else len(rows)
+        self._turns.select(numbers)
 
     def reorder(self, rows: Tensor) -> None:
         """Put other sequences, or the same, into the places of these, as beam search does.
@@ -245,15 +248,17 @@ class ShardedCache:
         return CacheUsage(held, tuple(used))
 
 
-def _check_rows(rows: Tensor, batch: int | None) -> None:
-    """Refuse what are no numbers of sequences."""
+def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:
+    """The numbers of sequences."""
     if not isinstance(rows, Tensor):
         raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
     if rows.ndim != 1 or rows.dtype not in INTEGERS:
         raise ValueError(f"rows must be int32 or int64, (B,), got {rows.dtype} {tuple(rows.shape)}")
     if rows.is_meta:
         raise ValueError("rows must have content, got a tensor on meta; make it on the CPU")
-    wrong = [row for row in rows.tolist() if not 0 <= row < (batch or 0)]
+    numbers = rows.tolist()
+    wrong = [row for row in numbers if not 0 <= row < (batch or 0)]
     # A cache without tokens has no sequences that could be elsewhere.
     if wrong and batch is not None:
         raise ValueError(f"rows must be from 0 to {batch - 1}, got {wrong[0]}")
+    return numbers

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
 
 from dtensor_ring.planning.cache_table import CacheTable
 from dtensor_ring.planning.layouts.layout import Layout
@@ -51,6 +55,8 @@ class Turns:
         self.table = table
         self.last: Turn | None = None
         self.batch: int | None = None
+        self.order = 0
+        """A checksum of the selections of sequences, 0 without one."""
         self._capacities = table.num_local
         self._behind: set[int] = set()
 
@@ -109,6 +115,13 @@ class Turns:
     def done(self, number: int) -> None:
         """A layer has appended."""
         self._behind.discard(number)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these sequences, in this order."""
+        if self.batch is None or [*rows] == [*range(self.batch)]:  # nothing is elsewhere then
+            return
+        self.batch = len(rows)
+        self.order = crc32(np.array(rows, dtype=np.int64).tobytes(), self.order)
 
     def check_complete(self, what: str) -> None:
         """Refuse what needs all layers to have the same tokens.

@@ -17,7 +17,7 @@ from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
 from dtensor_ring.ops.exchange_options import Trade
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.layouts.run_table import MARKED, RunTable
 from dtensor_ring.planning.masks.documents import Documents
 from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.masks.slices import Slices
@@ -270,8 +270,11 @@ def _tables(slices: Slices | None) -> str:
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def _runs(layout: Layout | None) -> str:
-    """Start and length of each run, rank by rank, if they are written out."""
-    return _numbers(layout.numbers.reshape(-1)) if isinstance(layout, RunTable) else "none"
+    """Start and length of each run, rank by rank, if they are written out, and their mark."""
+    if not isinstance(layout, RunTable):
+        return "none"
+    text = _numbers(layout.numbers.reshape(-1))
+    return f"{text}, sequences selected ({layout.mark - MARKED:x})" if layout.mark else text
 
 
 def _numbers(listed: np.ndarray) -> str:

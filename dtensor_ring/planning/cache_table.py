@@ -9,6 +9,7 @@ import numpy as np
 
 from dtensor_ring.planning.layouts.dealing import deal
 from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layouts.run_table import MARKED
 from dtensor_ring.planning.masks.tables import LARGEST
 from dtensor_ring.planning.values.count import MAX_RANKS, as_count
 from dtensor_ring.planning.values.ranges import expanded
@@ -188,6 +189,19 @@ class CacheTable:
         for rank, row in enumerate(rows):
             if row:
                 numbers[rank, : len(row)] = row
+        return numbers
+
+    def marked(self, mark: int) -> np.ndarray:
+        """`numbers` with a mark that ranks shall have alike, as `RunTable` reads it.
+
+        Args:
+            mark: its lower 30 bits; 0 is none.
+        """
+        width = self.numbers.shape[1]
+        more = width if mark and self.num_runs[0] == width else 0
+        numbers = np.pad(self.numbers, ((0, 0), (0, more), (0, 0)))
+        if mark:
+            numbers[0, -1, 0] = MARKED | mark & (MARKED - 1)
         return numbers
 
     def num_before(self, rank: int, position: int) -> int:

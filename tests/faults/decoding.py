@@ -44,6 +44,7 @@ class Decoding:
         block: of tokens in it.
         kept: of the prompt, by a crop; all by default.
         batch: sequences that are kept, by a selection.
+        first: the number of the first of them.
         turns: how many come after the prompt.
         tokens: of each of them.
         token: the number of every token, in a pool.
@@ -61,6 +62,7 @@ class Decoding:
     block: int = 2
     kept: int | None = None
     batch: int = NUM_SEQUENCES
+    first: int = 0
     turns: int = 2
     tokens: int = 1
     token: int = 7
@@ -94,7 +96,7 @@ def sharded(case: Decoding, mesh: DeviceMesh) -> Iterator[Result]:
     tensors, cache = case.inputs(), ShardedCache(mesh, 1, case.layout, case.block)
     _append(cache, case.prompt, case.dealt, tensors)
     cache.crop(case.prompt if case.kept is None else case.kept)
-    rows = torch.arange(case.batch) % NUM_SEQUENCES
+    rows = torch.arange(case.first, case.first + case.batch) % NUM_SEQUENCES
     cache.select(rows)
     tensors = [x[rows] for x in tensors]
     for _ in range(case.turns):
@@ -198,6 +200,7 @@ DECODED = {
     "cache: layout": Difference("key_runs", {"layout": "contiguous"}),
     "cache: block": Difference("key_runs", {"block": 1}),
     "cache: a crop": Difference("key_runs", {"kept": 0}),
+    "cache: another order": Difference("key_runs: .* selected", {"first": 1}),
     "pool: another token": Difference("agree", PAGED | {"token": 8}, PAGED),
     "pool: a shorter prompt": Difference("agree", PAGED | {"prompt": 11}, PAGED),
     "pool, cache": Difference("agree", PAGED),

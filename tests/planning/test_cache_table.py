@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning.cache_table import CacheTable
+from dtensor_ring.planning.layouts.run_table import MARKED, RunTable
 
 LAYOUTS = [Contiguous(), ZigZag(), BlockCyclic(3)]
 
@@ -55,6 +56,19 @@ def owners_of(table: CacheTable) -> list[int]:
             owners[position] = rank
     assert -1 not in owners
     return owners
+
+
+@pytest.mark.parametrize("num_runs", [1, 8, 16])
+def test_marks(num_runs: int) -> None:
+    """Tables with a mark say the same of positions, and differ from those with another one."""
+    table = CacheTable.empty(2, 1).append(2 * num_runs)
+    assert table.num_runs == (num_runs, num_runs), "a token here, a token there"
+    plain, marked, other = (RunTable(table.marked(mark)) for mark in (0, 7, 8))
+    assert np.array_equal(table.marked(0), table.numbers)
+    assert np.array_equal(plain.numbers, marked.numbers)
+    assert [x.mark for x in (plain, marked, other)] == [0, MARKED + 7, MARKED + 8]
+    assert marked == RunTable(table.marked(7))
+    assert plain != marked != other
 
 
 def check(table: CacheTable, owners: list[int]) -> None:

@@ -18,6 +18,9 @@ from dtensor_ring.planning.values.ranges import numbered
 Rows = np.ndarray | Sequence[Sequence[tuple[int, int]]]
 """Start and length of the runs of each rank, `(W, R, 2)`, or rows of any length."""
 
+MARKED = 1 << 30
+"""The smallest mark: where no run without a token starts by chance."""
+
 
 class RunTable(FrozenArrays, Layout):
     """Positions written out as runs: of one batch, of a turn, or of what a cache holds.
@@ -26,7 +29,9 @@ class RunTable(FrozenArrays, Layout):
     has to hold all positions from its first one to the end of the sequence.
 
     Args:
-        rows: start and length of the runs of each rank; runs without a token fill rows up.
+        rows: start and length of the runs of each rank; runs without a token fill rows up. If one
+            ends the first row, and starts at `MARKED` or later, its start is the `mark`: a number
+            that ranks shall have alike, too.
         argument: name of the argument that they were, for errors.
 
     Raises:
@@ -49,7 +54,8 @@ class RunTable(FrozenArrays, Layout):
             raise ValueError(
                 f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
             )
-        (self.numbers,) = self._freeze([_compact(given)])
+        self.numbers, marks = self._freeze([_compact(given), _marks(given)])
+        self.mark = int(marks.sum())  # 0 without one
         lengths = self.numbers[..., 1]
         if ((np.diff(self.numbers[..., 0], axis=1) < 0) & (lengths[:, 1:] > 0)).any():
             raise ValueError(
@@ -154,6 +160,12 @@ def _filled(rows: Rows) -> np.ndarray:
     for row, runs in zip(filled, rows, strict=True):
         row[: len(runs)] = np.array(runs, dtype=np.int64).reshape(-1, 2)
     return filled
+
+
+def _marks(given: np.ndarray) -> np.ndarray:
+    """What stands in the last run of the first row, if that holds nothing."""
+    starts, lengths = given[:1, -1:].reshape(-1, 2).T
+    return starts[(lengths == 0) & (starts >= MARKED)]
 
 
 def _compact(given: np.ndarray) -> np.ndarray:

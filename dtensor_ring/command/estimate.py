@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dtensor_ring.command.footprint import Footprint
+from dtensor_ring.command.footprint import Attention, Footprint
+from dtensor_ring.command.layers import checkpoint_layers, layers_of
 from dtensor_ring.command.model import Asked, Load, Model, alone
 
 OPTIMIZER = 2
@@ -81,12 +83,13 @@ def estimate(
     layout: str | None,
     strategy: str,
     dtype: torch.dtype | None,
+    checkpoint: str,
     as_json: bool,
 ) -> int:
     """Print what a training step takes on one rank; returns the exit status."""
     asked = Asked(seq_len, batch, layout or "zigzag", strategy, dtype)
     try:
-        found = estimated(load, model, mesh, asked)
+        found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
     except (ImportError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -97,8 +100,23 @@ def estimate(
     return 0
 
 
-def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) -> Estimate:
+def estimated(
+    load: Load,
+    spelling: str,
+    mesh: Mapping[str, int],
+    asked: Asked,
+    *,
+    is_checkpointed: bool = False,
+) -> Estimate:
     """What a training step takes, see Note [Dry run].
+
+    Args:
+        load: makes the model.
+        spelling: of the model.
+        mesh: how many ranks are along each axis.
+        asked: what the model is to be run on.
+        is_checkpointed: whether a layer's forward is computed again in its backward, and only its
+            input is kept until then.
 
     Raises:
         ImportError: if a package that the model needs is not installed.
@@ -106,8 +124,10 @@ def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) 
     """
     with alone(mesh.get("cp", 1)) as axis:
         model = load(spelling, axis, asked)
-        step, kept, others = _run(model)
-    if not step.attentions:
+        if is_checkpointed:
+            checkpoint_layers(model.module)
+        step, forward = _run(model)
+    if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
     memory = _of_parameters(model.module, mesh)
     return Estimate(
@@ -115,20 +135,30 @@ def estimated(load: Load, spelling: str, mesh: Mapping[str, int], asked: Asked) 
         mesh=dict(mesh),
         seq_len=asked.seq_len,
         **memory,
-        attention_kept=kept,
+        attention_kept=forward.kept,
         attention_working=step.working,
-        others_kept=others,
+        others_kept=forward.others,
         peak=_peak(step, model.module, memory),
         messages=asdict(step.messages),
         attentions=[
             x._asdict() | {"mask": str(x.mask), "hops": x.steps - 1, "calls": calls}
-            for x, calls in step.attentions.items()
+            for x, calls in forward.attentions.items()
         ],
     )
 
 
-def _run(model: Model) -> tuple[Footprint, int, int]:
-    """A step, and the bytes that attentions, and all else, keep for the backward.
+class _Forward(NamedTuple):
+    """What is known once the forward is done, before a backward computes a part of it again."""
+
+    attentions: Counter[Attention]
+    kept: int
+    """Bytes that attentions keep for the backward."""
+    others: int
+    """Bytes that all else keeps."""
+
+
+def _run(model: Model) -> tuple[Footprint, _Forward]:
+    """A step, and its forward.
 
     Raises:
         ValueError: if the model's code needs numbers.
@@ -140,13 +170,14 @@ def _run(model: Model) -> tuple[Footprint, int, int]:
             loss = model.loss()
             # Looked at now: what the forward has dropped is not kept.
             kept, whole = step.kept, step.alive - before
+            forward = _Forward(step.attentions.copy(), kept, whole - kept)
             loss.backward()
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{model.name} does not run without weights, on the meta device, which an estimate "
             f"needs ({type(error).__name__}: {error})"
         ) from error
-    return step, kept, whole - kept
+    return step, forward
 
 
 def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:
@@ -171,18 +202,11 @@ def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]
 
 def _gathered(module: nn.Module) -> int:
     """Layers are gathered one by one, the next while one runs; the rest is there all the time."""
-    lists = [x for x in module.modules() if isinstance(x, (nn.ModuleList, nn.ModuleDict))]
-    layers = [layer for x in lists for layer in x.children()]
+    layers = layers_of(module)
     largest = max(map(_size, layers), default=0)
-    root = _size(module) - sum(_size(x) for x in _outermost(lists))
+    root = _size(module) - sum(map(_size, layers))
     # In backward, the gradients of a layer beside its parameters.
     return root + 3 * largest
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are in none of the others."""
-    inner = {id(part) for x in modules for part in x.modules() if part is not x}
-    return [x for x in modules if id(x) not in inner]
 
 
 def _size(module: nn.Module, trained: bool = False) -> int:

@@ -125,6 +125,12 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: Load) -> None
     command.add_argument(
         "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
     )
+    command.add_argument(
+        "--checkpoint",
+        choices=("none", "full"),
+        default="none",
+        help="full: each layer keeps its input only, and its backward computes the forward again",
+    )
     command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 

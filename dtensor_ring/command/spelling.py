@@ -114,6 +114,11 @@ def mesh_of(text: str) -> dict[str, int]:
     """
     pairs = [part.partition("=") for part in text.split(",")]
     names = [name for name, _, _ in pairs]
+    if "tp" in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has tensor parallelism, which is not estimated: the plan of a model decides "
+            "what it divides; leave tp out: a rank has less with it than is then estimated"
+        )
     if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "

@@ -47,11 +47,14 @@ class Measured(NamedTuple):
     """Of the attention that has most."""
 
 
-def _measured(name: str, strategy: str, kernels_too: bool) -> Measured:
+def _measured(name: str, strategy: str, checkpoint: str, kernels_too: bool) -> Measured:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     model = small_model(name, SEQ_LEN)
     plan = context_parallel_plan(model, "zigzag", strategy=strategy)
     model = parallelize_module(model, mesh, plan)
+    if checkpoint == "full":
+        model.train()
+        model.activation_checkpointing_enable()
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
 
     def step() -> None:
@@ -111,25 +114,29 @@ class Uncounted:
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "kernels_too"),
+    ("name", "strategy", "checkpoint", "kernels_too"),
     [
-        ("llama", "ring", True),
-        ("llama", "ulysses", False),
-        pytest.param("qwen3_moe", "ring", True, marks=pytest.mark.repeats),
-        pytest.param("deepseek_v3", "ring", None, marks=pytest.mark.repeats),
+        ("llama", "ring", "none", True),
+        ("llama", "ring", "full", None),
+        ("llama", "ulysses", "none", False),
+        pytest.param("qwen3_moe", "ring", "none", True, marks=pytest.mark.repeats),
+        pytest.param("qwen3_moe", "ring", "full", None, marks=pytest.mark.repeats),
+        pytest.param("deepseek_v3", "ring", "none", None, marks=pytest.mark.repeats),
     ],
 )
 def test_a_step_takes_what_was_estimated(
     pool: Pool,
     name: str,
     strategy: str,
+    checkpoint: str,
     kernels_too: bool | None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With what kernels have inside, or without; by `reference` that is more than all else."""
-    found = _estimated(_written(name, tmp_path), capsys, "--strategy", strategy)
-    for rank in pool.run(RANKS, _measured, name, strategy, bool(kernels_too)):
+    options = "--strategy", strategy, "--checkpoint", checkpoint
+    found = _estimated(_written(name, tmp_path), capsys, *options)
+    for rank in pool.run(RANKS, _measured, name, strategy, checkpoint, bool(kernels_too)):
         assert found["parameters"] == rank.parameters
         assert found["peak"] - found["optimizer"] == pytest.approx(rank.peak, rel=0.01)
         if kernels_too is not None:

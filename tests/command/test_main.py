@@ -94,7 +94,9 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ("compare --seq-len 8 --world-size 2 --heads 8,3", 1, "must be a multiple"),
         ("doctor --fix", 2, "unrecognized arguments: --fix; python -m dtensor_ring doctor --help"),
         ("--fix doctor", 2, "unrecognized arguments: --fix; python -m dtensor_ring --help"),
-        ("estimate --model x --seq-len 8 --mesh tp=2", 2, "known axes: cp, dp_shard"),
+        ("estimate --model x --seq-len 8 --mesh dp=2", 2, "known axes: cp, dp_shard"),
+        ("estimate --model x --seq-len 8 --mesh cp=8,tp=2", 2, "tp out: a rank has less with"),
+        ("estimate --model x --seq-len 8 --mesh cp=8 --checkpoint some", 2, "'none', 'full'"),
         ("estimate --model x --seq-len 8 --mesh cp=2 --dtype int8", 2, "not a floating dtype"),
     ],
 )

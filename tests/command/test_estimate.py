@@ -205,7 +205,7 @@ NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "tor
         (
             '{"model_type": "mamba", "num_hidden_layers": 2}',
             (),
-            "no context-parallel plan for Mamba",
+            "has no attention over its sequence",
         ),
         (None, (), "there is no file or folder"),
         (None, ("--model", "nobody:config"), NO_CONFIG),

@@ -43,6 +43,7 @@ from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
 from parallel_plans.huggingface.stateful import attention_layers, relay_states, stateful_layers
+from parallel_plans.huggingface.tower import check_dealing
 from parallel_plans.huggingface.twin import small_twin
 from parallel_plans.strategies import Given, Strategies
 
@@ -95,7 +96,8 @@ def context_parallel_plan(
 
     Raises:
         ValueError: if something in the model but attention reads along the sequence, or the layout,
-            the kernel or a strategy is unknown, or the model has no layers of a name.
+            the kernel or a strategy is unknown, the model has no layers of a name, or images shall
+            be dealt that it does not read.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -110,6 +112,7 @@ def context_parallel_plan(
     """
     check_model(model)
     check_layout(model, as_layout(DEFAULT if layout is None else layout))
+    check_dealing(model, deal_images)
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}

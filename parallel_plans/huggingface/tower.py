@@ -174,13 +174,32 @@ class Tower:
         return {name: _formed(x, parts, tokens) for name, x in merged.items()}
 
 
+def check_dealing(model: Any, deals: Any) -> None:
+    """Refuse to deal images of a model that has none, or nobody knows of.
+
+    Raises:
+        ValueError: saying what is supported.
+    """
+    if deals not in (None, True, False):
+        raise ValueError(f"deal_images must be True, False or None, got {deals!r}")
+    if deals and not _owners(model):
+        raise ValueError(
+            f"deal_images=True needs a model that makes embeddings by a method {FEATURES}, and "
+            f"{type(model).__name__} has none; leave deal_images out"
+        )
+
+
+def _owners(model: Any) -> list[Any]:
+    """The innermost modules that make embeddings of images."""
+    owners = [x for x in model.modules() if hasattr(x, FEATURES)]
+    return [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
+
+
 def install_tower(
     model: Any, decoder: nn.Module, axis: SequenceAxis, deals: bool | None, is_called: Any
 ) -> None:
     """Deal the images of a model where it asks for their embeddings, while `is_called()`."""
-    owners = [x for x in model.modules() if hasattr(x, FEATURES)]
-    inner = [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
-    for owner in inner:
+    for owner in _owners(model):
         tower = Tower(axis, _num_weights(model, decoder), _patch_size(model.config), deals)
         owner.get_image_features = MethodType(_features(owner, tower, is_called), owner)
         owner.context_parallel_tower = tower

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.images import Images
 from parallel_plans.huggingface.tower import Embeddings, Share, Tower
 from tests.dense import largest
@@ -163,3 +164,14 @@ def test_images_are_dealt_where_it_pays(
     assert images.sizes == sizes
     with torch.set_grad_enabled(trains):
         assert tower._pays(images, Share.of(sizes, 0, 2)) == is_dealt
+
+
+@pytest.mark.parametrize(
+    ("deals", "reason"),
+    [(True, "Gemma3TextModel has none; leave deal_images out"), (1.5, "True, False or None, got")],
+)
+def test_refused_without_images(deals: Any, reason: str) -> None:
+    text = small_model("Gemma 3").model.language_model
+    assert context_parallel_plan(text, deal_images=False)
+    with pytest.raises(ValueError, match=reason):
+        context_parallel_plan(text, deal_images=deals)

@@ -22,8 +22,7 @@ from parallel_plans.huggingface.positions import (
 )
 from parallel_plans.huggingface.stateful import stateful_layers
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-WITHOUT_STATE = (*ATTENTION_LAYERS, "moe", "mlp", "dense", "sparse")
+WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
 """Types of layers whose tokens meet in attention, or not at all."""
 INDEXED = re.compile(r"\((\w*_)?(indexed|compressed|sparse)\w*\)")
 """Layers by kind, in which an index over keys chooses."""
@@ -159,7 +158,7 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     # What hands its state over is served, and so is the layer around it.
     served = {name for name, x in modules.items() if not handing.isdisjoint(x.modules())}
     kinds = enumerate(getattr(config, "layer_types", None) or ())
-    stateful = {f"layers.{i}": kind for i, kind in kinds if kind not in WITHOUT_STATE}
+    stateful = {f"layers.{i}": kind for i, kind in kinds if not WITHOUT_STATE.fullmatch(kind)}
     paths = {layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful}
     if refused := [layer for layer, path in paths.items() if path not in served]:
         return [f"{paths[layer]} ({stateful[layer]})" for layer in refused]

@@ -246,7 +246,7 @@ def _rows(x: Any) -> Iterator[Tensor]:
     if isinstance(x, dict):
         for part in x.values():
             yield from _rows(part)
-    elif isinstance(x, Tensor) or isinstance(x[0], Tensor):
+    elif isinstance(x, Tensor) or (x and isinstance(x[0], Tensor)):
         yield _flat(x)
     else:
         for layer in x:
@@ -257,7 +257,7 @@ def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
     """The next of what `_rows` gives, in the form of `x`: by image, or by layer and image."""
     if isinstance(x, Tensor):
         return next(parts).reshape(-1, *x.shape[1:])
-    if isinstance(x[0], Tensor):
+    if x and isinstance(x[0], Tensor):
         return next(parts).split(tokens)
     return type(x)(_formed(layer, parts, tokens) for layer in x)
 

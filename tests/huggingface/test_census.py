@@ -21,9 +21,11 @@ SAMPLE = {
     "qwen2_5_vl": "image-text",
     "gemma4": "image-text",
     "gemma4_unified": "image-text",
+    "qwen3_vl": "image-text",  # the small one has no features for early layers
+    "unlimited_ocr": "image-text",
 }
 """All of them are tried by `make census`."""
-WITH_IMAGES = ("qwen2_5_vl", "gemma4")
+WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl", "gemma4")
 
 
 @pytest.mark.parametrize("name", SAMPLE)

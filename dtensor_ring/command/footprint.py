@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from dtensor_ring.command.shapes import Shapes
 from dtensor_ring.command.silent import Silent
@@ -57,25 +58,27 @@ class Footprint(Storages):
         self.attentions = Counter[Attention]()
         self.messages = Cost()
         self.working = 0
-        self._kept: set[int] = set()
+        self._kept: dict[int, ref[UntypedStorage]] = {}
         self._loops: dict[tuple[Any, ...], int] = {}  # layers are alike
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is ring_op:
             self._attend(*args)
-            self._kept |= {x._cdata for x in storages_of([args[:3], result])}
         elif func is ring_backward_op:
             self._attend_backward(*args)
         elif func is exchange_op:
             self._send(_exchange_cost(*args))
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
+        if func is ring_op:
+            self._kept |= self.held([args[:3], result])
         return result
 
     @property
     def kept(self) -> int:
         """Bytes that attentions so far keep for their backward: inputs, outputs and lse."""
-        return self.bytes_of(self._kept)
+        found = [storage() for storage in self._kept.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
         call = unflatten(options)

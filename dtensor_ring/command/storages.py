@@ -49,10 +49,13 @@ class Storages(TorchDispatchMode):
             self.alive += size
         self.peak = max(self.peak, self.alive)
 
-    def bytes_of(self, keys: set[int]) -> int:
-        """Bytes of those of the storages, named by their `_cdata`, that are still alive."""
-        found = [self._held[key]() for key in keys & self._held.keys()]
-        return sum(storage.nbytes() for storage in found if storage is not None)
+    def held(self, tree: Any) -> dict[int, ref[UntypedStorage]]:
+        """References to the storages of these tensors that were counted, by their own identity.
+
+        A `_cdata` names another storage once its own is gone: so it is no name to be kept.
+        """
+        found = [self._held.get(storage._cdata) for storage in storages_of(tree)]
+        return {id(x): x for x in found if x is not None}
 
 
 def storages_of(tree: Any) -> Iterator[UntypedStorage]:

@@ -136,6 +136,7 @@ def test_a_step_takes_what_was_estimated(
     """With what kernels have inside, or without; by `reference` that is more than all else."""
     options = "--strategy", strategy, "--checkpoint", checkpoint
     found = _estimated(_written(name, tmp_path), capsys, *options)
+    assert (found["attention_kept"] == 0) == (checkpoint == "full")
     for rank in pool.run(RANKS, _measured, name, strategy, checkpoint, bool(kernels_too)):
         assert found["parameters"] == rank.parameters
         assert found["peak"] - found["optimizer"] == pytest.approx(rank.peak, rel=0.01)

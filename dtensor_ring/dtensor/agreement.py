@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +89,10 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
 
     Raises:
         ValueError: on every rank, if they differ; says which ranks of the world have which.
+        RingError: on every rank, if some make another call, or one ended.
     """
+    with _meeting(group, "a comparison", {}):
+        pass  # a rank that is in another call, where a collective would hang, is told so
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, here, group)
@@ -149,16 +152,21 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
         RingError: on every rank, if ranks differ, or some raise.
         ValueError: on every rank, if ranks of a group without words differ.
     """
-    size, session = group.size(), session_of(group)
-    if size == 1 or not session.has_words:
+    with _meeting(group, direction, here):
         yield
-        if size > 1:
-            check_agreement(group, here, f"agree on {direction}")
-        return
+    if group.size() > 1 and not session_of(group).has_words:
+        check_agreement(group, here, f"agree on {direction}")
+
+
+def _meeting(
+    group: ProcessGroup, direction: str, here: dict[str, str]
+) -> AbstractContextManager[Any]:
+    """Words at the end of a context, if the group has any."""
+    if group.size() == 1 or not session_of(group).has_words:
+        return nullcontext()
     word = Word({"direction": direction} | here)
     # Words to all, not to the next one only: each rank shall know.
-    with agreed_transport(group, word, direction, torch.device("cpu"), first_bytes=0):
-        yield
+    return agreed_transport(group, word, direction, torch.device("cpu"), first_bytes=0)
 
 
 def _begin(texts: list[str]) -> int:

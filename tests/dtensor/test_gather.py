@@ -67,8 +67,8 @@ def _unshard_batch(mesh: DeviceMesh, begin: int) -> None:
     unshard_sequence(shard_sequence(torch.ones(16), mesh, 0, layout), 0, layout)
 
 
-def _attend(mesh: DeviceMesh) -> None:
-    ring_attention(*torch.ones(3, 1, 1, 4, 4), mesh=mesh)
+def _attend(mesh: DeviceMesh, validate: bool = False) -> None:
+    ring_attention(*torch.ones(3, 1, 1, 4, 4), mesh=mesh, validate=validate)
 
 
 def _nothing(mesh: DeviceMesh) -> None:
@@ -84,6 +84,7 @@ DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
     "batches": (partial(_unshard_batch, begin=3), partial(_unshard_batch, begin=9), "runs"),
     "sum, gather": (_sum, partial(_unshard, shape=(4, 8)), "tokens"),
     "sum, attention": (_sum, _attend, "direction"),
+    "validation, attention": (partial(_attend, validate=True), _attend, "direction"),
     "backward, a further sum": (_sum, partial(_sum, dtype=torch.int64), "dtypes"),
     "nothing, sum": (_nothing, _sum, "got no answer of rank 0"),
 }

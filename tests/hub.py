@@ -30,7 +30,7 @@ VARLEN = (
 
 
 class Hub:
-    """What is there to be downloaded, and what was asked of it.
+    """The builds that can be downloaded, and the requests that were made.
 
     Attributes:
         asked: repositories, each time one is asked for.

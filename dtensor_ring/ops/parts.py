@@ -49,9 +49,7 @@ def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) 
     with _agreed(group, "gather_parts", part, rows) as transport:
         if len(part) != rows[rank]:  # within the context, so that the others are told
             raise ValueError(f"a part of {len(part)} rows came where {rows[rank]} were announced")
-        receives = [P2P(x.view(-1), peer) for peer, x in enumerate(parts) if peer != rank]
-        sends = [P2P(part.view(-1), peer) for peer in range(len(rows)) if peer != rank]
-        _move(transport, part, receives, sends)
+        _move(transport, rank, parts, [part] * len(rows))
         parts[rank].copy_(part)
     return whole
 
@@ -75,9 +73,7 @@ def sum_parts(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) ->
     found = whole.new_empty(len(rows), *parts[rank].shape)
     found[rank].copy_(parts[rank])
     with _agreed(group, "sum_parts", whole, rows) as transport:
-        receives = [P2P(x.view(-1), peer) for peer, x in enumerate(found) if peer != rank]
-        sends = [P2P(x.view(-1), peer) for peer, x in enumerate(parts) if peer != rank]
-        _move(transport, whole, receives, sends)
+        _move(transport, rank, found.unbind(), parts)
     # In the order of the ranks, so that it is the same in every run; 16 bits are rounded once.
     wide = torch.promote_types(whole.dtype, torch.float32)
     return found.sum(0, dtype=wide).to(whole.dtype)
@@ -92,11 +88,17 @@ def _agreed(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> Tra
     return agreed_transport(group, Word({"direction": "forward"} | fields), "forward", x.device)
 
 
-def _move(transport: Transport, x: Tensor, receives: list[P2P], sends: list[P2P]) -> None:
-    transport.prepare(x.device)
+def _move(
+    transport: Transport, rank: int, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
+) -> None:
+    """Receive a dense tensor from each other rank, and send one to each; empty ones stay."""
+    transport.prepare(incoming[rank].device)
     transport.at(Label("parts", 0, 0))
-    filled = [[message for message in side if message.flat.numel()] for side in (receives, sends)]
-    for work in transport.start(*filled):
+    receives, sends = (
+        [P2P(x.view(-1), peer) for peer, x in enumerate(side) if peer != rank and x.numel()]
+        for side in (incoming, outgoing)
+    )
+    for work in transport.start(receives, sends):
         work.wait()
 
 

@@ -195,7 +195,7 @@ class CacheTable:
         """`numbers` with a mark that ranks shall have alike, as `RunTable` reads it.
 
         Args:
-            mark: its lower 30 bits; 0 is none.
+            mark: the lower 30 bits are kept; 0 means no mark.
         """
         width = self.numbers.shape[1]
         more = width if mark and self.num_runs[0] == width else 0

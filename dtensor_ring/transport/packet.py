@@ -21,7 +21,7 @@ copy both into one message.
 
 
 def goes_apart(num_bytes: int) -> bool:
-    """Whether the owner of keys and values of so many bytes sends them as two messages.
+    """Whether the owner sends keys and values of this size as two messages.
 
     Both ranks of a message ask this, so it knows of nothing that only one of them has.
     """

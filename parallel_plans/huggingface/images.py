@@ -32,7 +32,7 @@ class Images(NamedTuple):
             sizes = tuple(grid.prod(-1).tolist())
             is_known = set(tensors) == {PIXELS, GRID} and sum(sizes) == len(pixels)
             return cls(given, sizes, True) if is_known else None
-        # Images in rows of a batch, some of which are none, have one dim more.
+        # Batches padded with empty images have one dim more.
         if pixels.ndim > 4 or any(len(x) != len(pixels) for x in tensors.values()):
             return None
         return cls(given, _sizes(given, len(pixels)), False)

@@ -22,7 +22,7 @@ from tests.pool import Pool
 
 def call_with(arguments: dict[str, Any]) -> None:
     ring, told = parallel_model("striped", 16), arguments.pop("match")
-    for _ in range(2):  # the second call sees that the first one left nothing behind
+    for _ in range(2):  # a refused call leaves no state: the second one is refused alike
         with pytest.raises(ValueError, match=told):
             ring(**arguments)
 

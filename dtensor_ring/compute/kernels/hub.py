@@ -40,7 +40,7 @@ class Build(NamedTuple):
 
 
 class HubFlashAttn3(FlashAttn3):
-    """A build of flash attention 3: each has its operators in a namespace of its own."""
+    """A build of flash attention 3: each registers its operators under another namespace."""
 
     name = "hub:kernels-community/flash-attn3"
     build = Build("kernels-community/flash-attn3", 1)

@@ -3,7 +3,8 @@
 It runs as the model's own code does, with the whole batch on every rank: the vision tower, of whose
 images each rank may run its own only (`tower.py`), the merge of embeddings, positions, and masks.
 Its language model deals what it is called with, and returns the hidden states of this rank's
-tokens, on which the head then runs.
+tokens, on which the head then runs. With a cache it returns those of all new tokens whose logits
+are asked for, on every rank.
 
 Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
 ranks have one loss, whose backward sums over them, so what a rank's own tokens send back is as many
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,15 @@ from torch import Tensor, nn
 from dtensor_ring.dtensor.agreement import meeting
 from dtensor_ring.dtensor.annotation import axis_group
 from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described
+from parallel_plans.huggingface.cached import cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec
 from parallel_plans.huggingface.sharding import Sharding, has_content
 from parallel_plans.huggingface.tower import install_tower
+
+if TYPE_CHECKING:
+    from parallel_plans.huggingface.cache import ContextParallelCache
 
 OF_TOKENS = (
     *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
@@ -40,10 +45,6 @@ OF_TOKENS = (
 """Arguments about tokens that are dealt, and not about the images before them."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """Options of configs: the token that stands for a part of an image."""
-NO_CACHE = (
-    "a model with images has no cache over a sharded sequence; leave past_key_values out, set "
-    "use_cache=False, and generate within `with stock_model(model):`"
-)
 
 
 @dataclass
@@ -53,10 +54,16 @@ class Call:
     model: Any
     taken: dict[str, Any]
     """Its arguments that are dealt with the tokens."""
+    tokens: Tensor | None
+    """Its ids, `(B, S)`."""
     is_image: Tensor | None
     """Whether a token is a part of an image, `(B, S)`."""
+    cache: ContextParallelCache | None
+    """Of the tokens before."""
+    has_run: bool = False
+    """Whether the language model has."""
     spec: OutputSpec | None = None
-    """Of the outputs, once the language model has run."""
+    """Of the outputs, once the language model has run without a cache."""
 
 
 class Around:
@@ -72,15 +79,9 @@ class Around:
         return self
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call that are not `None`, by name.
-
-        Raises:
-            ValueError: if it has a cache.
-        """
+        """The arguments of a call that are not `None`, by name."""
         found = dict(zip(self._names, args, strict=False)) | kwargs
         found = {name: x for name, x in found.items() if x is not None}
-        if found.pop("past_key_values", None) is not None or found.pop("use_cache", False):
-            raise ValueError(NO_CACHE)
         if model.get_output_embeddings() is None:
             found.pop("labels", None)  # those of the model around a base model
         return found
@@ -96,41 +97,61 @@ class Around:
 
         Raises:
             RingError: on every rank, if the ranks have other batches.
+            ValueError: if its cache is another one than this model's.
         """
+        cache = cache_of(model, self._sharding, given)
+        for name in ("past_key_values", "use_cache"):
+            given.pop(name, None)
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
-        # At every call: a rank without images would not wait for the others, and be wrong.
-        if has_content(given):
+        # At every call: a rank without images would not wait for the others, and be wrong. Text
+        # after a cache is compared where it is dealt, or in a message of a layer.
+        if has_content(given) and (cache is None or has_images(given)):
             group = axis_group(self._sharding.axis.mesh)
             with meeting(group, "a batch with images", described(given | taken)):
                 pass
-        call = self._call = Call(model, taken, image_tokens(model.config, given))
+        if cache is not None:
+            self._sharding.agree(model, given | taken)
+        is_image = image_tokens(model.config, given)
+        call = self._call = Call(model, taken, given.get("input_ids"), is_image, cache)
         try:
             yield call
         finally:
             self._call = None
 
-    def deal(self, decoder: Any, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """This rank's part of what the language model is called with."""
+    def begun(self, decoder: Any) -> Call:
+        """The call in which the language model runs now.
+
+        Raises:
+            ValueError: if nobody called the whole model, or its language model ran already.
+        """
         call = self._call
-        if call is None or call.spec is not None:
+        if call is None or call.has_run:
             raise ValueError(
                 f"{type(decoder).__name__} is a part of a model under a context_parallel_plan, "
                 "which is to be called as a whole, and calls it once"
             )
+        call.has_run = True
+        return call
+
+    def deal(self, call: Call, given: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of what the language model is called with."""
         batch, call.spec = self._sharding.inputs(call.model, given | call.taken)
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, batch["ring"].frames[0].documents)
-        return call, {name: x for name, x in batch.items() if name != "ignore_index"}
+        return {name: x for name, x in batch.items() if name != "ignore_index"}
 
 
 def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
     """Deal the tokens of a model where it calls its language model, and maybe images before."""
     around = Around(model, sharding)
-    install_tower(model, decoder, sharding.axis, deal_images, lambda: around.is_called)
+
+    def is_called() -> bool:
+        # Before the first token, generate itself may ask for the embeddings of a prompt's images.
+        return around.is_called or sharding.generates
+
+    install_tower(model, decoder, sharding.axis, deal_images, is_called)
     model.forward = _method(model, _whole_forward(type(model).forward, sharding, around))
     decoder.forward = _method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
-    if hasattr(model, "generate"):
-        model.generate = MethodType(_no_generate, model)
 
 
 def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
@@ -141,29 +162,49 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
         given = around.given(self, args, kwargs)
         try:
             with around.call(self, given) as call:
-                output = plain(self, **given, use_cache=False)
+                how = {} if call.cache is None else {"past_key_values": call.cache}
+                output = plain(self, **given, **how, use_cache=call.cache is not None)
         finally:
             losses = take_losses(self)
-        if call.spec is None:
+        if not call.has_run:
             raise ValueError(f"{type(self).__name__} did not call its language model")
+        if call.spec is None:
+            return output  # whole, as it is with a cache
         return sharding.outputs(output, call.spec, losses)
 
     return forward
 
 
 def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
-    """The forward of the language model."""
+    """The forward of the language model: the head runs on what it returns."""
+    kept = _of_last(plain)
 
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call, batch = around.deal(self, sharding.given(self, args, kwargs))
-        kept = batch.pop(LOGITS_TO_KEEP, None)
+        given, call = sharding.given(self, args, kwargs), around.begun(self)
+        if call.cache is not None:
+            asked = given | call.taken, call.tokens
+            return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
+        batch = around.deal(call, given)
         spec: Any = call.spec
         give_labels(call.model, spec.head_labels)
-        output = plain(self, **batch)
+        output = kept(self, **batch)
         call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
-        if spec.kept is not None:  # the head runs on what it gets
-            output.last_hidden_state = output.last_hidden_state.index_select(1, kept)
+        return output
+
+    return forward
+
+
+def _of_last(plain: Any) -> Any:
+    """A forward whose hidden states are those of the last tokens, where no others get logits."""
+
+    def forward(self: nn.Module, *, logits_to_keep: Tensor | int = 0, **batch: Any) -> Any:
+        output = plain(self, **batch)
+        states = output.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            output.last_hidden_state = states.index_select(1, logits_to_keep)
+        elif logits_to_keep:
+            output.last_hidden_state = states[:, -logits_to_keep:]
         return output
 
     return forward
@@ -176,14 +217,10 @@ def _method(model: nn.Module, forward: Any) -> MethodType:
     return MethodType(forward, model)
 
 
-def _no_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(NO_CACHE)
-
-
 def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
     """Which tokens are parts of images, `(B, S)`; `None` if there are none, or nobody can tell."""
     tokens = given.get("input_ids")
-    if not any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds"):
+    if not has_images(given):
         return None
     ids = [getattr(config, name, None) for name in IMAGE_TOKENS]
     known = [x for x in ids if isinstance(x, int)]
@@ -192,9 +229,16 @@ def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
     return torch.isin(tokens, torch.tensor(known, device=tokens.device))
 
 
+def has_images(given: dict[str, Any]) -> bool:
+    """Whether there is more than text."""
+    return any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds")
+
+
 def _is_of_images(x: Any) -> bool:
     """Whether an argument has pixels or features."""
-    return isinstance(x, (list, dict)) or (isinstance(x, Tensor) and x.is_floating_point())
+    return (isinstance(x, (list, dict)) and bool(x)) or (
+        isinstance(x, Tensor) and x.is_floating_point()
+    )
 
 
 def check_cuts(is_image: Tensor, documents: Documents) -> None:

@@ -89,7 +89,7 @@ def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame
     """What the layer's tokens see, as arguments of attention."""
     given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
     if given is not None:
-        return {"slices": given.slices}
+        return {"slices": given.slices(frame.begin)}
     layer_mask = _layer_mask(module, attention_mask, ring)
     cu_seqlens, mask = frame.documents.of(layer_mask)
     return {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": layer_mask.strategy}

@@ -107,6 +107,11 @@ class ContextParallelCache(Cache):
         return self._memory.seq_len + query_length, 0
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether there are tokens in it."""
+        return self._memory.seq_len > 0
+
+    @property
     def batch_size(self) -> int:
         """Rows, -1 before the first ones came."""
         return self._memory.batch

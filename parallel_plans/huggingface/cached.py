@@ -19,8 +19,9 @@ from parallel_plans.huggingface.batch import (
     local_batch,
     pad,
 )
+from parallel_plans.huggingface.deepstack import feature_rows, local_features
 from parallel_plans.huggingface.documents import left_padding
-from parallel_plans.huggingface.given import is_given
+from parallel_plans.huggingface.given import GivenMask, given_masks, is_given, padding_of
 from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding import Sharding
@@ -72,38 +73,56 @@ def call_with_cache(
     sharding: Sharding,
     cache: ContextParallelCache,
     given: dict[str, Any],
+    tokens: Tensor | None = None,
+    of_kept: str = "logits",
 ) -> Any:
     """The output of a model for new tokens: whole, plain tensors on every rank.
+
+    Args:
+        plain: the model's own forward.
+        model: or the language model of one around it, which merged images into its embeddings.
+        sharding: of the model.
+        cache: of the tokens before.
+        given: by name.
+        tokens: that embeddings were made of, to compare them with those of other ranks.
+        of_kept: the output that has the last tokens only, if not all are asked for.
 
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not of the new tokens.
     """
-    sharding.agree(model, given)
     batch = dict(given)
     for name in ("past_key_values", "use_cache", "output_logits"):
         batch.pop(name, None)
     mask = batch.pop("attention_mask", None)
     _check(batch, mask)
     past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
+    if tokens is None:
+        tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
+    seen = given_masks(mask, num_tokens, keeps_plain=True) if is_given(mask) else None
+    mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
-    tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
     during = sharding.largest.during(batch["position_ids"])
     with during, cache.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
         if turn.dealt_length:  # else layers compare the tokens
-            sharding.meet(given)
+            sharding.meet(given | {"input_ids": tokens})
         batch, indices = _dealt(batch, turn)
         kept = None
         if turn.dealt_length:
             kept = sharding.keep_logits(batch, turn.layout, num_tokens, turn.dealt_length)
-        ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)
+        of_all = seen if isinstance(seen, GivenMask) else None
+        ring = RingInputs(frames, past + indices, sharding.layer_masks, of_all, past)
         ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
-        how = {"past_key_values": cache, "use_cache": True, "attention_mask": ones, "ring": ring}
+        # Layers find theirs in a dict by their type.
+        by_type = seen if isinstance(seen, dict) else ones
+        how = {"past_key_values": cache, "use_cache": True, "attention_mask": by_type, "ring": ring}
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # it may ask for a loss
         output = plain(model, **batch | how)
     parts = output.items()
-    return type(output)(**{name: _whole(name, x, turn, kept) for name, x in parts})
+    return type(output)(
+        **{name: _whole(x, turn, kept if name == of_kept else None) for name, x in parts}
+    )
 
 
 def _check(batch: dict[str, Any], mask: Any) -> None:
@@ -122,11 +141,11 @@ def _check(batch: dict[str, Any], mask: Any) -> None:
         raise ValueError(
             "a cache over a sharded sequence grows, and cannot be compiled; call eager"
         )
-    if mask is not None and (is_given(mask) or not isinstance(mask, Tensor)):
+    is_dense = isinstance(mask, Tensor) and is_given(mask)
+    if is_dense or not (mask is None or isinstance(mask, Tensor) or is_given(mask)):
         raise ValueError(
             "attention_mask must be one tensor (B, S) of the cached and the new tokens, got "
-            f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}; a mask of "
-            "a model around this one is not supported with a cache"
+            f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
         )
 
 
@@ -136,18 +155,19 @@ def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
     if not turn.dealt_length:
         return batch, torch.arange(turn.num_tokens, device=device)
     mesh, layout = turn.axis.mesh, turn.layout
-    padded = pad(batch, turn.dealt_length - turn.num_tokens)
+    padded = pad(batch | feature_rows(batch), turn.dealt_length - turn.num_tokens)
     indices = torch.arange(turn.dealt_length, device=device)
-    return local_batch(padded, mesh, layout), local_tokens(indices, mesh, 0, layout)
+    local = local_features(local_batch(padded, mesh, layout))
+    return local, local_tokens(indices, mesh, 0, layout)
 
 
-def _whole(name: str, x: Any, turn: Turn, kept: LastTokens | None) -> Any:
-    """An output of all new tokens, on every rank."""
+def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:
+    """An output of all new tokens, or of those that are kept, on every rank."""
     if isinstance(x, tuple):
-        return tuple(_whole(name, part, turn, kept) for part in x)
+        return tuple(_whole(part, turn, kept) for part in x)
     if not isinstance(x, Tensor) or not turn.dealt_length:
         return x
-    if name == "logits" and kept is not None:
+    if kept is not None:
         return kept.join(x, 1)
     mesh, length = turn.axis.mesh, turn.dealt_length
     return gathered(x, 1, axis_group(mesh), length, turn.layout.spec)[:, : turn.num_tokens]

@@ -27,6 +27,8 @@ class Dealt:
     """Of the queries of each rank, where that is not what the axis's layout says."""
     key_runs: Tensor | None = None
     """Of the keys of each rank, if a cache has more of them than there are queries."""
+    begin: int = 0
+    """The position in the sequence from which documents and runs count."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """From this rank's `(B, N, L, H)` to its outputs."""
@@ -50,6 +52,8 @@ class Decoded:
     """`None` if all keys are here."""
     agree: Tensor | None = None
     """Integers that must be the same on all ranks."""
+    begin: int = 0
+    """The position in the sequence from which documents and runs count."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any

@@ -195,7 +195,7 @@ class ShardedModel(ParallelStyle):
             install_around(around, decoder, sharding, self.deal_images)
         else:
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
-            install_generate(model, sharding)
+        install_generate(model, sharding)
         model.context_parallel_sharding = sharding
 
 
@@ -245,6 +245,7 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
         given = sharding.given(self, args, kwargs)
         cache = cache_of(self, sharding, given)
         if cache is not None:
+            sharding.agree(self, given)
             return call_with_cache(plain, self, sharding, cache, given)
         batch, outcome = sharding.inputs(self, given)
         give_labels(self, outcome.head_labels)

@@ -78,7 +78,7 @@ class Turn:
         held = [window_slice(rank, size, num_held) for rank in range(size)]
         slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)
         key_runs = torch.cat([slices, runs], 1)
-        return Dealt(self.axis, None, self.documents(begin), runs, key_runs)
+        return Dealt(self.axis, None, self.documents(begin), runs, key_runs, begin)
 
 
 def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:

@@ -63,20 +63,21 @@ LAYERS = r"(num_|n_)?(hidden_|encoder_|decoder_)?(layers?|groups)|num_blocks|dep
 TOKEN = re.compile(r"\w*(token|bo[a-z]|eo[a-z])_?(id|index|idx)s?$")
 
 
-def small_config(config: Any, **changes: Any) -> Any:
-    """A copy of a config that makes a model of the same kind, with one layer of each of its kinds.
+def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
+    """A copy of a config that makes a model of the same kind, with a layer of each of its kinds.
 
     What decides how tokens see one another is kept: windows, chunks, kinds of positions, scales.
 
     Args:
         config: of the large model.
+        num_of_kind: layers of each kind, if the model has as many.
         changes: options that get another value.
     """
     large = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "model_type", "architectures", *COMPUTED):
         large.pop(name, None)
     parts = {name: small_config(x) for name, x in vars(config).items() if hasattr(x, "model_type")}
-    layers = _kept_layers(config, large)
+    layers = _kept_layers(config, large, num_of_kind)
     small = {name: _small(name, x, large, layers) for name, x in large.items()}
     if SECTIONS in getattr(config, "ignore_keys_at_rope_validation", ()):
         rotary = small["rope_parameters"] or {}
@@ -93,7 +94,8 @@ def small_twin(model: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
-            twin = type(model)(small_config(model.config))
+            # Of layers with the same weights, code may insist on two.
+            twin = type(model)(small_config(model.config, 1 + _ties_layers(model)))
         except Exception as error:  # whatever its code raises
             raise ValueError(
                 f"{type(model).__name__} is on the meta device, and the plan cannot make a small "
@@ -106,6 +108,12 @@ def small_twin(model: Any) -> Any:
     return twin
 
 
+def _ties_layers(model: Any) -> bool:
+    """Whether layers have weights of one another."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    return any(".layers." in target and ".layers." in source for target, source in tied.items())
+
+
 class Layers(NamedTuple):
     """How many layers a model has, and which of them its twin has."""
 
@@ -113,16 +121,16 @@ class Layers(NamedTuple):
     kept: list[int]
 
 
-def _kept_layers(config: Any, options: dict[str, Any]) -> Layers:
-    """The first layer of each kind, and at least two."""
+def _kept_layers(config: Any, options: dict[str, Any], num_of_kind: int) -> Layers:
+    """The first layers of each kind, and at least two."""
     number = getattr(config, "num_hidden_layers", None)
     if not isinstance(number, int):
         return Layers(2, [0, 1])
     by_layer = [x for x in options.values() if isinstance(x, list) and len(x) == number]
-    kinds: dict[str, int] = {}
+    kinds: dict[str, list[int]] = {}
     for index in range(number):
-        kinds.setdefault(repr([x[index] for x in by_layer]), index)
-    kept = list(kinds.values())
+        kinds.setdefault(repr([x[index] for x in by_layer]), []).append(index)
+    kept = [index for of_kind in kinds.values() for index in of_kind[:num_of_kind]]
     kept += [index for index in range(number) if index not in kept][: max(0, 2 - len(kept))]
     if options.get(SHARED):  # the last layers take keys and values of those before them
         kept += [number - 1 - index for index in range(len(kept))]

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_plans.huggingface import context_parallel_plan
+from dtensor_ring.transport.process_group import ProcessGroupTransport
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from tests.families import ENCODERS, FAMILIES, VOCABULARY, small_model
 
 CAUSAL = tuple(family for family in FAMILIES if family not in ENCODERS)
 NUM_NEW, PROMPT = 6, 13
+SEND_WORD = ProcessGroupTransport.send_word
 
 
 def tokens(num_tokens: int = PROMPT, rows: int = 2) -> Tensor:
@@ -62,3 +65,38 @@ def check_bits(x: Tensor) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, x)
     assert all(torch.equal(x, other) for other in everyone)
+
+
+class Collectives(TorchDispatchMode):
+    """Those that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.found.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
+    """Messages of this rank, by step, of tokens after a prompt; words carry all of them."""
+    cache, counts = ContextParallelCache(model), []
+    model(**prompt, past_key_values=cache)
+    for _ in range(3):
+        with (
+            mock.patch.object(ProcessGroupTransport, "send_word", autospec=True) as send_word,
+            mock.patch.object(ProcessGroupTransport, "start") as start,
+            Collectives() as collectives,
+        ):
+            send_word.side_effect = SEND_WORD
+            model(tokens(1), past_key_values=cache)
+        started = [
+            message for call in start.call_args_list for side in call.args for message in side
+        ]
+        assert not started, "words carry what is merged"
+        assert not collectives.found
+        counts.append(send_word.call_count)
+    return counts

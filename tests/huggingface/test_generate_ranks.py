@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import RingError
 from dtensor_ring.transport.board import OTHERS
-from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface import ContextParallelCache
-from tests.huggingface.generating import NUM_NEW, check_bits, generate, sharded, tokens
+from tests.huggingface.generating import (
+    NUM_NEW,
+    check_bits,
+    decode_messages,
+    generate,
+    sharded,
+    tokens,
+)
 from tests.pool import Pool
 
-SEND_WORD = ProcessGroupTransport.send_word
 WITHIN = 2.0
 """Seconds until all ranks know."""
 
@@ -133,43 +136,11 @@ def test_other_turns_of_a_cache(pool: Pool, name: str) -> None:
     pool.run(3, check_other_turn, name)
 
 
-class Collectives(TorchDispatchMode):
-    """Those that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            self.found.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 NUM_FULL = {"Llama": 2, "Gemma 3": 1, "Mistral, short window": 0, "DeepSeek-V3": 2}
 
 
-@torch.no_grad()
 def count_messages(family: str) -> list[int]:
-    """Of this rank, by decode step."""
-    ours = sharded(family)
-    cache, counts = ContextParallelCache(ours), []
-    ours(tokens(), past_key_values=cache)
-    for _ in range(3):
-        with (
-            mock.patch.object(ProcessGroupTransport, "send_word", autospec=True) as send_word,
-            mock.patch.object(ProcessGroupTransport, "start") as start,
-            Collectives() as collectives,
-        ):
-            send_word.side_effect = SEND_WORD
-            ours(tokens(1), past_key_values=cache)
-        started = [
-            message for call in start.call_args_list for side in call.args for message in side
-        ]
-        assert not started, "words carry what is merged"
-        assert not collectives.found
-        counts.append(send_word.call_count)
-    return counts
+    return decode_messages(sharded(family), {"input_ids": tokens()})
 
 
 def test_one_message_for_each_full_layer(pool: Pool) -> None:

@@ -130,10 +130,10 @@ def test_trains_as_one_process(pool: Pool, name: str) -> None:
         assert largest(errors) < 1e-5
 
 
-def model_mask(seen: Tensor, padding: Tensor | None = None) -> ModelMask:
-    """The mask `(B, S, S)` as a function of rows, queries and keys."""
-    pattern = MARKER, True, None, True
-    return ModelMask(pattern, lambda b, _, q, k: seen[b, q, k], tuple(seen.shape[:2]), padding)
+def model_mask(seen: Tensor, padding: Tensor | None = None, past: int = 0) -> ModelMask:
+    """The mask `(B, S, S)` as a function of rows, queries and keys, of queries from `past` on."""
+    pattern, shape = (MARKER, True, None, True), (len(seen), seen.shape[1] - past)
+    return ModelMask(pattern, lambda b, _, q, k: seen[b, q, k], shape, padding, past)
 
 
 def test_ranges_are_read() -> None:
@@ -146,8 +146,22 @@ def test_ranges_are_read() -> None:
         (model_mask(seen), seen),
         (model_mask(seen, padding), seen & padding[:, None] & padding[..., None]),
     ):
-        for table, row in zip(mask.slices(), expected, strict=True):
+        for table, row in zip(mask.given().slices(), expected, strict=True):
             assert torch.equal(torch.from_numpy(shown(table, (9, 9))), row.long())
+
+
+@pytest.mark.parametrize("origin", [0, 2, 5])
+def test_ranges_of_new_tokens_are_read(origin: int) -> None:
+    """After those of a cache, which ask nothing; positions count from the origin."""
+    index = torch.arange(9)
+    image = (index >= 5) & (index < 8)
+    seen = (index[:, None] >= index) | (image[:, None] & image)
+    seen = torch.stack([seen, seen & (index > index[:, None] - 4)])
+    padding = index.expand(2, -1) >= torch.tensor([[0], [2]])
+    expected = seen & padding[:, None] & padding[..., None] & (index[:, None] >= 5)
+    slices = model_mask(seen, padding, past=5).given().slices(origin)
+    for table, row in zip(slices, expected[:, origin:, origin:], strict=True):
+        assert torch.equal(torch.from_numpy(shown(table, row.shape)), row.long())
 
 
 def test_two_short_ranges_far_apart_are_refused() -> None:
@@ -159,14 +173,14 @@ def test_two_short_ranges_far_apart_are_refused() -> None:
 
     mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
     with pytest.raises(ValueError, match="each token sees one range"):
-        mask.slices()
+        mask.given()
 
 
 def test_heads_that_differ_are_refused() -> None:
     pattern = MARKER, True, None, True
     mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
     with pytest.raises(ValueError, match="each token sees one range"):
-        mask.slices()
+        mask.given()
 
 
 def test_masks_of_a_compiled_model_are_refused() -> None:
@@ -179,6 +193,6 @@ def test_more_than_one_range_is_refused() -> None:
     seen = torch.ones(1, 9, 9, dtype=torch.bool)
     seen[0, 8, 4] = False
     with pytest.raises(ValueError, match="each token sees one range"):
-        model_mask(seen).slices()
+        model_mask(seen).given()
     with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
         given_masks({"full_attention": model_mask(seen)}, 8)

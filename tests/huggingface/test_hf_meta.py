@@ -46,8 +46,10 @@ def sharded(family: str, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = on_meta(family)
     parallelize_module(model, mesh, context_parallel_plan(model))
-    for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh)
+    layers = model.base_model.layers
+    # FSDP wants layers with the same weights in one group.
+    for group in [[*layers]] if family == "Zamba" else layers:
+        fully_shard(group, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     for module in model.modules():  # buffers that no checkpoint has

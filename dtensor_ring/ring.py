@@ -33,14 +33,9 @@ def ring_forward(
     with ShardRotation(transport, plan, shard, policy.kv_dtype) as shards:
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
-            # If nothing came before it, nothing is merged.
-            is_last = step is plan.steps[-1]
             in_flight = plan.shards[step.number].moves
             with shards.moving(step, label) as kv:
-                forward_step(
-                    *(step, query, kv, partial, kernel, scores, label, is_last),
-                    in_flight=in_flight,
-                )
+                forward_step(step, query, kv, partial, kernel, scores, label, in_flight=in_flight)
     with label("merge"):
         return partial.result()
 

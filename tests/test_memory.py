@@ -116,7 +116,8 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
     narrow = dtype.itemsize
     cast = 0 if dtype == torch.float32 else wide  # of the result
     output = wide if dtype == torch.float32 else wide + narrow
-    forward_limit = _messages(ring) * narrow + QUERY * output + (5 * ROWS + 2 * PIECE) * wide
+    # Of rows: log-sum-exps, weights, and what they add up to.
+    forward_limit = _messages(ring) * narrow + QUERY * output + (6 * ROWS + 2 * PIECE) * wide
     # Gradients: those two that travel, the one on its way home, and the rank's own; then a step's,
     # as kernels return them, and their sum if they outgrow a shard.
     backward_limit = _messages(ring) * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast

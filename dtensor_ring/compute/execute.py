@@ -38,7 +38,6 @@ def forward_step(
     kernel: Kernel,
     scores: Scores,
     label: Label,
-    is_last: bool = False,
     with_segments: bool = True,
     in_flight: bool = False,
 ) -> None:
@@ -52,15 +51,11 @@ def forward_step(
         kernel: the block kernel.
         scores: how a query scores a key.
         label: names this step in a profile.
-        is_last: whether no step comes after this one, so that a single launch is all there is.
         with_segments: whether tiles may be joined to segments, for which keys may be copied.
         in_flight: whether messages are in flight meanwhile.
     """
-    todo = _launches(step, query, kv[0], with_segments and kernel.has_segments, in_flight)
-    # Without a second launch, nothing is merged.
-    if todo and not (is_last and len(todo) == 1 and partial.is_empty):
-        partial.expect(kv[1])
-    for launch in todo:
+    has_segments = with_segments and kernel.has_segments
+    for launch in _launches(step, query, kv[0], has_segments, in_flight):
         with label("merge"):
             partial.make_room()
         with label("tile"):

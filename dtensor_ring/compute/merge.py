@@ -6,8 +6,6 @@ and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
 
 from __future__ import annotations
 
-from math import isfinite
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,7 @@ from dtensor_ring.compute.sums import Part, Sum
 from dtensor_ring.compute.together import put_together
 
 
-def merge_(
-    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, bounded: bool = False
-) -> None:
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block into `out` `(B, N, L, H)` and `lse` `(B, N, L)`, in place.
 
     A row that neither side has seen stays (0, -inf).
@@ -28,10 +24,9 @@ def merge_(
         lse: its log-sum-exp, overwritten.
         block_out: result over other keys.
         block_lse: its log-sum-exp.
-        bounded: whether the differences of outputs are finite, see `is_bounded`.
     """
     parts = Part(WHOLE, out, lse), Part(WHOLE, block_out, block_lse)
-    put_together(Sum(out, parts, lse, bounded=bounded))
+    put_together(Sum(out, parts, lse))
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,14 +75,3 @@ def merge_gradients(
         for weight, product, hidden in zip(weights, products, unseen, strict=True)
     ]
     return grad_outs, grad_lses
-
-
-def is_bounded(values: Tensor) -> bool:
-    """Whether outputs, which are means of these values, differ by finite numbers.
-
-    Looks at values on CPUs only: on a GPU the host would wait for the answer.
-    """
-    # One pass over the values costs less than any kernel. Their norm is finite only if all of them
-    # are, and small enough to be subtracted.
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return values.is_cpu and isfinite(torch.linalg.vector_norm(values, dtype=wide).item())

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import WHOLE, Region, empty, order_of
-from dtensor_ring.compute.merge import is_bounded
 from dtensor_ring.compute.parts import Parts
 
 
@@ -35,17 +34,6 @@ class Partial:
         self._shape = torch.Size((*query.shape[:3], value_head_dim))
         self._parts = Parts(self._shape, self._dtype, order_of(query), room)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added yet."""
-        return not self._parts
-
-    def expect(self, values: Tensor) -> None:
-        """Look at the values that the next outputs come from: extreme ones are merged with care."""
-        # A look at many values, as in a cache, takes longer than to merge few rows with care.
-        is_cheap = values.numel() <= self._shape.numel()
-        self._parts.bounded = self._parts.bounded and is_cheap and is_bounded(values)
-
     def make_room(self) -> None:
         """Merge what is here if another part would be one too many."""
         self._parts.make_room()
@@ -62,7 +50,7 @@ class Partial:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """`out` `(B, N, L, Hv)`, in its dtype and the query's order, and `lse` `(B, N, L)`."""
-        if self.is_empty:
+        if not self._parts:
             self._add_nothing()
         out, lse = self._parts.result(self._sinks)
         assert lse is not None, "all parts of a partial result have one"

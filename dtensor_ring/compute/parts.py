@@ -42,7 +42,6 @@ class Parts:
         self._room = room
         self._wide = torch.promote_types(dtype, torch.float32)
         self._parts: list[Part] = []
-        self.bounded = True  # see `put_together`
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -60,8 +59,9 @@ class Parts:
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The tensor in its dtype and order, and its log-sum-exp `(B, N, L)`."""
         first = self._parts[0]
-        if len(self._parts) > 1 or not self._is_whole(first) or sinks is not None:
-            first = self._together(self._dtype, sinks)
+        is_final = first.denominator is None and sinks is None and self._is_whole(first)
+        if len(self._parts) > 1 or not is_final:
+            first = self._together(self._dtype, sinks, divided=True)
         return in_order(first.x, self._order, self._dtype), first.lse
 
     def total(self, is_last: bool) -> Tensor:
@@ -105,14 +105,21 @@ class Parts:
     def _is_total(self, part: Part) -> bool:
         return self._is_whole(part) and part.x.dtype == self._wide
 
-    def _together(self, dtype: torch.dtype, sinks: Tensor | None = None) -> Part:
-        """All parts as one, in that dtype."""
+    def _together(
+        self, dtype: torch.dtype, sinks: Tensor | None = None, divided: bool = False
+    ) -> Part:
+        """All parts as one, in that dtype; on CPUs it may have a denominator unless `divided`."""
         first = self._parts[0]
+        denominator = None
         # Where the first part is wide memory for the whole tensor already, the others go there.
         if self._is_total(first) and dtype == self._wide:
-            target, lse = first.x, first.lse
+            target, lse, denominator = first.x, first.lse, first.denominator
         else:
             target = empty(first.x, self._shape, self._order, dtype)
             lse = None if first.lse is None else first.lse.new_empty(self._shape[:3])
-        put_together(Sum(target, self._parts, lse, sinks, self.bounded))
-        return Part(WHOLE, target, lse)
+        if divided or lse is None or not lse.is_cpu:
+            denominator = None
+        elif denominator is None:
+            denominator = torch.ones_like(lse)
+        put_together(Sum(target, self._parts, lse, sinks, denominator))
+        return Part(WHOLE, target, lse, denominator)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.together import sink_weight
+from dtensor_ring.compute.weights import sink_weight
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

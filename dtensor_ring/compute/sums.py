@@ -14,11 +14,16 @@ from dtensor_ring.planning.values.span import Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A region of `(B, N, L)`: `x` `(B', N, R, H)`, and `lse` `(B', N, R)` of a partial result."""
+    """A region of `(B, N, L)`: `x` `(B', N, R, H)`, and `lse` `(B', N, R)` of a partial result.
+
+    With a `denominator` `(B', N, R)`, `x` is still to be divided by it, and its logarithm to be
+    added to `lse`; see Note [Division at the end].
+    """
 
     at: Region
     x: Tensor
     lse: Tensor | None = None
+    denominator: Tensor | None = None
 
     def spans(self, shape: Sequence[int]) -> tuple[Span, Span]:
         """The batch rows and the tokens, of a tensor of that shape."""
@@ -42,15 +47,15 @@ class Sum:
         parts: the last stride of each is 1.
         lse: `(B, N, L)`, overwritten; it is that of the first part if `target` is.
         sinks: one logit for each head `(N,)`, which takes part with a value of 0.
-        bounded: whether the differences of outputs are finite, see `is_bounded`. CPUs then take
-            `x + (part - x) * weight`, which is one pass over memory instead of several.
+        denominator: `(B, N, L)`, that of the first part if `target` is its memory, or ones. It is
+            updated, and the target is not divided by it yet. On CPUs only.
     """
 
     target: Tensor
     parts: Sequence[Part]
     lse: Tensor | None = None
     sinks: Tensor | None = None
-    bounded: bool = False
+    denominator: Tensor | None = None
 
     @property
     def is_in_place(self) -> bool:
@@ -59,21 +64,27 @@ class Sum:
 
     def cropped(self) -> Sum:
         """The same without the rows before and after all parts that join what is there already."""
-        if not self.is_in_place or self.sinks is not None:
+        if not self.is_in_place or self._divides or self.sinks is not None:
             return self
         spans = [part.spans(self.target.shape)[1] for part in self.parts[1:]]
         rows = min((x[0] for x in spans), default=0), max((x[1] for x in spans), default=0)
         if rows == (0, self.target.shape[2]):
             return self
         where = region(None, rows)
-        target, lse = (None if x is None else part_of(x, where) for x in (self.target, self.lse))
+        mine = self.target, self.lse, self.denominator
+        target, lse, denominator = (None if x is None else part_of(x, where) for x in mine)
         assert target is not None
-        parts = [Part(WHOLE, target, lse)]
+        parts = [Part(WHOLE, target, lse, denominator)]
         parts += [
             Part((part.at[0], part.at[1], slice(first - rows[0], end - rows[0])), part.x, part.lse)
             for part, (first, end) in zip(self.parts[1:], spans, strict=True)
         ]
-        return Sum(target, parts, lse, None, self.bounded)
+        return Sum(target, parts, lse, None, denominator)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether all rows change, not only those that parts join."""
+        return self.denominator is None and self.parts[0].denominator is not None
 
     @property
     def wide(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.sums import Sum
+from dtensor_ring.compute.weights import Weights
 from dtensor_ring.planning.values.span import Span
 
 PIECE = 1 << 16
@@ -41,7 +42,7 @@ def has_triton() -> bool:
 
 
 class _Addend(NamedTuple):
-    """A part that joins what is there already: `there * kept + x * weight`; no weight adds it."""
+    """A part that is added to the sum so far: `so_far * kept + x * weight`, where `None` is 1."""
 
     x: Tensor
     weight: Tensor | None = None
@@ -103,38 +104,14 @@ def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span
 
 
 def _addends(one: Sum) -> tuple[list[_Addend], Tensor | None]:
-    """The parts with their weights, and the factor of all of them that sinks make; writes lse."""
-    total = one.lse
-    if total is None:
+    """The parts with their weights, and the factor of all of them after the last; writes lse."""
+    if one.lse is None:
         return [_Addend(part.x) for part in one.parts], None
-    addends = []
-    if not one.is_in_place:
-        total.fill_(-torch.inf)
-    for number, (_, x, lse) in enumerate((part.at, part.x, part.lse) for part in one.parts):
-        assert lse is not None, "all parts have one, or none has"
-        if not number and one.is_in_place:
-            addends.append(_Addend(x))
-            continue
-        so_far = part_of(total, one.parts[number].at)
-        # A row that neither side has seen gives -inf - -inf, which is nan: then nothing is added.
-        weight = (lse - so_far).sigmoid_().nan_to_num_(0.0).unsqueeze(-1)
-        kept = None
-        if not one.bounded:
-            # An infinite output stays infinite: inf - inf would be nan.
-            kept = (so_far - lse).sigmoid_().nan_to_num_(1.0).unsqueeze(-1)
-        torch.logaddexp(so_far, lse, out=so_far)
-        addends.append(_Addend(x, weight, kept))
-    scale = None
-    if one.sinks is not None:
-        scale = sink_weight(total, one.sinks).unsqueeze(-1)
-        torch.logaddexp(total, one.sinks.to(total.dtype).view(1, -1, 1), out=total)
-    return addends, scale
-
-
-def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave of each row's output, between 0 and 1, `(B, N, L)`."""
-    # -inf - -inf is nan where neither the row nor the sink has weight; the row's own 0 stays.
-    return (lse - sinks.to(lse.dtype).view(1, -1, 1)).sigmoid_().masked_fill_(lse == -torch.inf, 0)
+    first, *others = one.parts
+    weights = Weights(one)
+    joining = [_Addend(part.x, *weights.join(part.at, part.lse)) for part in others]
+    scale = weights.divide(one.sinks) if one.denominator is None else None
+    return [_Addend(first.x), *joining], scale
 
 
 def _put(
@@ -150,7 +127,7 @@ def _put(
         return
     first, *others = addends
     is_alone = not others and scale is None  # nothing is joined, so that any dtype may be copied
-    # Interpolation wants one dtype, addition does not.
+    # A product wants one dtype, addition does not.
     is_wide = target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others)
     if is_alone or is_wide:
         if not is_there:
@@ -162,12 +139,12 @@ def _put(
 
 def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
     for x, weight, kept in others:
+        if kept is not None:
+            total.mul_(kept)
         if weight is None:
             total.add_(x)
-        elif kept is None:
-            total.lerp_(x, weight)
         else:
-            total.mul_(kept).addcmul_(x, weight)
+            total.addcmul_(x, weight)
     if scale is not None:
         total.mul_(scale)
 

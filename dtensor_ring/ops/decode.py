@@ -63,9 +63,7 @@ def decode(
         wide = torch.promote_types(query.dtype, torch.float32)
         partial = Partial(query, value_head_dim, dtype=wide)
     # Without segments: a kernel of those wants keys of a batch in one dimension, so in a copy.
-    forward_step(
-        *(step, query, kv, partial, kernel, scores, label), is_last=True, with_segments=False
-    )
+    forward_step(step, query, kv, partial, kernel, scores, label, with_segments=False)
     out, lse = partial.result()
     if combine is None:
         return out, lse

@@ -16,7 +16,7 @@ from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.saved import Saved
 from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
-from dtensor_ring.compute.merge import is_bounded, merge_
+from dtensor_ring.compute.merge import merge_
 from dtensor_ring.planning.masks.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
@@ -161,7 +161,7 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes
     seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
     between = _attend_whole(seen, scale, FULL)
     out, lse = _tokens(results, second)
-    merge_(out, lse, *between, bounded=is_bounded(inputs[2]))
+    merge_(out, lse, *between)
 
 
 def _attend_band(

@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from docs.marked import write_part
 from dtensor_ring.transport import protocol
+from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.protocol import P2P
 from examples.torchtitan_assets import write_assets
 from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 from tests.pool import Pool
@@ -97,17 +99,16 @@ def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
     """Count in the inner attention of the layer, and nowhere else."""
     (attention,) = (x for name, x in model.named_modules() if name.endswith("inner_attention"))
     forward, take = attention.forward, protocol.BUFFERS.take
-    gather, exchange = dist.all_gather_into_tensor, dist.batch_isend_irecv
+    gather, start = dist.all_gather_into_tensor, ProcessGroupTransport.start
 
     def gathering(output: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
         counted.received += output.nbytes - shard.nbytes
         counted.held += output.nbytes
         return gather(output, shard, **options)
 
-    def exchanging(operations: list[dist.P2POp]) -> Any:
-        coming = [x.tensor.nbytes for x in operations if x.op is dist.irecv]
-        counted.received += sum(coming)
-        return exchange(operations)
+    def starting(self: ProcessGroupTransport, receives: list[P2P], sends: list[P2P]) -> Any:
+        counted.received += sum(x.flat.nbytes for x in receives)
+        return start(self, receives, sends)
 
     def taking(num_bytes: int, device: torch.device) -> torch.Tensor:
         counted.held += num_bytes
@@ -116,7 +117,7 @@ def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
     def attend(*args: Any, **kwargs: Any) -> Any:
         with (
             patch.object(dist, "all_gather_into_tensor", gathering),
-            patch.object(dist, "batch_isend_irecv", exchanging),
+            patch.object(ProcessGroupTransport, "start", starting),
             patch.object(protocol.BUFFERS, "take", taking),
         ):
             return forward(*args, **kwargs)

@@ -10,7 +10,7 @@ from dtensor_ring.planning.exchanges.exchange import Amount, Exchange
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.traffic import Traffic, largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.planning.values.span import length
-from dtensor_ring.transport.exchange import ALIGNED
+from dtensor_ring.transport.messages import aligned, goes_in_pieces
 from dtensor_ring.transport.packet import goes_apart
 
 
@@ -25,7 +25,7 @@ class Cost:
     held: int = 0
     """At most at a time: buffers of messages, and what it has while tokens are traded for heads.
 
-    Large keys and values that need no buffer, as they lie in one piece, count as if they did.
+    What needs no buffer, as it is large and lies in one piece of memory, counts as if it did.
     """
 
     def __add__(self, other: Cost) -> Cost:
@@ -97,20 +97,37 @@ def moved(traffic: Traffic, column: int, room: int) -> Cost:
 def traded(
     exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
 ) -> Cost:
-    """One exchange of tensors of so many heads and head dim, together in one message to a peer."""
+    """The cost of one exchange; `tensors` are pairs of a number of heads and a head dim."""
     num_key_heads = sizes.heads[1]
-    leaving, coming = dict[int, int](), dict[int, int]()
+    leaving, coming = dict[int, _Message](), dict[int, _Message]()
     for num_heads, head_dim in tensors:
-        size = sizes.batch * head_dim * sizes.itemsize
         there, here = (leaving, coming) if not is_back else (coming, leaving)
-        _add(there, exchange.sent(num_heads, num_key_heads), size)
-        _add(here, exchange.received(num_heads, num_key_heads), size)
-    held = sum(-(-x // ALIGNED) * ALIGNED for side in (leaving, coming) for x in side.values())
-    sent, received = ([x for x in side.values() if x] for side in (leaving, coming))
-    return Cost(sum(sent), sum(received), len(sent), held)
+        _add(there, exchange.sent(num_heads, num_key_heads), sizes, head_dim)
+        _add(here, exchange.received(num_heads, num_key_heads), sizes, head_dim)
+    held = sum(aligned(x.num_bytes) for side in (leaving, coming) for x in side.values())
+    sent, received = (sum(x.num_bytes for x in side.values()) for side in (leaving, coming))
+    return Cost(sent, received, sum(x.number for x in leaving.values()), held)
 
 
-def _add(by_peer: dict[int, int], amounts: dict[int, Amount], size: int) -> None:
-    """Add the bytes that go to each peer, or come from it."""
-    for peer, amount in amounts.items():
-        by_peer[peer] = by_peer.get(peer, 0) + amount.tokens * amount.heads * size
+class _Message(NamedTuple):
+    """What goes to a peer, or comes from it, in one message or in pieces."""
+
+    num_bytes: int = 0
+    pieces: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of messages; nothing empty travels."""
+        if goes_in_pieces(*self):
+            return self.pieces
+        return 1 if self.num_bytes else 0
+
+
+def _add(
+    by_peer: dict[int, _Message], amounts: dict[int, Amount], sizes: Sizes, head_dim: int
+) -> None:
+    """Add the bytes and the pieces of a tensor."""
+    for peer, (tokens, heads, pieces) in amounts.items():
+        num_bytes = tokens * heads * head_dim * sizes.batch * sizes.itemsize
+        before = by_peer.get(peer, _Message())
+        by_peer[peer] = _Message(before.num_bytes + num_bytes, before.pieces + pieces * sizes.batch)

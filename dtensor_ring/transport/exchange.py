@@ -1,142 +1,168 @@
-"""The messages of an exchange of tokens and heads: one to each peer, with its part of all tensors.
-
-Note [Copies]: what leaves is packed once, into its message, and what comes is unpacked once, to
-where it belongs. What stays on this rank is copied while the messages travel.
-"""
+"""Tensors exchanged between the ranks of an axis: tokens for heads, or one layout for another."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, part_of, region, strides
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, part_of, region
 from dtensor_ring.compute.ranges import pack, unpack
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.exchanges.exchange import Exchange
-from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.protocol import P2P, Transport
-
-ALIGNED = 16
-"""Bytes that messages and tensors within them begin at a multiple of: any dtype can be there."""
+from dtensor_ring.transport.messages import Geometry, Mail, Messages, Split, TensorPart, mail_of
+from dtensor_ring.transport.protocol import Transport
 
 
-class Split(NamedTuple):
-    """One side of a message: the tokens, and the heads of each tensor, that it has."""
+class Arrival(NamedTuple):
+    """A part of a result, and what it is the sum of, in the order of the ranks."""
 
-    peer: int
-    cols: Cols
-    heads: tuple[Span, ...]
-
-    def part(self, number: int, x: Tensor) -> Tensor:
-        """All tokens of the heads of tensor number `number`."""
-        begin, end = self.heads[number]
-        return x.narrow(1, begin, end - begin)
+    part: TensorPart
+    sources: tuple[int | TensorPart, ...]
+    """Copies that come, and a part that stays on this rank."""
 
 
 class Traded(NamedTuple):
-    """An exchange of tensors: what leaves, what comes, and how many tokens and heads result."""
+    """An exchange of tensors: what leaves, what comes, and what results."""
 
-    sends: tuple[Split, ...]
-    receives: tuple[Split, ...]
-    num_tokens: int
-    num_heads: tuple[int, ...]
+    sends: Mail
+    receives: Mail
+    stays: tuple[Arrival, ...]
+    """Of which nothing comes from other ranks."""
+    comes: tuple[Arrival, ...]
+    """But for what is received where it belongs."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the results."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, in bytes, an estimate."""
+        mails = self.sends, self.receives
+        return 1000 + 600 * sum(len(x.copies) + len(x.messages) for x in mails)
 
 
+@cached_bytes(2**24, lambda found: found.num_bytes)
 def traded(
-    exchange: Exchange, num_heads: Sequence[int], num_key_heads: int, is_back: bool = False
+    exchange: Exchange,
+    num_heads: tuple[int, ...],
+    num_key_heads: int,
+    geometries: tuple[Geometry, ...],
+    is_back: bool = False,
 ) -> Traded:
-    """The exchange of tensors that have so many heads before it, or after it if it goes back.
+    """The exchange of tensors; 16 MiB are kept.
+
+    Args:
+        exchange: of tokens.
+        num_heads: of each tensor, on the side that has all of them.
+        num_key_heads: that heads are dealt by.
+        geometries: of the tensors before.
+        is_back: whether it goes back.
 
     Raises:
         ValueError: if the heads cannot be dealt.
     """
 
-    def spans(rank: int) -> tuple[Span, ...]:
+    def heads(rank: int) -> tuple[Span, ...]:
         shard = exchange.head_shard(rank, num_key_heads)
         return tuple(shard.span(count, num_key_heads) for count in num_heads)
 
-    own = tuple((0, length(span)) for span in spans(exchange.rank))
-    whole = tuple(Split(peer, cols, spans(peer)) for peer, cols in exchange.sends)
-    parts = tuple(Split(peer, cols, own) for peer, cols in exchange.receives)
+    own = heads(exchange.rank)
+    here = tuple((0, length(span)) for span in own)
+    sends = [Split(tokens, heads(tokens.peer)) for tokens in exchange.sends]
+    receives = [Split(tokens, here) for tokens in exchange.receives]
     before, after = exchange.num_tokens
     if is_back:
-        return Traded(parts, whole, before, tuple(num_heads))
-    return Traded(whole, parts, after, tuple(end for _, end in own))
+        return _traded(exchange.rank, receives, sends, geometries, num_heads, before)
+    return _traded(exchange.rank, sends, receives, geometries, tuple(map(length, own)), after)
+
+
+def _traded(
+    rank: int,
+    leaving: list[Split],
+    coming: list[Split],
+    geometries: tuple[Geometry, ...],
+    num_heads: tuple[int, ...],
+    num_tokens: int,
+) -> Traded:
+    """Plan the messages, and the copies to results that have these heads and tokens."""
+    results = tuple(
+        Geometry.token_major(
+            (geometry.shape[0], heads, num_tokens, geometry.shape[3]), geometry.itemsize
+        )
+        for geometry, heads in zip(geometries, num_heads, strict=True)
+    )
+    peers = dict[TensorPart, list[int]]()
+    for split in coming:  # on the way back, copies of a key head come from several
+        for part in split.parts:
+            peers.setdefault(part, []).append(split.tokens.peer)
+    summed = {(peer, part.number) for part, of in peers.items() if len(of) > 1 for peer in of}
+    outgoing, incoming = ([x for x in side if x.tokens.peer != rank] for side in (leaving, coming))
+    sends = mail_of(outgoing, geometries, is_sent=True)
+    receives = mail_of(incoming, results, is_sent=False, copied=summed)
+    staying = [part for split in leaving if split.tokens.peer == rank for part in split.parts]
+    sources = {
+        part: tuple(
+            staying[part.number] if peer == rank else receives.copy_of[peer, part.number]
+            for peer in of
+            if peer == rank or (peer, part.number) in receives.copy_of
+        )
+        for part, of in peers.items()
+    }
+    stays = tuple(Arrival(part, found) for part, found in sources.items() if peers[part] == [rank])
+    comes = tuple(
+        Arrival(part, found) for part, found in sources.items() if found and peers[part] != [rank]
+    )
+    return Traded(sends, receives, stays, comes, tuple(x.shape for x in results))
 
 
 def exchange_tensors(
-    tensors: Sequence[Tensor], rank: int, plan: Traded, transport: Transport, label: Label
+    tensors: Sequence[Tensor], plan: Traded, transport: Transport, label: Label
 ) -> list[Tensor]:
     """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
 
+    What stays on this rank is copied while the messages travel.
+
     Args:
         tensors: `(B, N, L, H)`, on one device; dtypes and head dims may differ.
-        rank: this rank's index on the axis.
         plan: what leaves, and what comes.
         transport: what moves the messages.
         label: of the exchange, in a profile.
     """
-    device = tensors[0].device
-    transport.prepare(device)
+    transport.prepare(tensors[0].device)
     transport.at(label)
-    sends, receives = ([x for x in side if x.peer != rank] for side in plan[:2])
-    # Copies of a key head are packed once, for all ranks that get one.
-    outgoing = _Messages(transport, tensors, sends, [(x.cols, x.heads) for x in sends], device)
-    incoming = _Messages(transport, tensors, receives, [x.peer for x in receives], device)
+    results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
+    outgoing = Messages(plan.sends, tensors, transport)
+    incoming = Messages(plan.receives, results, transport)
     with label("pack"):
-        outgoing.fill(tensors)
-    works = transport.start(incoming.messages(), outgoing.messages())
+        outgoing.fill()
+    works = transport.start(incoming.flats(), outgoing.flats())
     transport.at(label)
-    results = [
-        empty(x, (x.shape[0], heads, plan.num_tokens, x.shape[3]), TOKEN_MAJOR)
-        for x, heads in zip(tensors, plan.num_heads, strict=True)
-    ]
-    arrived = dict(incoming.views)
-    for split in plan.sends:
-        if split.peer == rank:  # what stays has no message
-            arrived[rank] = [_taken(split.part(i, x), split.cols) for i, x in enumerate(tensors)]
-    regions = _regions(plan.receives, len(tensors))
     with label("unpack"):
-        _unpack(results, [x for x in regions if x.peers == [rank]], arrived)
+        _unpack(results, plan.stays, tensors, [])
     with label("wait"):
         for work in works:
             work.wait()
     with label("unpack"):
-        _unpack(results, [x for x in regions if x.peers != [rank]], arrived)
+        _unpack(results, plan.comes, tensors, incoming.copies)
     outgoing.free()
     incoming.free()
     return results
 
 
-class _Region(NamedTuple):
-    """Tokens and heads of one result, and the peers that they come from."""
-
-    number: int
-    split: Split
-    peers: list[int]
-
-
-def _regions(splits: Sequence[Split], num_tensors: int) -> list[_Region]:
-    """What the results consist of; on the way back, copies of a key head come from several."""
-    found: dict[tuple[int, Cols, Span], _Region] = {}
-    for number in range(num_tensors):
-        for split in splits:
-            what = number, split.cols, split.heads[number]
-            found.setdefault(what, _Region(number, split, [])).peers.append(split.peer)
-    return list(found.values())
-
-
 def _unpack(
-    results: Sequence[Tensor], regions: Sequence[_Region], arrived: dict[int, list[Tensor]]
+    results: Sequence[Tensor],
+    arrivals: Sequence[Arrival],
+    tensors: Sequence[Tensor],
+    copies: Sequence[Tensor],
 ) -> None:
-    for number, split, peers in regions:
-        part = _sum([arrived[peer][number] for peer in peers])
-        unpack(split.part(number, results[number]), part, split.cols)
+    """Copy what came, and what stays of the tensors, to where it belongs."""
+    for part, sources in arrivals:
+        found = [copies[x] if isinstance(x, int) else _taken(x, tensors) for x in sources]
+        unpack(part.heads_of(results), _sum(found), part.cols)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -150,82 +176,11 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-def _taken(x: Tensor, cols: Cols) -> Tensor:
-    """Columns of a tensor side by side: a view if they lie so."""
+def _taken(part: TensorPart, tensors: Sequence[Tensor]) -> Tensor:
+    """A part side by side: a view if it lies so."""
+    x, cols = part.heads_of(tensors), part.cols
     if len(cols.spans) == 1:
         return part_of(x, region(None, cols.spans[0]))
     packed = empty(x, (*x.shape[:2], len(cols), x.shape[3]), TOKEN_MAJOR)
     pack(packed, x, cols)
     return packed
-
-
-class _Messages:
-    """Messages to peers or from them, in one buffer.
-
-    Args:
-        transport: what allocates it.
-        tensors: whose batch, head dims and dtypes the messages have.
-        splits: what each of them has.
-        contents: of each split; those that are equal share their memory.
-        device: of the buffer.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        tensors: Sequence[Tensor],
-        splits: Sequence[Split],
-        contents: Sequence[Hashable],
-        device: torch.device,
-    ) -> None:
-        self._transport = transport
-        self._splits: dict[Hashable, Split] = {}
-        for content, split in zip(contents, splits, strict=True):
-            self._splits.setdefault(content, split)
-        shapes = [
-            [(x.shape[0], length(span), len(split.cols), x.shape[3])
-             for x, span in zip(tensors, split.heads, strict=True)]
-            for split in self._splits.values()
-        ]  # fmt: skip
-        sizes = [
-            [prod(shape) * x.itemsize for shape, x in zip(row, tensors, strict=True)]
-            for row in shapes
-        ]
-        # Wide dtypes first: then each begins where it may without gaps.
-        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
-        self._buffer = transport.allocate(sum(_aligned(sum(row)) for row in sizes), device)
-        made: dict[Hashable, tuple[Tensor, list[Tensor]]] = {}
-        offset = 0
-        for content, row, of_split in zip(self._splits, shapes, sizes, strict=True):
-            flat = self._buffer[offset : offset + sum(of_split)]
-            offset += _aligned(sum(of_split))
-            views, begin = [tensors[0]] * len(tensors), 0
-            for i in order:
-                part = flat[begin : begin + of_split[i]].view(tensors[i].dtype)
-                views[i] = part.as_strided(row[i], strides(row[i], TOKEN_MAJOR))
-                begin += of_split[i]
-            made[content] = flat, views
-        by_peer = {x.peer: made[content] for x, content in zip(splits, contents, strict=True)}
-        self._flats = {peer: flat for peer, (flat, _) in by_peer.items()}
-        self.views = {peer: views for peer, (_, views) in by_peer.items()}
-        """By peer, the part of each tensor in its message, `(B, n, C, H)`."""
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what leaves."""
-        for split in self._splits.values():
-            for number, view in enumerate(self.views[split.peer]):
-                pack(view, split.part(number, tensors[number]), split.cols)
-
-    def messages(self) -> list[P2P]:
-        """Nothing empty travels."""
-        found = self._flats.items()
-        return [P2P(flat, peer, source=peer) for peer, flat in found if flat.numel()]
-
-    def free(self) -> None:
-        """Give the buffer back."""
-        self.views, self._flats = {}, {}
-        self._transport.free(self._buffer)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNED) * ALIGNED

@@ -42,9 +42,14 @@ class ProcessGroupTransport(Transport):
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         # Receives go first: of two ranks that both post a send first, gloo lets only one send at
         # a time, and the hop takes twice as long.
-        operations = [self._operation(dist.irecv, message) for message in receives]
-        operations += [self._operation(dist.isend, message) for message in sends]
-        return dist.batch_isend_irecv(operations) if operations else ()
+        if any(message.flat.is_cuda for message in receives + sends):
+            # NCCL deadlocks unless it gets all of them together.
+            operations = [self._operation(dist.irecv, message) for message in receives]
+            operations += [self._operation(dist.isend, message) for message in sends]
+            return dist.batch_isend_irecv(operations)
+        # Without the checks of `dist`, which take longer than the rest.
+        works = [self._group.recv([x.flat], x.peer, x.tag) for x in receives]
+        return works + [self._group.send([x.flat], x.peer, x.tag) for x in sends]
 
     def _operation(self, what: Callable[..., dist.Work | None], message: P2P) -> dist.P2POp:
         flat, peer, tag, _ = message
@@ -52,8 +57,6 @@ class ProcessGroupTransport(Transport):
 
     def keeps_tags(self, device: torch.device) -> bool:
         return device.type == "cpu"  # gloo does, NCCL does not look at them
-
-    # Words go without the checks of `dist`, which take longer than the rest.
 
     def receive_word(self, message: P2P) -> Work:
         """Start to receive a message on the CPU that has the tag of words."""

@@ -21,10 +21,11 @@ from dtensor_ring.planning.layouts.spelling import as_layout
 from dtensor_ring.planning.routes.route import ROUTES
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport import comparison, packet
+from dtensor_ring.transport import comparison, messages, packet
 from dtensor_ring.transport.comparison import StrategyCost
 from dtensor_ring.transport.cost import Cost, by_field
 from dtensor_ring.transport.exchange import exchange_tensors, traded
+from dtensor_ring.transport.messages import Geometry
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.played import PlayedTransport, play
@@ -95,8 +96,9 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     def trade(tensors: list[Tensor], num_heads: list[int], is_back: bool = False) -> list[Tensor]:
         if strategy.heads == 1:
             return tensors
-        plan = traded(exchange, num_heads, HEADS[1], is_back)
-        return exchange_tensors(tensors, rank, plan, transport, Label("exchange", 0, rank))
+        geometries = tuple(map(Geometry.of, tensors))
+        plan = traded(exchange, tuple(num_heads), HEADS[1], geometries, is_back)
+        return exchange_tensors(tensors, plan, transport, Label("exchange", 0, rank))
 
     positions = torch.tensor(dealt.positions(rank, size, SEQ_LEN))
     shards = [local(x, positions).contiguous() for x in (*case.inputs(), *case.grads())]
@@ -145,7 +147,11 @@ def test_large_messages_are_counted(
 ) -> None:
     """Whole shards are large, parts of them are not all; no buffer is needed for what lies well."""
     monkeypatch.setattr(packet, "LARGE", 6 * 128)
-    for found, most in both_ways(*compared(world_size, strategy, seen, "zigzag")):
+    monkeypatch.setattr(messages, "LARGE_PIECE", 100)
+    traded.clear()  # it knows messages
+    both = both_ways(*compared(world_size, strategy, seen, "zigzag"))
+    traded.clear()
+    for found, most in both:
         assert replace(found, held=most.held) == most
         assert found.held >= most.held
 

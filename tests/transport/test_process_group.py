@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.transport import process_group
 from dtensor_ring.transport.process_group import ProcessGroupTransport, set_transport, transport_of
 from dtensor_ring.transport.protocol import P2P
 from tests.pool import Pool
-from tests.transport.test_rotation import recorded
 
 
 def test_gloo_sends_nothing_of_a_gpu(pool: Pool) -> None:
@@ -27,21 +29,54 @@ def _prepare_for_a_gpu() -> None:
 
 def test_receives_go_first(pool: Pool) -> None:
     for order in pool.run(2, _exchange):
-        assert order == ["irecv", "irecv", "isend", "isend"]
+        assert order == ["recv", "recv", "send", "send"]
+
+
+class Posting:
+    """A group that remembers the order of what it starts."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def recv(self, *message: Any) -> dist.Work:
+        self.order.append("recv")
+        return dist.group.WORLD.recv(*message)
+
+    def send(self, *message: Any) -> dist.Work:
+        self.order.append("send")
+        return dist.group.WORLD.send(*message)
 
 
 def _exchange() -> list[str]:
     """Two messages each way, which arrive in the order in which they were given."""
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), Posting()
     given, got = [torch.full((2,), 10.0 * rank + i) for i in range(2)], torch.zeros(2, 2)
-    transport = ProcessGroupTransport(dist.group.WORLD)
-    with recorded() as hops:
-        works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
+    transport = ProcessGroupTransport(group)
+    works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
     for work in works:
         work.wait()
     assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
     assert not transport.start([], [])
-    return [message.what for hop in hops for message in hop]
+    return group.order
+
+
+def test_messages_of_gpus_start_together(pool: Pool) -> None:
+    for order in pool.run(2, _start_on_a_gpu):
+        assert order == ["irecv", "isend"]
+
+
+def _start_on_a_gpu() -> list[str]:
+    started: list[str] = []
+
+    def start(operations: list[dist.P2POp]) -> list[dist.Work]:
+        started.extend(operation.op.__name__ for operation in operations)
+        return []
+
+    peer = 1 - dist.get_rank()
+    with FakeTensorMode(), patch.object(dist, "batch_isend_irecv", start):
+        coming, leaving = (P2P(torch.empty(2, device="cuda"), peer) for _ in range(2))
+        ProcessGroupTransport(dist.group.WORLD).start([coming], [leaving])
+    return started
 
 
 def test_the_transport_of_a_group(pool: Pool) -> None:

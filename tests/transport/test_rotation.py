@@ -43,22 +43,24 @@ class Message(NamedTuple):
     dtype: torch.dtype
 
 
-def posted(operation: dist.P2POp) -> Message:
-    x = operation.tensor
-    return Message(operation.op.__name__, operation.group_peer, x.numel(), x.dtype)
+def posted(what: str, message: P2P) -> Message:
+    return Message(what, message.peer, message.flat.numel(), message.flat.dtype)
 
 
 @contextmanager
 def recorded() -> Iterator[list[list[Message]]]:
     """The messages of each hop that has any."""
     hops: list[list[Message]] = []
-    start = dist.batch_isend_irecv
+    start = ProcessGroupTransport.start
 
-    def record(operations: list[dist.P2POp]) -> list[dist.Work]:
-        hops.append([posted(operation) for operation in operations])
-        return start(operations)
+    def record(
+        self: ProcessGroupTransport, receives: list[P2P], sends: list[P2P]
+    ) -> Sequence[Work]:
+        hop = [posted("irecv", x) for x in receives] + [posted("isend", x) for x in sends]
+        hops.extend([hop] if hop else [])
+        return start(self, receives, sends)
 
-    with patch.object(dist, "batch_isend_irecv", record):
+    with patch.object(ProcessGroupTransport, "start", record):
         yield hops
 
 

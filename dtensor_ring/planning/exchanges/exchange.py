@@ -19,7 +19,10 @@ from dtensor_ring.planning.layouts.joined import Joined
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.values.cache import cached_bytes
-from dtensor_ring.planning.values.span import length
+from dtensor_ring.planning.values.span import Span, length
+
+MAX_PIECES = 8
+"""Pieces of a message up to which the plan knows them: more are too small to travel alone."""
 
 
 class TokenSplit(NamedTuple):
@@ -30,6 +33,8 @@ class TokenSplit(NamedTuple):
 
     peer: int
     cols: Cols
+    pieces: tuple[Span, ...]
+    """The same tokens, in spans that lie side by side on both ranks; none if they are many."""
 
 
 class Amount(NamedTuple):
@@ -37,15 +42,17 @@ class Amount(NamedTuple):
 
     tokens: int
     heads: int
+    pieces: int
+    """That lie side by side on both ranks, 0 if they are many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Exchange:
     """The messages of one rank; those to itself stay here.
 
-    The k-th token that a rank sends is the k-th token that its peer receives. The way back swaps
-    the two sides: what was received is sent to where it came from, and copies of a key head, which
-    went to several ranks, are summed.
+    The k-th token that a rank sends is the k-th token that its peer receives, and so are pieces.
+    The way back swaps the two sides: what was received is sent to where it came from, and copies of
+    a key head, which went to several ranks, are summed.
     """
 
     rank: int
@@ -68,10 +75,10 @@ class Exchange:
         On the way back it comes.
         """
         return {
-            peer: Amount(len(cols), length(self.head_shard(peer, num_key_heads).span(*heads)))
+            x.peer: _amount(x, self.head_shard(x.peer, num_key_heads).span(*heads))
             for heads in [(num_heads, num_key_heads)]
-            for peer, cols in self.sends
-            if peer != self.rank
+            for x in self.sends
+            if x.peer != self.rank
         }
 
     def received(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
@@ -79,8 +86,8 @@ class Exchange:
 
         On the way back it leaves.
         """
-        own = length(self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads))
-        return {peer: Amount(len(cols), own) for peer, cols in self.receives if peer != self.rank}
+        own = self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads)
+        return {x.peer: _amount(x, own) for x in self.receives if x.peer != self.rank}
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +95,10 @@ class Exchange:
         cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
         num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
         return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
+
+
+def _amount(split: TokenSplit, heads: Span) -> Amount:
+    return Amount(len(split.cols), length(heads), len(split.pieces))
 
 
 @cached_bytes(2**26, lambda exchange: exchange.num_bytes)
@@ -120,12 +131,13 @@ def exchange_of(
         deal(layout, world_size, seq_len), deal(joined, world_size // heads, seq_len), seq_len
     )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
+    to_groups = _splits(cells.groups, cells.places_after, cells.lengths, mine)
     sends = [
-        TokenSplit(group * heads + member, cols)
-        for group, cols in _cols_by(cells.groups[mine], cells.lengths[mine])
+        split._replace(peer=split.peer * heads + member)
+        for split in to_groups
         for member in range(heads)
     ]
-    receives = [TokenSplit(*found) for found in _cols_by(cells.owners[ours], cells.lengths[ours])]
+    receives = _splits(cells.owners, cells.places_before, cells.lengths, ours)
     num_tokens = int(cells.lengths[mine].sum()), int(cells.lengths[ours].sum())
     return Exchange(rank, heads, num_tokens, tuple(sends), tuple(receives))
 
@@ -138,6 +150,24 @@ class _Cells(NamedTuple):
     """The rank that has them before."""
     groups: np.ndarray
     """The group that has them after."""
+
+    @property
+    def places_before(self) -> np.ndarray:
+        """Numbers that follow one another for cells that lie side by side before."""
+        return _places(self.owners)
+
+    @property
+    def places_after(self) -> np.ndarray:
+        """Numbers that follow one another for cells that lie side by side after."""
+        return _places(self.groups)
+
+
+def _places(holders: np.ndarray) -> np.ndarray:
+    """Where each cell is, if the cells of one holder follow those of another."""
+    order = np.argsort(holders, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return places
 
 
 def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
@@ -169,17 +199,31 @@ def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
     return positions[order], np.repeat(dealing.owners, counts)[order]
 
 
-def _cols_by(peers: np.ndarray, lengths: np.ndarray) -> list[tuple[int, Cols]]:
-    """The columns of each peer, of cells that lie side by side in a tensor."""
-    ends = np.cumsum(lengths)
-    firsts = ends - lengths
+def _splits(
+    peers: np.ndarray, places: np.ndarray, lengths: np.ndarray, own: np.ndarray
+) -> list[TokenSplit]:
+    """The tokens of each peer, of cells that lie side by side in a tensor.
+
+    Args:
+        peers: of each cell, the rank or the group that has it on the other side.
+        places: of each cell, on the other side.
+        lengths: of the cells, in tokens.
+        own: which of them this rank has.
+    """
+    peers, places, ends = peers[own], places[own], np.cumsum(lengths[own])
+    firsts = ends - lengths[own]
     result = []
     for peer in np.unique(peers).tolist():
-        own = peers == peer
-        begins, stops = firsts[own], ends[own]
-        # Neighbours as one span.
-        is_new = np.append(True, begins[1:] != stops[:-1])
-        is_last = np.append(is_new[1:], True)
-        spans = zip(begins[is_new].tolist(), stops[is_last].tolist(), strict=True)
-        result.append((peer, Cols(tuple(spans))))
+        at = peers == peer
+        begins, stops = firsts[at], ends[at]
+        touches = begins[1:] == stops[:-1]
+        pieces = _joined(begins, stops, touches & (np.diff(places[at]) == 1))
+        cols = Cols(_joined(begins, stops, touches))
+        result.append(TokenSplit(peer, cols, pieces if len(pieces) <= MAX_PIECES else ()))
     return result
+
+
+def _joined(begins: np.ndarray, stops: np.ndarray, touches: np.ndarray) -> tuple[Span, ...]:
+    """Cells as spans, those that touch the next one with it."""
+    is_new, is_last = np.append(True, ~touches), np.append(~touches, True)
+    return tuple(zip(begins[is_new].tolist(), stops[is_last].tolist(), strict=True))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise, product
 
 import pytest
 
 from dtensor_ring import BlockCyclic, Contiguous, Striped, ZigZag
-from dtensor_ring.planning.exchanges.exchange import Exchange, exchange_of
+from dtensor_ring.planning.exchanges.exchange import MAX_PIECES, Exchange, exchange_of
 from dtensor_ring.planning.exchanges.heads import head_shard_of
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.values.span import Span, length
 from tests.layouts import LAYOUTS
 
 HEADS = (8, 8), (8, 4), (28, 4), (9, 3), (16, 1), (10, 5), (14, 2)
@@ -34,6 +36,21 @@ def exchanges(
 
 def spans(exchange: Exchange, num_heads: int, num_key_heads: int, peer: int) -> range:
     return range(*exchange.head_shard(peer, num_key_heads).span(num_heads, num_key_heads))
+
+
+def indices(spans: Iterable[Span]) -> list[int]:
+    return [i for span in spans for i in range(*span)]
+
+
+def own_pieces(here: list[int], there: list[int]) -> tuple[Span, ...]:
+    """Tokens that follow one another on both sides, by definition; none if they are many."""
+    pieces: list[Span] = []
+    for i, at in enumerate(here):
+        if i and (at, there[i]) == (here[i - 1] + 1, there[i - 1] + 1):
+            pieces[-1] = pieces[-1][0], at + 1
+        else:
+            pieces.append((at, at + 1))
+    return tuple(pieces) if len(pieces) <= MAX_PIECES else ()
 
 
 CASES = [
@@ -71,11 +88,13 @@ def test_each_rank_gets_the_tokens_and_heads_of_its_group(world_size: int) -> No
         for rank, plan in enumerate(plans):
             assert plan.num_tokens == (len(before[rank]), len(after[rank]))
             got: dict[int, int] = {}
-            for source, cols in plan.receives:
-                (sent,) = [x.cols for x in plans[source].sends if x.peer == rank]
-                assert len(sent) == len(cols)
-                taken = [before[source][i] for span in sent.spans for i in range(*span)]
-                at = [i for span in cols.spans for i in range(*span)]
+            for source, cols, pieces in plan.receives:
+                (sent,) = [x for x in plans[source].sends if x.peer == rank]
+                taken = [before[source][i] for i in indices(sent.cols.spans)]
+                at = indices(cols.spans)
+                assert pieces == own_pieces(at, indices(sent.cols.spans))
+                assert [length(x) for x in pieces] == [length(x) for x in sent.pieces]
+                assert indices(sent.pieces) in ([], indices(sent.cols.spans))
                 assert not got.keys() & set(at)
                 got |= dict(zip(at, taken, strict=True))
             assert [got[i] for i in range(len(got))] == after[rank], (layout, to, heads, rank)
@@ -128,11 +147,16 @@ def test_messages_are_as_large_as_the_formula_says(heads: int) -> None:
         assert [(x.tokens, x.heads) for x in plan.sent(32, 8).values()] == (
             [(16, 32 // heads)] * (heads - 1)
         )
+        group = range(plan.rank // heads * heads, plan.rank // heads * heads + heads)
+        # Tokens of all ranks but the last lie on both sides of those of the next ranks.
         assert plan.sent(8, 8) == {
-            peer: (16, 8 // heads) for peer in range(8) if peer // heads == plan.rank // heads
+            peer: (16, 8 // heads, 1 + (plan.rank != group[-1]))
+            for peer in group
             if peer != plan.rank
-        }  # fmt: skip
-        assert plan.sent(32, 8) == plan.received(32, 8)
+        }
+        assert plan.received(8, 8) == {
+            peer: (16, 8 // heads, 1 + (peer != group[-1])) for peer in group if peer != plan.rank
+        }
 
 
 def test_what_a_rank_sends_is_what_its_peer_receives() -> None:

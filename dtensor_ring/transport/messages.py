@@ -1,0 +1,285 @@
+"""The messages that an exchange sends to peers, or gets from them, and the memory that they take.
+
+Note [Copies]: a part of a tensor is copied into its message, or out of it. It needs no copy where
+it travels in pieces and each of them is one piece of memory: then it is sent from there, or
+received there. So hardly anything that comes is copied on the way from tokens to heads, nor what
+leaves on the way back.
+
+Where all of it lies is known from shapes and strides. It is planned once, as on 8 ranks one call
+has dozens of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import TOKEN_MAJOR, strides
+from dtensor_ring.compute.ranges import pack
+from dtensor_ring.planning.exchanges.exchange import TokenSplit
+from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.values.span import Span, length
+from dtensor_ring.transport.protocol import P2P, Transport
+
+ALIGNED = 16
+"""Bytes that messages and tensors within them begin at a multiple of: any dtype can be there."""
+
+LARGE_PIECE = 1 << 18
+"""Bytes of the pieces of a message, on average, from which each of them travels alone.
+
+Another message is another thread to wake: below, that takes longer than to copy all into one.
+"""
+
+
+def aligned(num_bytes: int) -> int:
+    """Memory of a message, with what is free behind it."""
+    return -(-num_bytes // ALIGNED) * ALIGNED
+
+
+def goes_in_pieces(num_bytes: int, num_pieces: int) -> bool:
+    """Whether a peer gets each piece as a message of its own, and not all of them in one.
+
+    Both ranks ask this, so it knows of nothing that only one of them has.
+    """
+    return 0 < num_pieces * LARGE_PIECE <= num_bytes
+
+
+class TensorPart(NamedTuple):
+    """Tokens of some heads of one of the tensors."""
+
+    number: int
+    cols: Cols
+    heads: Span
+
+    def heads_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All tokens of these heads, `(B, n, L, H)`."""
+        return tensors[self.number].narrow(1, self.heads[0], length(self.heads))
+
+
+class Split(NamedTuple):
+    """What two ranks exchange: the tokens, and the heads of each tensor."""
+
+    tokens: TokenSplit
+    heads: tuple[Span, ...]
+
+    @property
+    def parts(self) -> Iterator[TensorPart]:
+        """A part of each tensor."""
+        for number, heads in enumerate(self.heads):
+            yield TensorPart(number, self.tokens.cols, heads)
+
+
+class Geometry(NamedTuple):
+    """Shape and strides of a tensor `(B, N, L, H)`, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Geometry:
+        """That of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.itemsize)
+
+    @classmethod
+    def token_major(cls, shape: tuple[int, ...], itemsize: int) -> Geometry:
+        """That of a dense tensor, token by token."""
+        return cls(shape, strides(shape, TOKEN_MAJOR), itemsize)
+
+    def part(self, part: TensorPart) -> Geometry:
+        """That of a copy of a part, side by side."""
+        shape = self.shape[0], length(part.heads), len(part.cols), self.shape[3]
+        return Geometry.token_major(shape, self.itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return prod(self.shape) * self.itemsize
+
+    def pieces(self, heads: Span, spans: Sequence[Span]) -> list[Span] | None:
+        """Where spans of tokens of some heads are, row by row.
+
+        `None` if one of them is not one piece of memory, token by token.
+        """
+        of_row, of_head, of_token, of_number = self.strides
+        num_heads, head_dim = length(heads), self.shape[3]
+        dense = (head_dim, of_number, 1), (num_heads, of_head, head_dim)
+        longest = max(map(length, spans), default=0)
+        dense += ((longest, of_token, num_heads * head_dim),)
+        if any(size > 1 and found != expected for size, found, expected in dense):
+            return None
+        begins = [
+            (row * of_row + heads[0] * of_head + first * of_token, end - first)
+            for row in range(self.shape[0])
+            for first, end in spans
+        ]
+        return [(begin, begin + tokens * num_heads * head_dim) for begin, tokens in begins]
+
+
+class Copy(NamedTuple):
+    """A part of a tensor, side by side in a buffer."""
+
+    part: TensorPart
+    geometry: Geometry
+    begin: int
+    """In the buffer, in bytes."""
+
+    def pieces(self, spans: Sequence[Span]) -> list[Span]:
+        """Where these pieces of all its tokens are in the buffer, in bytes."""
+        packed = pairwise(accumulate(map(length, spans), initial=0))
+        found = self.geometry.pieces((0, self.geometry.shape[1]), list(packed))
+        assert found is not None, "a copy is dense"
+        size = self.geometry.itemsize
+        return [(self.begin + first * size, self.begin + end * size) for first, end in found]
+
+
+class Message(NamedTuple):
+    """A piece of memory that goes to a peer, or comes from it."""
+
+    peer: int
+    number: int | None
+    """Of the tensor that it lies in, `None` if that is the buffer."""
+    at: Span
+    """In the memory of the tensor, in elements; in the buffer, in bytes."""
+
+
+class Mail(NamedTuple):
+    """The messages of one side of an exchange; those that do not lie in tensors are in a buffer."""
+
+    num_bytes: int
+    """Of the buffer."""
+    copies: tuple[Copy, ...]
+    messages: tuple[Message, ...]
+    copy_of: dict[tuple[int, int], int]
+    """By peer and number of the tensor, the index of its copy."""
+
+
+def mail_of(
+    splits: Sequence[Split],
+    geometries: Sequence[Geometry],
+    is_sent: bool,
+    copied: Container[tuple[int, int]] = (),
+) -> Mail:
+    """Where the messages of one side are.
+
+    Args:
+        splits: what each peer has.
+        geometries: of the tensors that it is a part of.
+        is_sent: whether it leaves: then peers that get the same share copies.
+        copied: peer and number of tensors that have no place to lie in.
+    """
+    sorting = _Sorting(geometries)
+    for split in splits:
+        peer = split.tokens.peer
+        content = (split.tokens.cols, split.heads) if is_sent else peer
+        is_copied = [(peer, number) in copied for number in range(len(geometries))]
+        sorting.add(split, content, is_copied)
+    copies, messages = tuple(sorting.copies), tuple(sorting.messages)
+    return Mail(sorting.num_bytes, copies, messages, sorting.copy_of)
+
+
+class _Sorting:
+    """Puts messages where they lie, or their copies side by side."""
+
+    def __init__(self, geometries: Sequence[Geometry]) -> None:
+        self._lies = geometries
+        self._known: dict[Hashable, dict[int, int]] = {}
+        self.num_bytes = 0
+        self.copies: list[Copy] = []
+        self.copy_of: dict[tuple[int, int], int] = {}
+        self.messages: list[Message] = []
+
+    def add(self, split: Split, content: Hashable, is_copied: Sequence[bool]) -> None:
+        """Add the messages of a peer; equal contents have the same copies."""
+        peer, spans = split.tokens.peer, split.tokens.pieces
+        parts = [(part, self._lies[part.number].part(part)) for part in split.parts]
+        num_bytes = sum(geometry.num_bytes for _, geometry in parts)
+        num_rows = sum(geometry.shape[0] for geometry in self._lies)
+        in_pieces = goes_in_pieces(num_bytes, num_rows * len(spans))
+        lying = {
+            part.number: pieces
+            for part, _ in parts
+            if in_pieces and not is_copied[part.number]
+            and (pieces := self._lies[part.number].pieces(part.heads, spans)) is not None
+        }  # fmt: skip
+        if content not in self._known:
+            self._known[content] = self._place([x for x in parts if x[0].number not in lying])
+        index = self._known[content]
+        self.copy_of |= {(peer, number): found for number, found in index.items()}
+        if not in_pieces:
+            begin = min((self.copies[i].begin for i in index.values()), default=0)
+            self._post(peer, None, [(begin, begin + num_bytes)])
+            return
+        for number in range(len(parts)):
+            if number in lying:
+                self._post(peer, number, lying[number])
+            else:
+                self._post(peer, None, self.copies[index[number]].pieces(spans))
+
+    def _place(self, parts: list[tuple[TensorPart, Geometry]]) -> dict[int, int]:
+        """Place copies in the buffer; returns their indices, by number of the tensor."""
+        index = {}
+        # Wide dtypes first: then each begins where it may without gaps.
+        for part, geometry in sorted(parts, key=lambda x: -x[1].itemsize):
+            index[part.number] = len(self.copies)
+            self.copies.append(Copy(part, geometry, self.num_bytes))
+            self.num_bytes += geometry.num_bytes
+        self.num_bytes = aligned(self.num_bytes)
+        return index
+
+    def _post(self, peer: int, number: int | None, spans: Sequence[Span]) -> None:
+        """Nothing empty travels."""
+        self.messages += [Message(peer, number, at) for at in spans if length(at)]
+
+
+class Messages:
+    """The messages of one side of a call.
+
+    Args:
+        mail: where they are.
+        tensors: of which they are parts.
+        transport: what allocates the buffer.
+    """
+
+    def __init__(self, mail: Mail, tensors: Sequence[Tensor], transport: Transport) -> None:
+        self._mail, self._tensors, self._transport = mail, tensors, transport
+        self._buffer: Tensor | None = None
+        self.copies: list[Tensor] = []
+        """`(B, n, C, H)`, as `Mail.copies` has them."""
+        if mail.copies:  # of an empty batch, they are empty
+            self._buffer = transport.allocate(mail.num_bytes, tensors[0].device)
+            self.copies = [self._copy(*copy) for copy in mail.copies]
+
+    def _copy(self, part: TensorPart, geometry: Geometry, begin: int) -> Tensor:
+        assert self._buffer is not None
+        end = begin + geometry.num_bytes
+        flat = self._buffer[begin:end].view(self._tensors[part.number].dtype)
+        return flat.as_strided(geometry.shape, geometry.strides)
+
+    def fill(self) -> None:
+        """Copy what leaves."""
+        for copy, (part, _, _) in zip(self.copies, self._mail.copies, strict=True):
+            pack(copy, part.heads_of(self._tensors), part.cols)
+
+    def flats(self) -> list[P2P]:
+        """The messages."""
+        return [P2P(self._flat(x), x.peer, source=x.peer) for x in self._mail.messages]
+
+    def _flat(self, message: Message) -> Tensor:
+        begin, end = message.at
+        if message.number is None:
+            assert self._buffer is not None
+            return self._buffer[begin:end]
+        x = self._tensors[message.number]
+        return x.as_strided((end - begin,), (1,), x.storage_offset() + begin).view(torch.uint8)
+
+    def free(self) -> None:
+        """Give the buffer back."""
+        self.copies = []
+        if self._buffer is not None:
+            self._transport.free(self._buffer)

@@ -54,7 +54,8 @@ class Fate:
         ended: "returned"; "raised", which ends the process; "hung"; the name of a signal; or "did
             not meet" the other ranks, which is no fault of what is tested.
         value: what the function returned, or the `Failure` that it raised.
-        events: seconds at which something was logged last, on one clock for all ranks.
+        events: seconds at which something was logged last, on one clock for all ranks; "gone" is
+            the end of its process.
         pid: of the process.
     """
 
@@ -183,6 +184,7 @@ class Worlds:
         try:
             what, value, seconds = self._processes[member][1].recv()
         except (EOFError, ConnectionResetError):
+            fate.events["gone"] = time.monotonic()
             code = self._end(member, grace=10)
             if fate.ended == "hung":
                 fate.ended = signal.Signals(-code).name if code < 0 else f"exited with {code}"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dtensor_ring.dtensor.agreement import meeting
 from dtensor_ring.dtensor.annotation import axis_group
 from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described
-from parallel_plans.huggingface.cached import cache_of, call_with_cache
+from parallel_plans.huggingface.cached import GROWS, asks_cache, cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec
@@ -157,9 +157,7 @@ def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bo
 def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
     """The forward of the model around."""
 
-    @wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = around.given(self, args, kwargs)
+    def run(self: nn.Module, given: dict[str, Any]) -> Any:
         try:
             with around.call(self, given) as call:
                 how = {} if call.cache is None else {"past_key_values": call.cache}
@@ -171,6 +169,13 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
         if call.spec is None:
             return output  # whole, as it is with a cache
         return sharding.outputs(output, call.spec, losses)
+
+    run_eager = torch.compiler.disable(run, reason=GROWS)
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = around.given(self, args, kwargs)
+        return (run_eager if asks_cache(given) else run)(self, given)
 
     return forward
 

@@ -59,6 +59,7 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
     Raises:
         ValueError: naming the argument.
     """
+    _check_model(model)
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
     for name in ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask"):
@@ -87,6 +88,21 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
     seq_len = _check_lengths(given, has_axes(model))
     _check_range(model, given)
     return seq_len
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what was made of the model, or is made of it now, that a sharded one cannot be."""
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "torch.export takes one process, and a context-parallel model sends messages; export "
+            "within `with stock_model(model):`"
+        )
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                "adapters that begin at a token of the sequence, aLoRA, would begin on every rank "
+                "of a sharded one; leave alora_invocation_tokens out"
+            )
 
 
 def _check_kept(given: dict[str, Any]) -> None:

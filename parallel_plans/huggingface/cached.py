@@ -30,22 +30,29 @@ from parallel_plans.huggingface.turn import Turn
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
+GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 """Arguments that are of no use, or mean something else, with a cache."""
+
+
+def asks_cache(given: dict[str, Any]) -> bool:
+    """Whether a call is given a cache, or wants a new one."""
+    return given.get("past_key_values") is not None or bool(given.get("use_cache"))
 
 
 def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
     """The cache of a call, a new one where it asks for one; `None` if it has none.
 
     Raises:
-        ValueError: if it is another cache than this model's.
+        ValueError: if it is another cache than this model's, or one that was replaced by it.
     """
-    cache = given.get("past_key_values")
-    if cache is None and not given.get("use_cache"):
+    if not asks_cache(given):
         return None
+    cache = given.get("past_key_values")
     from parallel_plans.huggingface.cache import ContextParallelCache
 
     if cache is None or (sharding.generates and _is_fresh(cache)):
+        _replace(cache, sharding)
         return ContextParallelCache(model)
     if not isinstance(cache, ContextParallelCache):
         raise ValueError(
@@ -60,11 +67,33 @@ def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextPa
     return cache
 
 
+def _replace(cache: Any, sharding: Sharding) -> None:
+    """Refuse a cache that another one stands for already: what that one has would be forgotten."""
+    if cache in sharding.replaced:
+        raise ValueError(
+            "past_key_values is the DynamicCache that generate began with, which a sharded one has "
+            "replaced; go on with that, output.past_key_values of the forward before"
+        )
+    if cache is not None:
+        sharding.replaced.add(cache)
+
+
 def _is_fresh(cache: Any) -> bool:
     """Whether it is what `generate` makes, with nothing in it yet."""
     from transformers import DynamicCache
 
     return type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
+
+
+@torch.compiler.disable(reason=GROWS)
+def forward_with_cache(
+    plain: Callable[..., Any], model: Any, sharding: Sharding, given: dict[str, Any]
+) -> Any:
+    """The output of a whole model for new tokens, and a cache; see `call_with_cache`."""
+    cache = cache_of(model, sharding, given)
+    assert cache is not None
+    sharding.agree(model, given)
+    return call_with_cache(plain, model, sharding, cache, given)
 
 
 def call_with_cache(
@@ -94,7 +123,7 @@ def call_with_cache(
     for name in ("past_key_values", "use_cache", "output_logits"):
         batch.pop(name, None)
     mask = batch.pop("attention_mask", None)
-    _check(batch, mask)
+    _check(model, batch, mask)
     past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
     if tokens is None:
         tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
@@ -125,7 +154,7 @@ def call_with_cache(
     )
 
 
-def _check(batch: dict[str, Any], mask: Any) -> None:
+def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
     for name in UNCACHED:
         if isinstance(batch.get(name), Tensor) or batch.get(name) not in (None, False):
             raise ValueError(
@@ -137,9 +166,10 @@ def _check(batch: dict[str, Any], mask: Any) -> None:
             "a cache (use_cache=True, past_key_values) is for inference over a sharded sequence; "
             "call the model under torch.no_grad(), or leave it out"
         )
-    if torch.compiler.is_compiling():
+    if model.training and model.is_activation_checkpointing:
         raise ValueError(
-            "a cache over a sharded sequence grows, and cannot be compiled; call eager"
+            "transformers drops the cache of layers with activation checkpointing in training; "
+            "call model.eval() first, or pass use_cache=False"
         )
     is_dense = isinstance(mask, Tensor) and is_given(mask)
     if is_dense or not (mask is None or isinstance(mask, Tensor) or is_given(mask)):

@@ -20,7 +20,7 @@ from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.huggingface.around import install_around
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
-from parallel_plans.huggingface.cached import cache_of, call_with_cache
+from parallel_plans.huggingface.cached import asks_cache, forward_with_cache
 from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
 from parallel_plans.huggingface.dropout import check_dropout
 from parallel_plans.huggingface.eligibility import check_model, without_adapters
@@ -243,10 +243,8 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = sharding.given(self, args, kwargs)
-        cache = cache_of(self, sharding, given)
-        if cache is not None:
-            sharding.agree(self, given)
-            return call_with_cache(plain, self, sharding, cache, given)
+        if asks_cache(given):
+            return forward_with_cache(plain, self, sharding, given)
         batch, outcome = sharding.inputs(self, given)
         give_labels(self, outcome.head_labels)
         try:

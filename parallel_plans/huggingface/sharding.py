@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ class Sharding(Outputs):
         super().__init__(axis, unshard_outputs)
         self.returns_logits = False  # beside a loss, without being asked in the call
         self.generates = False  # in a call of `generate`
+        self.replaced: WeakSet[Any] = WeakSet()  # stock caches that ours stand for
         self.layer_masks, self._loss, self._relay = layer_masks, loss, relay
         self._agreement = Agreement()
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]

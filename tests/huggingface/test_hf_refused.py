@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft import LoraConfig, get_peft_model
 from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -184,6 +186,15 @@ def misused() -> None:
     ring.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
         ring(TOKENS)
+    ring = parallel_model("zigzag", 8)
+    with pytest.raises(ValueError, match="export within `with stock_model"):
+        torch.export.export(ring, (TOKENS,), strict=False)
+    adapters = LoraConfig(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4]
+    )
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
+    with pytest.raises(ValueError, match="leave alora_invocation_tokens out"):
+        get_peft_model(ring, adapters)(TOKENS)
 
 
 def test_misuse(pool: Pool) -> None:

@@ -52,6 +52,7 @@ package: $(VENV)/.installed ## build sdist and wheel in dist/, and try the wheel
 
 bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls, planning, the loss, decoding and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
+	$(VENV)/bin/python benchmarks/around.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
 	$(VENV)/bin/python benchmarks/routes.py $(ARGS)
 	$(VENV)/bin/python benchmarks/strategies.py $(ARGS)

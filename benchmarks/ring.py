@@ -1,4 +1,4 @@
-"""Measure the ring on CPUs: against one process, PyTorch's own ring, and bare transfers.
+"""Measure the ring on CPUs, against one process and PyTorch's own ring.
 
 Run ``python benchmarks/ring.py``: it starts its processes itself, prints tables, and writes them
 with every single time to ``benchmarks/results``. With ``--quick`` it takes less than a minute and
@@ -11,18 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from baselines import (
     Stages,
-    StubKernels,
     median_ratio,
     single_process,
     time_paired,
     torch_ring,
-    transfers,
     zigzag_shard,
 )
 from harness import (
@@ -42,17 +39,18 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.kernels import Kernel, Saved, Scores
+from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import in_order
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
-from dtensor_ring.planning.layouts.layout import ZigZag
 from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.process_group import ProcessGroupTransport
 
 MAX_SECONDS = 250
 """For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""
+SETTING = (
+    f"Causal, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo, one thread a rank. "
+    "Milliseconds are medians;\nratios are medians of the ratios of neighbouring times. "
+    "`torch` is PyTorch's ring, `gathered` the same with its all-gather."
+)
 
 
 @dataclass(frozen=True)
@@ -85,17 +83,12 @@ Columns = dict[str, Callable[[Case], str]]
 
 
 def cases(quick: bool) -> list[Case]:
-    """Cases with real kernels, then those with stubs."""
+    """What two ranks compute."""
     repeats = {4096: 2} if quick else {4096: 15, 16384: 7, 65536: 2}
-    orders = list(ORDERS)[:1] if quick else list(ORDERS)
     return [
         Case(2, seq_len, dtype, "B, L, N, H", False, number)
         for seq_len, number in repeats.items()
         for dtype in ("float32", "bfloat16")
-    ] + [
-        Case(world_size, 16384, "float32", order, True, 5 if quick else 30)
-        for world_size in (2, 4, 8)
-        for order in orders
     ]
 
 
@@ -122,52 +115,6 @@ def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stag
     return op_stages(shards, call)
 
 
-class StubKernel(Kernel):
-    """A kernel that computes nothing."""
-
-    name = "stub"
-
-    def __init__(self) -> None:
-        self.forwards, self.backwards = StubKernels(), StubKernels()
-
-    def missing(self) -> None:
-        return None
-
-    def supports(self, problem: object) -> None:
-        return None
-
-    def forward(self, query: Tensor, *_: Any) -> Any:
-        return self.forwards.forward(query)
-
-    def backward(self, saved: Saved, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
-        return self.backwards.backward(query=query, key=key, value=value)
-
-
-def ring_stages(
-    kernel: Kernel, mine: Plan, shards: list[Tensor], group: dist.ProcessGroup
-) -> Stages:
-    """Our ring by that plan, around that kernel."""
-    grad_out, query, *rest = shards
-    pair, transport = (rest[0], rest[1]), ProcessGroupTransport(group)
-    scores = Scores(Mask.causal(), default_scale(HEAD_DIM))
-    stubs = [kernel.forwards, kernel.backwards] if isinstance(kernel, StubKernel) else []
-    kept: list[Tensor] = []
-
-    def forward() -> list[Tensor]:
-        for stub in stubs:
-            stub.restart()
-        kept[:] = ring_forward(query, pair, mine, kernel, scores, transport)
-        return kept[:1]
-
-    def backward() -> tuple[Tensor, ...]:
-        for stub in stubs:
-            stub.restart()
-        saved = Saved(grad_out, *kept)
-        return ring_backward(saved, query, pair, mine, kernel, scores, transport)
-
-    return forward, backward
-
-
 def check_agreement(contenders: dict[str, Stages], case: Case, rank: int) -> None:
     """Compare this rank's outputs and gradients: all contenders must do the same work."""
     tolerance = 1e-4 if case.dtype == "float32" else 5e-2
@@ -186,22 +133,21 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     rank, whole = group.rank(), random_inputs(case)
     shards = shards_of(case, whole, rank)
-    contenders = {
+    contenders = torch_rings(case, mesh, shards) | {
+        "ours": our_ring(case, shards, group),
+        "single": single_process(whole, case.world_size),
+    }
+    case = affordable(case, lambda: check_agreement(contenders, case, rank))
+    barrier = partial(dist.barrier, group)
+    return Measurement(case, time_paired(contenders, case.repeats, barrier, warmups=0))
+
+
+def torch_rings(case: Case, mesh: DeviceMesh, shards: list[Tensor]) -> dict[str, Stages]:
+    """PyTorch's ring, and the same with its all-gather."""
+    return {
         "torch": torch_ring(mesh, shards, case.stub),
         "gathered": torch_ring(mesh, shards, case.stub, "allgather"),
     }
-    if case.stub:
-        mine = plan(ZigZag(), Mask.causal(), rank, case.world_size, case.seq_len)
-        contenders["ours"] = ring_stages(StubKernel(), mine, shards, group)
-        contenders["bare"] = transfers(group, *shards[2:])
-    else:
-        contenders["ours"] = our_ring(case, shards, group)
-        contenders["single"] = single_process(whole, case.world_size)
-        case = affordable(case, lambda: check_agreement(contenders, case, rank))
-    seconds = time_paired(
-        contenders, case.repeats, lambda: dist.barrier(group), warmups=3 if case.stub else 0
-    )
-    return Measurement(case, seconds)
 
 
 def affordable(case: Case, warm_up: Callable[[], None]) -> Case:
@@ -213,7 +159,7 @@ def affordable(case: Case, warm_up: Callable[[], None]) -> Case:
     return replace(case, repeats=num[0])
 
 
-def run(todo: list[Case]) -> list[Measurement]:
+def run(todo: list[Case], measure: Callable[[Case, DeviceMesh], Measurement]) -> list[Measurement]:
     """Measure the cases, each in a group of processes as large as it asks for."""
     measurements = []
     for world_size in sorted({case.world_size for case in todo}):
@@ -240,27 +186,19 @@ def table(measurements: list[Measurement], columns: Columns, names: list[str]) -
 
 def report(console: Console, measurements: list[Measurement]) -> None:
     """Print what was measured, in Markdown."""
-    console.print(
-        f"\nCausal, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo, one thread a rank. "
-        "Milliseconds are medians;\nratios are medians of the ratios of neighbouring times. "
-        "`torch` is PyTorch's ring, `gathered` the same with its all-gather.\n"
-    )
+    console.print(f"\n{SETTING}\n")
     console.print("## Two ranks, against one process with two threads on the whole sequence")
-    whole: Columns = {"tokens": lambda case: f"{case.seq_len:,}", "dtype": lambda case: case.dtype}
-    whole_runs, stubs = ([m for m in measurements if m.case.stub == x] for x in (False, True))
-    console.print(table(whole_runs, whole, ["ours", "torch", "gathered", "single"]))
-    console.print("## Around kernels that take no time: 16,384 tokens, float32")
-    around: Columns = {
-        "ranks": lambda case: str(case.world_size),
-        "memory order": lambda case: case.order,
+    columns: Columns = {
+        "tokens": lambda case: f"{case.seq_len:,}",
+        "dtype": lambda case: case.dtype,
     }
-    console.print(table(stubs, around, ["ours", "torch", "gathered", "bare"]))
+    console.print(table(measurements, columns, ["ours", "torch", "gathered", "single"]))
 
 
 def main() -> None:
     quick = is_quick(__doc__)
     about = origin()
-    measurements = run(cases(quick))
+    measurements = run(cases(quick), measure)
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
     publish("ring", "The ring on CPUs", quick, about, measured, show)

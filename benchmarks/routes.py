@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from around import StubKernel, ring_stages
 from baselines import median_ratio, time_paired
 from harness import (
     HEAD_DIM,
@@ -26,7 +27,6 @@ from harness import (
 )
 from rich.console import Console
 from rich.table import Table
-from ring import StubKernel, ring_stages
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Mask, ZigZag

@@ -5,13 +5,12 @@ with every single time to ``benchmarks/results``. With ``--quick`` it takes less
 writes to ``out`` instead. Everything compared is timed in turns. Leave the machine alone meanwhile.
 """
 
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from baselines import Stages, StubKernels, time_paired, transfers
-from harness import HEAD_DIM, ORDERS, is_quick, origin, publish
+from harness import HEAD_DIM, ORDERS, is_quick
 from rich.console import Console
 from ring import (
     SETTING,
@@ -23,6 +22,7 @@ from ring import (
     shards_of,
     table,
     torch_rings,
+    write_card,
 )
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -117,11 +117,8 @@ def report(console: Console, measurements: list[Measurement]) -> None:
 
 def main() -> None:
     quick = is_quick(__doc__)
-    about = origin()
-    measurements = run(cases(quick), measure)
-    measured = {"measurements": [asdict(m) for m in measurements]}
-    show = partial(report, measurements=measurements)
-    publish("around", "The ring around kernels that take no time", quick, about, measured, show)
+    title = "The ring around kernels that take no time"
+    write_card("around", title, quick, lambda: run(cases(quick), measure), report)
 
 
 if __name__ == "__main__":

@@ -195,13 +195,23 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     console.print(table(measurements, columns, ["ours", "torch", "gathered", "single"]))
 
 
+def write_card(
+    name: str,
+    title: str,
+    quick: bool,
+    measure_all: Callable[[], list[Measurement]],
+    report: Callable[[Console, list[Measurement]], None],
+) -> None:
+    """Measure, then print the card and write it."""
+    about = origin()  # with the load before
+    measurements = measure_all()
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    publish(name, title, quick, about, measured, partial(report, measurements=measurements))
+
+
 def main() -> None:
     quick = is_quick(__doc__)
-    about = origin()
-    measurements = run(cases(quick), measure)
-    measured = {"measurements": [asdict(m) for m in measurements]}
-    show = partial(report, measurements=measurements)
-    publish("ring", "The ring on CPUs", quick, about, measured, show)
+    write_card("ring", "The ring on CPUs", quick, lambda: run(cases(quick), measure), report)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def machines() -> list[Machine]:
 
 
 def _around(path: Path) -> list[dict[str, Any]]:
-    """Rings around kernels that take no time, where they have a card of their own."""
+    """The measurements of the card `around`; none if there is no such card."""
     around = path.with_name("around.json")
     return json.loads(around.read_text())["measurements"] if around.exists() else []
 

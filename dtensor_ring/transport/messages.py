@@ -37,12 +37,12 @@ Another message is another thread to wake: below, that takes longer than to copy
 
 
 def aligned(num_bytes: int) -> int:
-    """Memory of a message, with what is free behind it."""
+    """The bytes that a message takes in memory, rounded up to `ALIGNED`."""
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
 def goes_in_pieces(num_bytes: int, num_pieces: int) -> bool:
-    """Whether a peer gets each piece as a message of its own, and not all of them in one.
+    """Whether a peer gets one message for each piece, instead of one message for all.
 
     Both ranks ask this, so it knows of nothing that only one of them has.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
@@ -24,6 +25,10 @@ SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, 
 POSITIONS, SHAPES_OF_AXES = "position_ids", ("(3, B, S)", "(4, B, S)")
 """Of several axes they have the sequence last; everything else has it second."""
 LOGITS_TO_KEEP = "logits_to_keep"
+NO_ALORA = (
+    "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
+    "alora_invocation_tokens out"
+)
 SAME_BATCH = (
     "get the same batch (a sampler has to count, and random collators be seeded by, "
     "data-parallel ranks only) and have the same weights (seeded before the model is made, or "
@@ -91,18 +96,19 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse what was made of the model, or is made of it now, that a sharded one cannot be."""
+    """Refuse an export, and adapters that look at other tokens than their own."""
     if torch.compiler.is_exporting():
         raise ValueError(
             "torch.export takes one process, and a context-parallel model sends messages; export "
             "within `with stock_model(model):`"
         )
-    for adapter in getattr(model, "peft_config", {}).values():
-        if getattr(adapter, "alora_invocation_tokens", None):
-            raise ValueError(
-                "adapters that begin at a token of the sequence, aLoRA, would begin on every rank "
-                "of a sharded one; leave alora_invocation_tokens out"
-            )
+    if has_alora(getattr(model, "peft_config", {}).values()):
+        raise ValueError(NO_ALORA)
+
+
+def has_alora(adapters: Iterable[Any]) -> bool:
+    """Whether one of these configs of peft is of adapters that begin at a token."""
+    return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
 
 
 def _check_kept(given: dict[str, Any]) -> None:

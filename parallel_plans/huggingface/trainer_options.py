@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.agreement import check_agreement
+from parallel_plans.huggingface.batch import NO_ALORA, has_alora
 from parallel_plans.huggingface.weights import checksum
 
 DEEPSPEED = (
@@ -127,11 +128,7 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
             "predict_with_generate=True needs a cache of the whole sequence; leave it out, and "
             "generate with the stock model",
         ),
-        (
-            any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters),
-            "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; "
-            "leave alora_invocation_tokens out",
-        ),
+        (has_alora(adapters), NO_ALORA),
     ):
         if is_given:
             raise ValueError(why)

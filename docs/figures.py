@@ -69,17 +69,16 @@ def machines() -> list[Machine]:
     """All on which rings were measured."""
     found = []
     for path in sorted(CARDS.glob("*/ring.json")):
-        card, hosts = json.loads(path.read_text()), path.with_name("hosts.json")
-        measured = json.loads(hosts.read_text())["measurements"] if hosts.exists() else []
-        rings = card["measurements"] + _around(path)
-        found.append(Machine(_name(card), rings, measured))
+        card = json.loads(path.read_text())
+        rings = card["measurements"] + _beside(path, "around")
+        found.append(Machine(_name(card), rings, _beside(path, "hosts")))
     return found
 
 
-def _around(path: Path) -> list[dict[str, Any]]:
-    """The measurements of the card `around`; none if there is no such card."""
-    around = path.with_name("around.json")
-    return json.loads(around.read_text())["measurements"] if around.exists() else []
+def _beside(path: Path, name: str) -> list[dict[str, Any]]:
+    """The measurements of another card of the same machine; none if it has no such card."""
+    card = path.with_name(f"{name}.json")
+    return json.loads(card.read_text())["measurements"] if card.exists() else []
 
 
 def _name(card: dict[str, Any]) -> str:

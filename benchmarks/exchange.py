@@ -1,19 +1,36 @@
 """Measure what it takes to trade tokens for heads, next to a bare all-to-all of the same bytes.
 
 Run ``python benchmarks/exchange.py``: it starts 2, 4 and 8 processes itself, prints a table, and
-writes it with every single time to ``benchmarks/results``. With ``--quick`` it repeats less, with
-fewer tokens on two ranks, and writes to ``out`` instead. Both are timed in turns, and ratios are
-medians of the ratios of neighbouring times. Leave the machine alone meanwhile.
+writes it with every single time to ``benchmarks/results``. As root, it measures the exchange
+between as many hosts on links of two rates, too; hosts are network namespaces of this machine (see
+network.py). With ``--quick`` it repeats less, with fewer tokens on two ranks, and writes to ``out``
+instead. Both are timed in turns, and ratios are medians of the ratios of neighbouring times. Leave
+the machine alone meanwhile.
 """
 
+import os
+import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from baselines import Stages, median_ratio, time_paired
-from harness import HEAD_DIM, NUM_HEADS, is_quick, origin, publish, random_shards, spawn, table_of
+from harness import (
+    HEAD_DIM,
+    NUM_HEADS,
+    is_quick,
+    origin,
+    publish,
+    random_shards,
+    spawn,
+    spawn_on_hosts,
+    table_of,
+    work_on_host,
+)
+from network import hosts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -23,6 +40,8 @@ from dtensor_ring import exchange, set_sequence_layout
 
 SEQ_LEN = 16384
 LAYOUTS = "contiguous", "zigzag"
+RATES = 400, 50
+"""Of a host's link, in MB/s."""
 WAYS = "to heads", "there and back"
 NUM_TENSORS = 3
 """Query, key and value: as many heads each."""
@@ -36,6 +55,8 @@ class Case:
     seq_len: int
     layout: str
     repeats: int
+    rate: int | None = None
+    """One of `RATES` between hosts; `None` on one machine."""
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +95,17 @@ def bare_stages(shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
     return there, there
 
 
+def cases(quick: bool, rates: tuple[int | None, ...]) -> list[Case]:
+    """By ranks, rate and layout."""
+    seq_len, repeats = (SEQ_LEN // 8, 3) if quick else (SEQ_LEN, 25)
+    return [
+        Case(world_size, seq_len, layout, repeats, rate)
+        for world_size in ((2,) if quick else (2, 4, 8))
+        for rate in rates
+        for layout in LAYOUTS
+    ]
+
+
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     # An axis has one layout for good, so each case has processes of its own.
@@ -87,15 +119,28 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     return Measurement(case, time_paired(contenders, case.repeats, lambda: dist.barrier(group)))
 
 
+def measured_here(case: Case) -> list[dict[str, Any]]:
+    """By processes of one machine."""
+    return spawn(case.world_size, measure, [case])
+
+
+def measured_on_hosts(case: Case) -> list[dict[str, Any]]:
+    """By a process on each host."""
+    assert case.rate is not None
+    with hosts(case.world_size) as network:
+        network.limit(1e6 * case.rate)
+        return spawn_on_hosts(network, __file__, [case])
+
+
 def table(measurements: list[Measurement]) -> Table:
     """Two rows for each case."""
     numbers = ("MiB of a rank", "ours, ms", "bare, ms", "ours/bare")
-    result = table_of(("ranks", "layout", "what"), numbers)
+    result = table_of(("ranks", "MB/s", "layout", "what"), numbers)
     for m in measurements:
         for stage, what in enumerate(WAYS):
             ours, bare = m.seconds["ours"][stage], m.seconds["bare"][stage]
             result.add_row(
-                *(str(m.case.world_size), m.case.layout, what),
+                *(str(m.case.world_size), str(m.case.rate or ""), m.case.layout, what),
                 f"{(stage + 1) * m.case.num_bytes / 2**20:.1f}",
                 *(f"{1e3 * median(x):.1f}" for x in (ours, bare)),
                 f"{median_ratio(ours, bare):.3f}",
@@ -110,23 +155,27 @@ def report(console: Console, measurements: list[Measurement]) -> None:
         f"heads of {HEAD_DIM}, float32, gloo, one thread a\nrank. Ours: `exchange`, which packs "
         "messages and unpacks them to where heads and tokens belong; bare:\n`all_to_all_single` of "
         "one tensor of as many bytes into a new one, which lie as they travel. The time of the\n"
-        "slowest rank.\n"
+        "slowest rank. MB/s is the rate of a host's link; without it, ranks are processes of one "
+        "machine.\n"
     )
     console.print(table(measurements))
 
 
 def main() -> None:
     quick = is_quick(__doc__)
-    about, measurements = origin(), []
-    for world_size in (2,) if quick else (2, 4, 8):
-        for layout in LAYOUTS:
-            case = Case(world_size, SEQ_LEN // 8 if quick else SEQ_LEN, layout, 3 if quick else 25)
-            for found in spawn(world_size, measure, [case]):
-                measurements.append(Measurement(Case(**found["case"]), found["seconds"]))
+    about = origin()
+    found = [x for case in cases(quick, (None,)) for x in measured_here(case)]
+    if os.geteuid() == 0:
+        rates = RATES[:1] if quick else RATES
+        found += [x for case in cases(quick, rates) for x in measured_on_hosts(case)]
+    measurements = [Measurement(Case(**x["case"]), x["seconds"]) for x in found]
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
     publish("exchange", "Tokens for heads, or a bare all-to-all", quick, about, measured, show)
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 4 and sys.argv[1].isdigit():  # started by `Hosts.run`
+        work_on_host(measure, Case, *sys.argv[1:])
+    else:
+        main()

@@ -94,8 +94,7 @@ def exchange(
     )
     if torch.compiler.is_compiling():
         return exchange_op(list(tensors), *flatten_trade(trade))
-    frame = sys._getframe(0)
-    return called_from(frame, exchange_op, list(tensors), *flatten_trade(trade))
+    return called_from(sys._getframe(), exchange_op, list(tensors), *flatten_trade(trade))
 
 
 def _check_tensors(tensors: Any) -> None:

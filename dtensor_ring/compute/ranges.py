@@ -5,14 +5,13 @@ A range costs a launch, a column of an index hardly anything: it is read next to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import part_of, region
 from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.values.span import Span
@@ -28,7 +27,7 @@ def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
     """Copy these columns of `x`, which become those of `packed`, side by side."""
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
-            part.copy_(part_of(x, region(None, span)))
+            part.copy_(columns(x, span))
     elif packed.dtype == x.dtype:
         torch.index_select(x, 2, _index(cols, x.device), out=packed)
     else:
@@ -39,7 +38,7 @@ def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
     """Copy columns that lie side by side to these columns of `x`."""
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
-            part_of(x, region(None, span)).copy_(part)
+            columns(x, span).copy_(part)
     else:
         x.index_copy_(2, _index(cols, x.device), packed)
 
@@ -54,7 +53,7 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
     """
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
-            part_of(total, region(None, span)).add_(part)
+            columns(total, span).add_(part)
         return
     index = _index(cols, total.device)
     if packed.dtype == total.dtype:
@@ -63,10 +62,19 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
         total.index_copy_(2, index, total.index_select(2, index).add_(packed))
 
 
-def _parts(packed: Tensor, cols: Cols) -> Iterator[tuple[Span, Tensor]]:
+def columns(x: Tensor, span: Span) -> Tensor:
+    """These columns, as a view; the tensor itself if they are all of it."""
+    begin, end = span
+    # A view costs the host as much as a small copy, so none is made in vain.
+    return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
+
+
+def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
     """Each span, and its part of the packed columns."""
-    for span, at in zip(cols.spans, pairwise(cols.offsets), strict=True):
-        yield span, part_of(packed, region(None, at))
+    if len(cols.spans) == 1:
+        return [(cols.spans[0], packed)]
+    places = pairwise(cols.offsets)
+    return [(span, columns(packed, at)) for span, at in zip(cols.spans, places, strict=True)]
 
 
 def _index(cols: Cols, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from dtensor_ring.transport.process_group import ProcessGroupTransport, transpor
 from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
+from dtensor_ring.transport.shared_memory import SharedMemory
 from dtensor_ring.transport.word import Word, differences, flat
 
 TransportContext = AbstractContextManager[Transport]
@@ -128,6 +129,11 @@ class AgreedTransport(Transport):
     def free(self, buffer: Tensor) -> None:
         self._transport.free(buffer)
 
+    def memory(self, device: torch.device) -> SharedMemory | None:
+        # Another transport than that of words moves messages in its own way.
+        is_plain = self._keeps_tags and type(self._transport) is ProcessGroupTransport
+        return self._session.memory if is_plain else None
+
     def at(self, label: Label) -> None:
         self._step = label.step
         self._phase += 1
@@ -146,7 +152,7 @@ class AgreedTransport(Transport):
         words, self._words = self._words, []
         messages = receives + sends
         # NCCL has one work for all messages of a hop: an error of it is told of the first.
-        with self._naming(messages[0] if messages else None):
+        with self.naming(messages[0] if messages else None):
             works = zip(self._transport.start(receives, sends), messages, strict=False)
         sent = [Sent(self, work, message) for work, message in works]
         self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
@@ -157,7 +163,7 @@ class AgreedTransport(Transport):
         for index, peer in enumerate(self._neighbours(-1)):
             inbox = self._session.inbox(index)
             message = P2P(inbox.flat, peer)
-            with self._naming(message):
+            with self.naming(message):
                 work = self._words_transport.receive_word(message)
             self._answers[peer] = Answer(self, work, message, inbox)
         self._in_flight = [*self._answers.values()]
@@ -184,13 +190,13 @@ class AgreedTransport(Transport):
         sent = []
         for peer in peers:
             message = P2P(joined[id(carried[peer])] if peer in carried else word, peer)
-            with self._naming(message):
+            with self.naming(message):
                 sent.append(Sent(self, self._words_transport.send_word(message), message))
         self._in_flight += sent
         self._words = [*self._answers.values(), *sent]
 
     @contextmanager
-    def _naming(self, message: P2P | None) -> Iterator[None]:
+    def naming(self, message: P2P | None) -> Iterator[None]:
         """Tell errors of the backend as those of a message that was to be started."""
         try:
             yield

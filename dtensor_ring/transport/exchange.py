@@ -8,14 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, part_of, region
-from dtensor_ring.compute.ranges import pack, unpack
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
+from dtensor_ring.compute.ranges import columns, pack, unpack
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.exchanges.exchange import Exchange
 from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.messages import Geometry, Mail, Messages, Split, TensorPart, mail_of
-from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.delivery import Incoming, Outgoing
+from dtensor_ring.transport.messages import Geometry, Mail, Split, TensorPart, mail_of
+from dtensor_ring.transport.protocol import Transport, Work
+from dtensor_ring.transport.shared_memory import SharedMemory
 
 
 class Arrival(NamedTuple):
@@ -52,6 +54,7 @@ def traded(
     num_key_heads: int,
     geometries: tuple[Geometry, ...],
     is_back: bool = False,
+    sharing: frozenset[int] = frozenset(),
 ) -> Traded:
     """The exchange of tensors; 16 MiB are kept.
 
@@ -61,6 +64,7 @@ def traded(
         num_key_heads: that heads are dealt by.
         geometries: of the tensors before.
         is_back: whether it goes back.
+        sharing: peers that share memory with this rank.
 
     Raises:
         ValueError: if the heads cannot be dealt.
@@ -75,9 +79,9 @@ def traded(
     sends = [Split(tokens, heads(tokens.peer)) for tokens in exchange.sends]
     receives = [Split(tokens, here) for tokens in exchange.receives]
     before, after = exchange.num_tokens
-    if is_back:
-        return _traded(exchange.rank, receives, sends, geometries, num_heads, before)
-    return _traded(exchange.rank, sends, receives, geometries, tuple(map(length, own)), after)
+    ways = (receives, sends) if is_back else (sends, receives)
+    counts = num_heads if is_back else tuple(map(length, own))
+    return _traded(exchange.rank, *ways, geometries, counts, before if is_back else after, sharing)
 
 
 def _traded(
@@ -87,6 +91,7 @@ def _traded(
     geometries: tuple[Geometry, ...],
     num_heads: tuple[int, ...],
     num_tokens: int,
+    sharing: frozenset[int],
 ) -> Traded:
     """Plan the messages, and the copies to results that have these heads and tokens."""
     results = tuple(
@@ -101,8 +106,8 @@ def _traded(
             peers.setdefault(part, []).append(split.tokens.peer)
     summed = {(peer, part.number) for part, of in peers.items() if len(of) > 1 for peer in of}
     outgoing, incoming = ([x for x in side if x.tokens.peer != rank] for side in (leaving, coming))
-    sends = mail_of(outgoing, geometries, is_sent=True)
-    receives = mail_of(incoming, results, is_sent=False, copied=summed)
+    sends = mail_of(outgoing, geometries, is_sent=True, sharing=sharing)
+    receives = mail_of(incoming, results, is_sent=False, copied=summed, sharing=sharing)
     staying = [part for split in leaving if split.tokens.peer == rank for part in split.parts]
     sources = {
         part: tuple(
@@ -120,7 +125,11 @@ def _traded(
 
 
 def exchange_tensors(
-    tensors: Sequence[Tensor], plan: Traded, transport: Transport, label: Label
+    tensors: Sequence[Tensor],
+    plan: Traded,
+    transport: Transport,
+    label: Label,
+    memory: SharedMemory | None = None,
 ) -> list[Tensor]:
     """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
 
@@ -131,21 +140,27 @@ def exchange_tensors(
         plan: what leaves, and what comes.
         transport: what moves the messages.
         label: of the exchange, in a profile.
+        memory: what peers lend each other, if some of the plan's share it.
     """
     transport.prepare(tensors[0].device)
     transport.at(label)
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
-    outgoing = Messages(plan.sends, tensors, transport)
-    incoming = Messages(plan.receives, results, transport)
+    outgoing = Outgoing(plan.sends, tensors, transport, memory)
+    incoming = Incoming(plan.receives, results, transport, memory)
+    receives = incoming.messages()
+    works = list[Work]()
+    if memory is not None:  # gloo's, which come sooner if they are awaited
+        receives, works = [], [*transport.start(receives, [])]
     with label("pack"):
-        outgoing.fill()
-    works = transport.start(incoming.flats(), outgoing.flats())
+        outgoing.pack()
+    works += transport.start(receives, outgoing.messages())
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])
     with label("wait"):
         for work in works:
             work.wait()
+        incoming.borrow()
     with label("unpack"):
         _unpack(results, plan.comes, tensors, incoming.copies)
     outgoing.free()
@@ -180,7 +195,7 @@ def _taken(part: TensorPart, tensors: Sequence[Tensor]) -> Tensor:
     """A part side by side: a view if it lies so."""
     x, cols = part.heads_of(tensors), part.cols
     if len(cols.spans) == 1:
-        return part_of(x, region(None, cols.spans[0]))
+        return columns(x, cols.spans[0])
     packed = empty(x, (*x.shape[:2], len(cols), x.shape[3]), TOKEN_MAJOR)
     pack(packed, x, cols)
     return packed

@@ -1,9 +1,10 @@
-"""The messages that an exchange sends to peers, or gets from them, and the memory that they take.
+"""Where the messages of an exchange lie: in tensors, in a buffer, or in the memory of a peer.
 
 Note [Copies]: a part of a tensor is copied into its message, or out of it. It needs no copy where
 it travels in pieces and each of them is one piece of memory: then it is sent from there, or
 received there. So hardly anything that comes is copied on the way from tokens to heads, nor what
-leaves on the way back.
+leaves on the way back. A peer that shares memory with this rank gets a loan of the copy, see the
+Note [Loans].
 
 Where all of it lies is known from shapes and strides. It is planned once, as on 8 ranks one call
 has dozens of messages.
@@ -11,20 +12,17 @@ has dozens of messages.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import TOKEN_MAJOR, strides
-from dtensor_ring.compute.ranges import pack
 from dtensor_ring.planning.exchanges.exchange import TokenSplit
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.protocol import P2P, Transport
 
 ALIGNED = 16
 """Bytes that messages and tensors within them begin at a multiple of: any dtype can be there."""
@@ -127,7 +125,9 @@ class Copy(NamedTuple):
     part: TensorPart
     geometry: Geometry
     begin: int
-    """In the buffer, in bytes."""
+    """In the buffer, or in what is lent, in bytes."""
+    lender: int | None = None
+    """The peer that lends it; `None` if it is in the buffer of this rank."""
 
     def pieces(self, spans: Sequence[Span]) -> list[Span]:
         """Where these pieces of all its tokens are in the buffer, in bytes."""
@@ -145,7 +145,9 @@ class Message(NamedTuple):
     number: int | None
     """Of the tensor that it lies in, `None` if that is the buffer."""
     at: Span
-    """In the memory of the tensor, in elements; in the buffer, in bytes."""
+    """In the memory of the tensor, in elements; in the buffer, or in what is lent, in bytes."""
+    is_lent: bool = False
+    """Whether a loan of it travels instead."""
 
 
 class Mail(NamedTuple):
@@ -164,6 +166,7 @@ def mail_of(
     geometries: Sequence[Geometry],
     is_sent: bool,
     copied: Container[tuple[int, int]] = (),
+    sharing: Collection[int] = (),
 ) -> Mail:
     """Where the messages of one side are.
 
@@ -172,13 +175,20 @@ def mail_of(
         geometries: of the tensors that it is a part of.
         is_sent: whether it leaves: then peers that get the same share copies.
         copied: peer and number of tensors that have no place to lie in.
+        sharing: peers that lend memory, to which and from which a loan travels in any case.
     """
     sorting = _Sorting(geometries)
     for split in splits:
         peer = split.tokens.peer
-        content = (split.tokens.cols, split.heads) if is_sent else peer
+        is_shared = peer in sharing
+        content = (split.tokens.cols, split.heads, is_shared) if is_sent else peer
+        if is_shared:
+            sorting.lend(split, content, None if is_sent else peer)
+            continue
         is_copied = [(peer, number) in copied for number in range(len(geometries))]
         sorting.add(split, content, is_copied)
+    for peer in sorted(set(sharing).difference(split.tokens.peer for split in splits)):
+        sorting.messages.append(Message(peer, None, (0, 0), is_lent=True))
     copies, messages = tuple(sorting.copies), tuple(sorting.messages)
     return Mail(sorting.num_bytes, copies, messages, sorting.copy_of)
 
@@ -194,26 +204,25 @@ class _Sorting:
         self.copy_of: dict[tuple[int, int], int] = {}
         self.messages: list[Message] = []
 
+    def lend(self, split: Split, content: Hashable, lender: int | None) -> None:
+        """Add what is lent to a peer, or by it; equal contents have the same copies."""
+        peer, parts = split.tokens.peer, self._parts(split)
+        self._post_copies(peer, self._copied(peer, parts, content, lender), parts, is_lent=True)
+
     def add(self, split: Split, content: Hashable, is_copied: Sequence[bool]) -> None:
         """Add the messages of a peer; equal contents have the same copies."""
-        peer, spans = split.tokens.peer, split.tokens.pieces
-        parts = [(part, self._lies[part.number].part(part)) for part in split.parts]
-        num_bytes = sum(geometry.num_bytes for _, geometry in parts)
+        peer, spans, parts = split.tokens.peer, split.tokens.pieces, self._parts(split)
         num_rows = sum(geometry.shape[0] for geometry in self._lies)
-        in_pieces = goes_in_pieces(num_bytes, num_rows * len(spans))
+        in_pieces = goes_in_pieces(_num_bytes(parts), num_rows * len(spans))
         lying = {
             part.number: pieces
             for part, _ in parts
             if in_pieces and not is_copied[part.number]
             and (pieces := self._lies[part.number].pieces(part.heads, spans)) is not None
         }  # fmt: skip
-        if content not in self._known:
-            self._known[content] = self._place([x for x in parts if x[0].number not in lying])
-        index = self._known[content]
-        self.copy_of |= {(peer, number): found for number, found in index.items()}
+        index = self._copied(peer, [x for x in parts if x[0].number not in lying], content)
         if not in_pieces:
-            begin = min((self.copies[i].begin for i in index.values()), default=0)
-            self._post(peer, None, [(begin, begin + num_bytes)])
+            self._post_copies(peer, index, parts)
             return
         for number in range(len(parts)):
             if number in lying:
@@ -221,65 +230,49 @@ class _Sorting:
             else:
                 self._post(peer, None, self.copies[index[number]].pieces(spans))
 
-    def _place(self, parts: list[tuple[TensorPart, Geometry]]) -> dict[int, int]:
-        """Place copies in the buffer; returns their indices, by number of the tensor."""
-        index = {}
+    def _parts(self, split: Split) -> list[_Part]:
+        return [(part, self._lies[part.number].part(part)) for part in split.parts]
+
+    def _copied(
+        self, peer: int, parts: list[_Part], content: Hashable, lender: int | None = None
+    ) -> dict[int, int]:
+        """The indices of the copies of parts, by number of the tensor."""
+        if content not in self._known:
+            self._known[content] = self._place(parts, lender)
+        index = self._known[content]
+        self.copy_of |= {(peer, number): found for number, found in index.items()}
+        return index
+
+    def _place(self, parts: list[_Part], lender: int | None) -> dict[int, int]:
+        """Place copies side by side, in the buffer or in what is lent."""
+        index, end = {}, 0 if lender is not None else self.num_bytes
         # Wide dtypes first: then each begins where it may without gaps.
         for part, geometry in sorted(parts, key=lambda x: -x[1].itemsize):
             index[part.number] = len(self.copies)
-            self.copies.append(Copy(part, geometry, self.num_bytes))
-            self.num_bytes += geometry.num_bytes
-        self.num_bytes = aligned(self.num_bytes)
+            self.copies.append(Copy(part, geometry, end, lender))
+            end += geometry.num_bytes
+        if lender is None:
+            self.num_bytes = aligned(end)
         return index
+
+    def _post_copies(
+        self, peer: int, index: dict[int, int], parts: list[_Part], is_lent: bool = False
+    ) -> None:
+        """All copies as one message."""
+        begin = min((self.copies[i].begin for i in index.values()), default=0)
+        at = begin, begin + _num_bytes(parts)
+        if is_lent:
+            self.messages.append(Message(peer, None, at, is_lent))
+        else:
+            self._post(peer, None, [at])
 
     def _post(self, peer: int, number: int | None, spans: Sequence[Span]) -> None:
         """Nothing empty travels."""
         self.messages += [Message(peer, number, at) for at in spans if length(at)]
 
 
-class Messages:
-    """The messages of one side of a call.
+_Part = tuple[TensorPart, Geometry]
 
-    Args:
-        mail: where they are.
-        tensors: of which they are parts.
-        transport: what allocates the buffer.
-    """
 
-    def __init__(self, mail: Mail, tensors: Sequence[Tensor], transport: Transport) -> None:
-        self._mail, self._tensors, self._transport = mail, tensors, transport
-        self._buffer: Tensor | None = None
-        self.copies: list[Tensor] = []
-        """`(B, n, C, H)`, as `Mail.copies` has them."""
-        if mail.copies:  # of an empty batch, they are empty
-            self._buffer = transport.allocate(mail.num_bytes, tensors[0].device)
-            self.copies = [self._copy(*copy) for copy in mail.copies]
-
-    def _copy(self, part: TensorPart, geometry: Geometry, begin: int) -> Tensor:
-        assert self._buffer is not None
-        end = begin + geometry.num_bytes
-        flat = self._buffer[begin:end].view(self._tensors[part.number].dtype)
-        return flat.as_strided(geometry.shape, geometry.strides)
-
-    def fill(self) -> None:
-        """Copy what leaves."""
-        for copy, (part, _, _) in zip(self.copies, self._mail.copies, strict=True):
-            pack(copy, part.heads_of(self._tensors), part.cols)
-
-    def flats(self) -> list[P2P]:
-        """The messages."""
-        return [P2P(self._flat(x), x.peer, source=x.peer) for x in self._mail.messages]
-
-    def _flat(self, message: Message) -> Tensor:
-        begin, end = message.at
-        if message.number is None:
-            assert self._buffer is not None
-            return self._buffer[begin:end]
-        x = self._tensors[message.number]
-        return x.as_strided((end - begin,), (1,), x.storage_offset() + begin).view(torch.uint8)
-
-    def free(self) -> None:
-        """Give the buffer back."""
-        self.copies = []
-        if self._buffer is not None:
-            self._transport.free(self._buffer)
+def _num_bytes(parts: Sequence[_Part]) -> int:
+    return sum(geometry.num_bytes for _, geometry in parts)

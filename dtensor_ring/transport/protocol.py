@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.buffers import BUFFERS
+from dtensor_ring.transport.shared_memory import SharedMemory
 
 
 class P2P(NamedTuple):
@@ -58,6 +60,14 @@ class Transport(ABC):
     def keeps_tags(self, device: torch.device) -> bool:
         """Whether messages of that device with other tags never meet; else ranks agree first."""
         return False
+
+    def memory(self, device: torch.device) -> SharedMemory | None:
+        """What ranks of one host lend each other of that device; `None` if all has to be sent."""
+        return None
+
+    def naming(self, message: P2P | None) -> AbstractContextManager[object]:
+        """A context that tells errors of the system as those of a message."""
+        return nullcontext()
 
     def at(self, label: Label) -> None:  # noqa: B027 - most need not know
         """Every step of a loop begins with it, and goes on with it after each start of messages.

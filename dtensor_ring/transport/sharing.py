@@ -1,0 +1,88 @@
+"""Which ranks read each other's memory: two that meet for the first time try it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.transport.protocol import P2P, Transport
+from dtensor_ring.transport.segment import Segment, host_of_process, segment_of
+from dtensor_ring.transport.shared_memory import SharedMemory
+
+
+class Card(NamedTuple):
+    """What a rank tells another one, which then looks for the token."""
+
+    host: int
+    """Its `host_of_process`; 0 if it has no memory to share."""
+    pid: int
+    fd: int
+    serial: int
+    """Of memory that has the token in it."""
+    token: int
+
+
+def sharing_peers(
+    memory: SharedMemory, peers: Collection[int], transport: Transport, label: Label
+) -> frozenset[int]:
+    """Those of the peers that share memory with this rank.
+
+    Args:
+        memory: of this rank and the group.
+        peers: of this rank; each has this rank as a peer, and asks this at the same time.
+        transport: of the call.
+        label: of it.
+    """
+    new = memory.unknown(peers)
+    if new and memory.probe is None:
+        with suppress(OSError):  # without one, the peers are told so
+            memory.probe = Segment(8)
+    memory.meet(_try_with(new, memory.probe, transport, label))
+    return memory.sharing(peers)
+
+
+def _try_with(
+    peers: Collection[int], probe: Segment | None, transport: Transport, label: Label
+) -> dict[int, int | None]:
+    """The process IDs of those that find this rank's token, and whose token it finds; else None."""
+    mine = Card(0, 0, 0, 0, 0)
+    if probe is not None:
+        mine = Card(host_of_process(), os.getpid(), probe.fd, probe.serial, secrets.randbits(62))
+        probe.memory.view(torch.int64).fill_(mine.token)
+    cards = _swapped(dict.fromkeys(peers, torch.tensor(mine)), transport, label)
+    theirs = {peer: Card(*card.tolist()) for peer, card in cards.items()}
+    found = {peer: _finds(card, mine.host) for peer, card in theirs.items()}
+    # Either may be kept from it, as by the rights of its process.
+    told = {peer: torch.tensor([is_found]) for peer, is_found in found.items()}
+    verdicts = _swapped(told, transport, label)
+    return {x: theirs[x].pid if found[x] and verdicts[x] else None for x in peers}
+
+
+def _finds(card: Card, host: int) -> bool:
+    """Whether the memory of a card is on this host, and has the token in it."""
+    if not host or card.host != host:
+        return False
+    with suppress(OSError):
+        return bool(segment_of(*card[1:4]).view(torch.int64) == card.token)
+    return False
+
+
+def _swapped(mine: Mapping[int, Tensor], transport: Transport, label: Label) -> dict[int, Tensor]:
+    """What each peer sends, for what it gets."""
+    theirs = {peer: torch.empty_like(x) for peer, x in mine.items()}
+    receives, sends = (
+        [P2P(x.view(torch.uint8), peer, source=peer) for peer, x in side.items()]
+        for side in (theirs, mine)
+    )
+    transport.at(label)  # also without new peers: all ranks count alike
+    if mine:
+        for work in transport.start(receives, sends):
+            work.wait()
+    return theirs

@@ -147,13 +147,12 @@ def exchange_tensors(
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
     outgoing = Outgoing(plan.sends, tensors, transport, memory)
     incoming = Incoming(plan.receives, results, transport, memory)
-    receives = incoming.messages()
-    works = list[Work]()
-    if memory is not None:  # gloo's, which come sooner if they are awaited
-        receives, works = [], [*transport.start(receives, [])]
+    loans, works = incoming.loans(), list[Work]()
+    if loans:  # small messages come sooner if they are awaited
+        works += transport.start(loans, [])
     with label("pack"):
         outgoing.pack()
-    works += transport.start(receives, outgoing.messages())
+    works += transport.start(incoming.messages(), outgoing.messages())
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])

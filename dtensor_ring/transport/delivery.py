@@ -111,10 +111,12 @@ class Incoming:
         for message in self._mail.messages:
             if message.is_lent:
                 assert self._memory is not None
-                peer = message.peer
-                with self._transport.naming(P2P(self._loans[peer], peer, source=peer)):
-                    found = self._memory.borrow(peer, self._loans[peer], length(message.at))
-                self._lent[peer] = found
+                peer, loan = message.peer, self._loans[message.peer]
+                try:
+                    self._lent[peer] = self._memory.borrow(peer, loan, length(message.at))
+                except RuntimeError:  # rare, and a context costs the host as much as a message
+                    with self._transport.naming(P2P(loan, peer, source=peer)):
+                        raise
 
     @property
     def copies(self) -> list[Tensor]:

@@ -56,7 +56,8 @@ class TensorPart(NamedTuple):
 
     def heads_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """All tokens of these heads, `(B, n, L, H)`."""
-        return tensors[self.number].narrow(1, self.heads[0], length(self.heads))
+        x, (begin, end) = tensors[self.number], self.heads
+        return x if end - begin == x.shape[1] else x.narrow(1, begin, end - begin)
 
 
 class Split(NamedTuple):

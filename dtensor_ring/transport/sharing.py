@@ -16,6 +16,9 @@ from dtensor_ring.transport.protocol import P2P, Transport
 from dtensor_ring.transport.segment import Segment, host_of_process, segment_of
 from dtensor_ring.transport.shared_memory import SharedMemory
 
+NUM_ROUNDS = 2
+"""Of messages, when ranks meet: cards, and what was found."""
+
 
 class Card(NamedTuple):
     """What a rank tells another one, which then looks for the token."""
@@ -41,11 +44,20 @@ def sharing_peers(
         label: of it.
     """
     new = memory.unknown(peers)
-    if new and memory.probe is None:
-        with suppress(OSError):  # without one, the peers are told so
-            memory.probe = Segment(8)
-    memory.meet(_try_with(new, memory.probe, transport, label))
+    if new:
+        memory.meet(_try_with(new, _probe_of(memory), transport, label))
+    else:
+        for _ in range(NUM_ROUNDS):  # all ranks count alike, also those that meet nobody
+            transport.at(label)
     return memory.sharing(peers)
+
+
+def _probe_of(memory: SharedMemory) -> Segment | None:
+    """Where others look for this rank's token; `None` if there is no such memory."""
+    if memory.probe is None:
+        with suppress(OSError):
+            memory.probe = Segment(8)
+    return memory.probe
 
 
 def _try_with(
@@ -81,8 +93,7 @@ def _swapped(mine: Mapping[int, Tensor], transport: Transport, label: Label) -> 
         [P2P(x.view(torch.uint8), peer, source=peer) for peer, x in side.items()]
         for side in (theirs, mine)
     )
-    transport.at(label)  # also without new peers: all ranks count alike
-    if mine:
-        for work in transport.start(receives, sends):
-            work.wait()
+    transport.at(label)
+    for work in transport.start(receives, sends):
+        work.wait()
     return theirs

@@ -77,10 +77,14 @@ def part_of(x: Tensor, at: Region) -> Tensor:
     batches, _, tokens = at
     if batches.start is not None:
         return x[at]
+    return x if tokens.start is None else columns(x, (tokens.start, tokens.stop))
+
+
+def columns(x: Tensor, span: Span) -> Tensor:
+    """These tokens of a tensor `(B, N, L, ...)`, as a view; the tensor itself if that is all."""
+    begin, end = span
     # A view costs the host as much as a small kernel, so none is made in vain.
-    if tokens.start is None or tokens.stop - tokens.start == x.shape[2]:
-        return x
-    return x.narrow(2, tokens.start, tokens.stop - tokens.start)
+    return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
 def region(batch: int | None, tokens: Span) -> Region:

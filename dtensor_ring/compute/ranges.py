@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.memory import columns
 from dtensor_ring.compute.numbers import Numbers
 from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.values.span import Span
@@ -60,13 +61,6 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
         total.index_add_(2, index, packed)
     else:
         total.index_copy_(2, index, total.index_select(2, index).add_(packed))
-
-
-def columns(x: Tensor, span: Span) -> Tensor:
-    """These columns, as a view; the tensor itself if they are all of it."""
-    begin, end = span
-    # A view costs the host as much as a small copy, so none is made in vain.
-    return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
 def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:

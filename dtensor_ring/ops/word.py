@@ -25,7 +25,7 @@ from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.transport.agreed import TransportContext, agreed_transport
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.process_group import transport_of
+from dtensor_ring.transport.process_group import is_plain, transport_of
 from dtensor_ring.transport.session import session_of
 from dtensor_ring.transport.word import MAX_BYTES, Word
 
@@ -127,6 +127,7 @@ def agreed_exchange(
         return nullcontext(transport_of(group))  # nobody to agree with
     batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
     word = _exchange_word(
+        is_plain(transport_of(group), first.device),
         *(trade.is_back, first.device.type, batch, dims, tuple(trade.num_heads)),
         *(trade.num_key_heads, trade.heads, trade.seq_len, *layouts),
         *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
@@ -141,6 +142,7 @@ def _direction(is_back: bool) -> str:
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _exchange_word(
+    is_plain: bool,
     is_back: bool,
     device: str,
     batch: int,
@@ -159,6 +161,7 @@ def _exchange_word(
 ) -> Word:
     fields: dict[str, object] = {
         "direction": _direction(is_back),
+        "transport": "that of the group" if is_plain else "another one",
         "device": device,
         "batch": batch,
         "dtypes": ", ".join(str(dtype) for _, dtype in dims),

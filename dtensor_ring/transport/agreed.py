@@ -14,7 +14,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.board import Board
 from dtensor_ring.transport.error import MAX_QUOTED, RingError, reason_of
 from dtensor_ring.transport.inbox import MAX_CARRIED
-from dtensor_ring.transport.process_group import ProcessGroupTransport, transport_of
+from dtensor_ring.transport.process_group import ProcessGroupTransport, is_plain, transport_of
 from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
@@ -52,9 +52,7 @@ def agreed_transport(
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
     is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
-    # Another transport than that of words moves messages in its own way, if there are any.
-    is_plain = keeps_tags and type(transport) is ProcessGroupTransport
-    carries = is_small and (is_plain or not first_bytes)
+    carries = is_small and (is_plain(transport, device) or not first_bytes)
     how = word, direction, origin, place, carries, chain
     return AgreedTransport(group, session, transport, keeps_tags, *how)
 
@@ -130,9 +128,7 @@ class AgreedTransport(Transport):
         self._transport.free(buffer)
 
     def memory(self, device: torch.device) -> SharedMemory | None:
-        # Another transport than that of words moves messages in its own way.
-        is_plain = self._keeps_tags and type(self._transport) is ProcessGroupTransport
-        return self._session.memory if is_plain else None
+        return self._session.memory if is_plain(self._transport, device) else None
 
     def at(self, label: Label) -> None:
         self._step = label.step

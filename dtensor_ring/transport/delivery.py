@@ -12,7 +12,7 @@ from dtensor_ring.planning.values.span import length
 from dtensor_ring.transport.messages import ALIGNED, Copy, Mail, Message
 from dtensor_ring.transport.protocol import P2P, Transport
 from dtensor_ring.transport.segment import Segment
-from dtensor_ring.transport.shared_memory import SharedMemory, new_loan
+from dtensor_ring.transport.shared_memory import Loan, SharedMemory
 
 
 class Outgoing:
@@ -35,6 +35,7 @@ class Outgoing:
         self._mail, self._tensors, self._transport, self._memory = mail, tensors, transport, memory
         self._segment: Segment | None = None
         self._buffer: Tensor | None = None
+        self._first_to: list[int] = []
         if memory is not None and any(x.is_lent and length(x.at) for x in mail.messages):
             self._segment = memory.allocate(mail.num_bytes)
         elif mail.copies:  # of an empty batch, they are empty
@@ -45,7 +46,7 @@ class Outgoing:
         return self._buffer if self._segment is None else self._segment.memory
 
     def pack(self) -> None:
-        """Copy what does not leave from where it lies."""
+        """Copy into the memory what is not sent from where it lies."""
         views = _views(self._mail.copies, {None: self._place}, self._tensors)
         for packed, copy in zip(views, self._mail.copies, strict=True):
             pack(packed, copy.part.heads_of(self._tensors), copy.part.cols)
@@ -59,7 +60,14 @@ class Outgoing:
             return _flat(message, self._place, self._tensors)
         assert self._memory is not None
         segment = self._segment if length(message.at) else None
-        return self._memory.lend(message.peer, segment, message.at[0]).view(torch.uint8)
+        loan = self._memory.lend(message.peer, segment, message.at[0])
+        if loan.is_first:
+            self._first_to.append(message.peer)
+        return loan.message().view(torch.uint8)
+
+    def answers(self) -> list[P2P]:
+        """The messages to receive from peers that have mapped a segment for the first time."""
+        return [P2P(_answer(), peer, source=peer) for peer in self._first_to]
 
     def free(self) -> None:
         """Give the memory back, once all messages are complete."""
@@ -88,35 +96,42 @@ class Incoming:
         memory: SharedMemory | None,
     ) -> None:
         self._mail, self._results, self._transport, self._memory = mail, results, transport, memory
-        self._loans = {x.peer: new_loan() for x in mail.messages if x.is_lent}
+        self._loans = {x.peer: Loan(0).message() for x in mail.messages if x.is_lent}
         self._lent: dict[int, Tensor] = {}
+        self._first_of: list[int] = []
         self._buffer: Tensor | None = None
         if any(copy.lender is None for copy in mail.copies):
             self._buffer = transport.allocate(mail.num_bytes, results[0].device)
 
-    def loans(self) -> list[P2P]:
-        """Those of the messages that are loans."""
-        return [P2P(x.view(torch.uint8), peer, source=peer) for peer, x in self._loans.items()]
-
     def messages(self) -> list[P2P]:
-        """The other ones."""
-        return [
-            P2P(_flat(x, self._buffer, self._results), x.peer, source=x.peer)
-            for x in self._mail.messages
-            if not x.is_lent
-        ]
+        """The messages to start."""
+        return [P2P(self._flat(x), x.peer, source=x.peer) for x in self._mail.messages]
+
+    def _flat(self, message: Message) -> Tensor:
+        if message.is_lent:
+            return self._loans[message.peer].view(torch.uint8)
+        return _flat(message, self._buffer, self._results)
 
     def borrow(self) -> None:
-        """Look up what peers have lent, once all messages are complete."""
+        """Map what peers have lent, once all messages are complete."""
         for message in self._mail.messages:
             if message.is_lent:
-                assert self._memory is not None
-                peer, loan = message.peer, self._loans[message.peer]
-                try:
-                    self._lent[peer] = self._memory.borrow(peer, loan, length(message.at))
-                except RuntimeError:  # rare, and a context costs the host as much as a message
-                    with self._transport.naming(P2P(loan, peer, source=peer)):
-                        raise
+                self._borrow(message.peer, length(message.at))
+
+    def _borrow(self, peer: int, num_bytes: int) -> None:
+        assert self._memory is not None
+        loan = Loan(*self._loans[peer].tolist())
+        try:
+            self._lent[peer] = self._memory.borrow(peer, loan, num_bytes)
+        except RuntimeError:  # rare, and a context costs the host as much as a message
+            with self._transport.naming(P2P(self._loans[peer], peer, source=peer)):
+                raise
+        if loan.is_first:
+            self._first_of.append(peer)
+
+    def answers(self) -> list[P2P]:
+        """The messages to send to peers whose segments were mapped for the first time."""
+        return [P2P(_answer(), peer, source=peer) for peer in self._first_of]
 
     @property
     def copies(self) -> list[Tensor]:
@@ -130,6 +145,11 @@ class Incoming:
             self._transport.free(self._buffer)
 
 
+def _answer() -> Tensor:
+    """A message that says all by its arrival."""
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+
 def _views(
     copies: Sequence[Copy], memory: Mapping[int | None, Tensor | None], tensors: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -141,7 +161,7 @@ def _views(
         if key not in typed:  # a view costs the host as much as a small copy
             found = memory[lender]
             assert found is not None
-            typed[key] = found[: len(found) // ALIGNED * ALIGNED].view(key[1])
+            typed[key] = found[: found.numel() // ALIGNED * ALIGNED].view(key[1])
         offset = typed[key].storage_offset() + begin // geometry.itemsize
         views.append(typed[key].as_strided(geometry.shape, geometry.strides, offset))
     return views

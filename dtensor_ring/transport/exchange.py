@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
-from dtensor_ring.compute.ranges import columns, pack, unpack
+from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty
+from dtensor_ring.compute.ranges import pack, unpack
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.exchanges.exchange import Exchange
 from dtensor_ring.planning.values.cache import cached_bytes
@@ -147,12 +147,9 @@ def exchange_tensors(
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
     outgoing = Outgoing(plan.sends, tensors, transport, memory)
     incoming = Incoming(plan.receives, results, transport, memory)
-    loans, works = incoming.loans(), list[Work]()
-    if loans:  # small messages come sooner if they are awaited
-        works += transport.start(loans, [])
     with label("pack"):
         outgoing.pack()
-    works += transport.start(incoming.messages(), outgoing.messages())
+    works = transport.start(incoming.messages(), outgoing.messages())
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])
@@ -160,11 +157,23 @@ def exchange_tensors(
         for work in works:
             work.wait()
         incoming.borrow()
+    works = _answered(outgoing, incoming, transport, label)
     with label("unpack"):
         _unpack(results, plan.comes, tensors, incoming.copies)
+    for work in works:
+        work.wait()
     outgoing.free()
     incoming.free()
     return results
+
+
+def _answered(
+    outgoing: Outgoing, incoming: Incoming, transport: Transport, label: Label
+) -> Sequence[Work]:
+    """Start to tell lenders, and to be told by borrowers, that new memory is mapped."""
+    transport.at(label)
+    receives, sends = outgoing.answers(), incoming.answers()
+    return transport.start(receives, sends) if receives or sends else []
 
 
 def _unpack(

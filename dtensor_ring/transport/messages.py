@@ -176,7 +176,7 @@ def mail_of(
         geometries: of the tensors that it is a part of.
         is_sent: whether it leaves: then peers that get the same share copies.
         copied: peer and number of tensors that have no place to lie in.
-        sharing: peers that lend memory, to which and from which a loan travels in any case.
+        sharing: peers that share memory with this rank: each gets a loan, also an empty one.
     """
     sorting = _Sorting(geometries)
     for split in splits:

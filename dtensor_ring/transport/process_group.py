@@ -78,6 +78,14 @@ class ProcessGroupTransport(Transport):
             group.abort()
 
 
+def is_plain(transport: Transport, device: torch.device) -> bool:
+    """Whether messages of that device are the process group's own, and nobody changed how they go.
+
+    Then words may carry them, and ranks of one host may lend each other memory instead.
+    """
+    return transport.keeps_tags(device) and type(transport) is ProcessGroupTransport
+
+
 def urgent(device_type: str) -> dist.ProcessGroupNCCL.Options | None:
     """Options of a new group for the messages of an axis; `None` where NCCL does not connect ranks.
 

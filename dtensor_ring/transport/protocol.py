@@ -62,7 +62,10 @@ class Transport(ABC):
         return False
 
     def memory(self, device: torch.device) -> SharedMemory | None:
-        """What ranks of one host lend each other of that device; `None` if all has to be sent."""
+        """The memory that ranks of one host lend each other for tensors of that device.
+
+        `None` if everything is sent.
+        """
         return None
 
     def naming(self, message: P2P | None) -> AbstractContextManager[object]:

@@ -3,32 +3,49 @@
 Note [Loans]: what leaves in an exchange is packed in any case, as the heads of a peer do not lie
 side by side. Packed into memory that the peer maps, it need not be sent: the peer unpacks it from
 there, to where it belongs. So the only copies are those that the exchange makes itself. In each
-exchange, both ranks of a pair send each other one message of 40 bytes, a loan: where the content
-lies, and which loans of the peer are over. So the end of a loan costs no message of its own: its
-memory serves the exchange after the next one. What fails or differs is found and told as for any
-other message.
+exchange, both ranks of a pair send each other one message of 48 bytes, a loan: where the content
+lies, and the last loan of the peer that was read. So no other message says that memory may be used
+again, and two segments take turns. A rank may end after its last exchange, while a peer still
+reads: what is mapped stays. So a peer answers the first loan of a segment once it has mapped it,
+and the rank waits for that. What fails or differs is found and told as for any other message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.transport.segment import Segment, segment_of
+from dtensor_ring.transport.segment import Gone, Segment, segment_of
 
 MAX_SPARES = 3
 """Segments kept for later exchanges: two that take turns, and one of another size."""
 
-MAX_MAPPED = 2 * MAX_SPARES
-"""Segments of a peer that stay mapped: those that it keeps, and some that are lent."""
+MAX_IDLE = 64
+"""Loans of a peer after which a segment that none of them was of is no longer mapped."""
 
 
-def new_loan() -> Tensor:
-    """A loan that is to come, see `SharedMemory.lend`."""
-    return torch.empty(5, dtype=torch.int64)
+class Loan(NamedTuple):
+    """Where a peer reads what it gets."""
+
+    read: int
+    """The last loan of the peer that this rank has read."""
+    number: int = 0
+    """Of this one, counted from 1 for each peer; 0 if there is no content."""
+    inode: int = 0
+    fd: int = 0
+    """Of its segment."""
+    begin: int = 0
+    """Of the content in it, in bytes."""
+    is_first: int = 0
+    """Whether the peer has had no loan of this segment; it answers then."""
+
+    def message(self) -> Tensor:
+        """As int64 on the CPU, also where that is not the default device."""
+        return torch.tensor(self, dtype=torch.int64, device="cpu")
 
 
 @dataclass
@@ -37,13 +54,13 @@ class _Peer:
 
     pid: int
     lent: int = 0
-    """Number of the last loan to it, counted from 1."""
+    """Number of the last loan to it."""
     returned: int = 0
-    """The last one that is over."""
+    """Number of the last one that it has read."""
     borrowed: int = 0
-    """Number of its last loan, which is over with the call."""
-    mapped: dict[int, Tensor] = field(default_factory=dict)
-    """Its segments by serial, the one used last at the end."""
+    """Number of the last loan from it. This rank has read it when the call ends."""
+    mapped: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """Its segments by inode, each with the number of the last loan of it."""
 
 
 class SharedMemory:
@@ -53,8 +70,7 @@ class SharedMemory:
         self.probe: Segment | None = None
         """What others look for when they meet this rank."""
         self._peers: dict[int, _Peer | None] = {}  # None: that one does not share it
-        self._spares: list[tuple[Segment, dict[int, int]]] = []  # with the last loan to each peer
-        self._loans: dict[int, dict[int, int]] = {}  # the same, of segments in use, by serial
+        self._spares: list[Segment] = []
 
     def unknown(self, peers: Iterable[int]) -> list[int]:
         """Those of the peers that this rank has not met."""
@@ -69,31 +85,32 @@ class SharedMemory:
         return frozenset(peer for peer in peers if self._peers[peer] is not None)
 
     def allocate(self, num_bytes: int) -> Segment:
-        """Memory of at least that many bytes, of any content, that is lent to nobody."""
-        fitting = [x for x in self._spares if len(x[0].memory) >= num_bytes and self._is_back(x[1])]
+        """Memory of at least that many bytes, of any content, that is lent to nobody.
+
+        Raises:
+            OSError: if there is no more now.
+            RuntimeError: if there never is as much.
+        """
+        fitting = [x for x in self._spares if x.memory.numel() >= num_bytes and self._is_back(x)]
         if not fitting:
             return Segment(num_bytes)
         # The smallest that fits: larger ones stay for larger exchanges.
-        found = min(fitting, key=lambda x: len(x[0].memory))
+        found = min(fitting, key=lambda x: x.memory.numel())
         self._spares.remove(found)
-        return found[0]
+        return found
 
     def free(self, segment: Segment) -> None:
         """Take back a segment, which may still be lent."""
-        self._spares.append((segment, self._loans.pop(segment.serial, {})))
-        back = [x for x in self._spares if self._is_back(x[1])]
+        self._spares.append(segment)
         # The oldest go first: exchanges of another size may be over.
-        for spare in back[:-MAX_SPARES]:
+        for spare in [x for x in self._spares if self._is_back(x)][:-MAX_SPARES]:
             self._spares.remove(spare)
 
-    def _is_back(self, loans: dict[int, int]) -> bool:
-        return all(self._peer(peer).returned >= number for peer, number in loans.items())
+    def _is_back(self, segment: Segment) -> bool:
+        return all(self._peer(peer).returned >= x for peer, x in segment.loans.items())
 
-    def lend(self, peer: int, segment: Segment | None, begin: int) -> Tensor:
-        """The loan to send to a peer: five numbers.
-
-        They are the peer's loan that is over, the number of this one, and the serial, the file
-        descriptor and the first byte of its memory; 0 without content.
+    def lend(self, peer: int, segment: Segment | None, begin: int) -> Loan:
+        """The loan to send to a peer.
 
         Args:
             peer: that gets it.
@@ -102,33 +119,35 @@ class SharedMemory:
         """
         its = self._peer(peer)
         if segment is None:
-            return torch.tensor([its.borrowed, 0, 0, 0, 0])
+            return Loan(its.borrowed)
         its.lent += 1
-        self._loans.setdefault(segment.serial, {})[peer] = its.lent
-        return torch.tensor([its.borrowed, its.lent, segment.serial, segment.fd, begin])
+        is_first = peer not in segment.loans
+        segment.loans[peer] = its.lent
+        return Loan(its.borrowed, its.lent, segment.inode, segment.fd, begin, is_first)
 
-    def borrow(self, peer: int, loan: Tensor, num_bytes: int) -> Tensor:
+    def borrow(self, peer: int, loan: Loan, num_bytes: int) -> Tensor:
         """What a peer has lent, uint8, until the next exchange with it.
 
         Raises:
             RuntimeError: if the peer is gone.
+            OSError: if this rank cannot map it.
         """
         its = self._peer(peer)
-        its.returned, number, serial, fd, begin = loan.tolist()
-        if not number:
-            return torch.empty(0, dtype=torch.uint8)
+        its.returned = loan.read
+        if not loan.number:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        found = its.mapped.get(loan.inode)
+        try:
+            memory = segment_of(its.pid, loan.fd, loan.inode) if found is None else found[0]
+        except Gone as error:
+            raise RuntimeError(f"its memory is closed: {error}") from error
         # Its content is read before this rank sends the next loan, which says so.
-        its.borrowed = number
-        found = its.mapped.pop(serial, None)
-        if found is None:
-            try:
-                found = segment_of(its.pid, fd, serial)
-            except OSError as error:
-                raise RuntimeError(f"its memory is closed: {error}") from error
-        its.mapped[serial] = found
-        if len(its.mapped) > MAX_MAPPED:
-            its.mapped.pop(next(iter(its.mapped)))
-        return found[begin : begin + num_bytes]
+        its.borrowed = loan.number
+        its.mapped[loan.inode] = memory, loan.number
+        for inode, (_, last) in list(its.mapped.items()):
+            if loan.number - last > MAX_IDLE:
+                del its.mapped[inode]
+        return memory[loan.begin : loan.begin + num_bytes]
 
     def _peer(self, peer: int) -> _Peer:
         found = self._peers[peer]

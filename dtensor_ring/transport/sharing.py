@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.protocol import P2P, Transport
-from dtensor_ring.transport.segment import Segment, host_of_process, segment_of
+from dtensor_ring.transport.segment import Gone, Segment, host_of_process, segment_of
 from dtensor_ring.transport.shared_memory import SharedMemory
 
 NUM_ROUNDS = 2
@@ -27,7 +27,7 @@ class Card(NamedTuple):
     """Its `host_of_process`; 0 if it has no memory to share."""
     pid: int
     fd: int
-    serial: int
+    inode: int
     """Of memory that has the token in it."""
     token: int
 
@@ -63,16 +63,16 @@ def _probe_of(memory: SharedMemory) -> Segment | None:
 def _try_with(
     peers: Collection[int], probe: Segment | None, transport: Transport, label: Label
 ) -> dict[int, int | None]:
-    """The process IDs of those that find this rank's token, and whose token it finds; else None."""
+    """The process ID of each peer where both found the other's token; `None` for other peers."""
     mine = Card(0, 0, 0, 0, 0)
     if probe is not None:
-        mine = Card(host_of_process(), os.getpid(), probe.fd, probe.serial, secrets.randbits(62))
+        mine = Card(host_of_process(), os.getpid(), probe.fd, probe.inode, secrets.randbits(62))
         probe.memory.view(torch.int64).fill_(mine.token)
-    cards = _swapped(dict.fromkeys(peers, torch.tensor(mine)), transport, label)
+    cards = _swapped(dict.fromkeys(peers, torch.tensor(mine, device="cpu")), transport, label)
     theirs = {peer: Card(*card.tolist()) for peer, card in cards.items()}
     found = {peer: _finds(card, mine.host) for peer, card in theirs.items()}
     # Either may be kept from it, as by the rights of its process.
-    told = {peer: torch.tensor([is_found]) for peer, is_found in found.items()}
+    told = {peer: torch.tensor([is_found], device="cpu") for peer, is_found in found.items()}
     verdicts = _swapped(told, transport, label)
     return {x: theirs[x].pid if found[x] and verdicts[x] else None for x in peers}
 
@@ -81,7 +81,7 @@ def _finds(card: Card, host: int) -> bool:
     """Whether the memory of a card is on this host, and has the token in it."""
     if not host or card.host != host:
         return False
-    with suppress(OSError):
+    with suppress(OSError, Gone):
         return bool(segment_of(*card[1:4]).view(torch.int64) == card.token)
     return False
 

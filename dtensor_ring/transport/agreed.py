@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ class AgreedTransport(Transport):
         self._answers: dict[int, Answer] = {}  # by peer
         self._words_transport = ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
+        self._expected: list[Sent] = []  # nobody waits for them before they are surely sent
 
     def __enter__(self) -> Self:
         session = self._session
@@ -113,7 +114,7 @@ class AgreedTransport(Transport):
                 self._raised(error)
         finally:
             # Else memory of messages, and the group, would live until a collection.
-            self._words, self._answers, self._in_flight = [], {}, []
+            self._words, self._answers, self._in_flight, self._expected = [], {}, [], []
             self._session.end()
 
     def prepare(self, device: torch.device) -> None:
@@ -140,19 +141,27 @@ class AgreedTransport(Transport):
                 self._answers[message.peer].comes_to(message.flat, len(self._mine))
             self._tell({message.peer: message.flat for message in sends})
             receives, sends = [], []
-        tag = self._tag
-        receives, sends = (
-            [P2P(x.flat, x.peer, tag, x.source) for x in side] for side in (receives, sends)
-        )
         # Words are waited for first: before anything of a peer is used.
         words, self._words = self._words, []
+        expected, self._expected = self._expected, []
+        sent = self._started(receives, sends)
+        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + expected + sent
+        return words + sent
+
+    def expect(self, receives: list[P2P]) -> Sequence[Work]:
+        sent = self._started(receives, [])
+        self._expected += sent
+        return sent
+
+    def _started(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
+        receives, sends = (
+            [P2P(x.flat, x.peer, self._tag, x.source) for x in side] for side in (receives, sends)
+        )
         messages = receives + sends
         # NCCL has one work for all messages of a hop: an error of it is told of the first.
         with self.naming(messages[0] if messages else None):
             works = zip(self._transport.start(receives, sends), messages, strict=False)
-        sent = [Sent(self, work, message) for work, message in works]
-        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
-        return words + sent
+        return [Sent(self, work, message) for work, message in works]
 
     def _listen(self) -> None:
         """Get ready for the words of others: what is awaited comes without a question before."""
@@ -240,7 +249,7 @@ class AgreedTransport(Transport):
         cause = self._shut_down(text)
         text = text if cause == text else f"{text}; the first cause: {cause}"
         source = None if message is None else message.source
-        return self._error(text, peer, source, seconds)
+        return self._error(text, peer, source=source, seconds=seconds)
 
     def waiting_for(self, message: P2P) -> str:
         """What a rank that waits for a message does, for a warning."""
@@ -281,16 +290,8 @@ class AgreedTransport(Transport):
         step = "before its first step" if self._step is None else f"step {self._step}"
         return f"in {self._direction}, {step}"
 
-    def _error(
-        self, text: str, peer: int | None, source: int | None = None, seconds: float = 0.0
-    ) -> RingError:
+    def _error(self, text: str, peer: int | None, **place: Any) -> RingError:
         ranks = self._session.ranks
-        return RingError(
-            f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}",
-            ring=ranks,
-            direction=self._direction,
-            step=self._step,
-            source=source,
-            peer=peer,
-            seconds=seconds,
-        )
+        text = f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}"
+        place |= {"direction": self._direction, "step": self._step, "peer": peer}
+        return RingError(text, ring=ranks, **place)

@@ -103,14 +103,17 @@ class Incoming:
         if any(copy.lender is None for copy in mail.copies):
             self._buffer = transport.allocate(mail.num_bytes, results[0].device)
 
+    def loans(self) -> list[P2P]:
+        """The messages to expect."""
+        return [P2P(x.view(torch.uint8), peer, source=peer) for peer, x in self._loans.items()]
+
     def messages(self) -> list[P2P]:
         """The messages to start."""
-        return [P2P(self._flat(x), x.peer, source=x.peer) for x in self._mail.messages]
-
-    def _flat(self, message: Message) -> Tensor:
-        if message.is_lent:
-            return self._loans[message.peer].view(torch.uint8)
-        return _flat(message, self._buffer, self._results)
+        return [
+            P2P(_flat(x, self._buffer, self._results), x.peer, source=x.peer)
+            for x in self._mail.messages
+            if not x.is_lent
+        ]
 
     def borrow(self) -> None:
         """Map what peers have lent, once all messages are complete."""

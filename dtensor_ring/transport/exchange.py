@@ -147,9 +147,11 @@ def exchange_tensors(
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
     outgoing = Outgoing(plan.sends, tensors, transport, memory)
     incoming = Incoming(plan.receives, results, transport, memory)
+    loans = incoming.loans()
+    expected = transport.expect(loans) if loans else []
     with label("pack"):
         outgoing.pack()
-    works = transport.start(incoming.messages(), outgoing.messages())
+    works = [*transport.start(incoming.messages(), outgoing.messages()), *expected]
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])

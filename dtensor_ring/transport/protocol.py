@@ -99,6 +99,13 @@ class Transport(ABC):
         """
         BUFFERS.give(buffer)
 
+    def expect(self, receives: list[P2P]) -> Sequence[Work]:
+        """Start to receive messages on the CPU that peers send in their next `start`.
+
+        Small ones come sooner if they are awaited. An error before that `start` leaves them.
+        """
+        return self.start(receives, [])
+
     @abstractmethod
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         """Start the messages of a hop; between two ranks they match in the order given here.

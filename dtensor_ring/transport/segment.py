@@ -90,7 +90,7 @@ def _mapped(fd: int, num_bytes: int) -> Tensor:
 def host_of_process() -> int:
     """A number that is equal for processes that may map each other's memory; 0 if it is not known.
 
-    A network namespace counts as a host of its own: between such hosts a network is wanted.
+    Processes of different network namespaces get different numbers: they use the network.
     """
     with suppress(OSError):
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]

@@ -114,7 +114,7 @@ class SharedMemory:
 
         Args:
             peer: that gets it.
-            segment: where the content is; `None` if there is none.
+            segment: that holds the content; `None` without content.
             begin: of it, in bytes.
         """
         its = self._peer(peer)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -81,7 +80,6 @@ def assert_same(actual: Any, expected: Tensor, placements: Sequence[Placement]) 
 
 
 def eager_and_compiled(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The function itself, then compiled to one graph; without what earlier runs left on disk."""
+    """The function itself, then compiled to one graph."""
     yield function
-    with fresh_cache():
-        yield torch.compile(function, fullgraph=True)
+    yield torch.compile(function, fullgraph=True)

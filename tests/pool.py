@@ -25,7 +25,8 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-PRELOADED = [__name__, "torch._dynamo", "transformers.modeling_utils"]  # what is there of them
+# What is there of them.
+PRELOADED = [__name__, "torch._inductor.compile_fx", "transformers.modeling_utils"]
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 # Under load gloo now and then drops a connection while the ranks of a group meet
 # (pytorch/pytorch#53270). That is no fault of what is tested: such a run is begun once more.

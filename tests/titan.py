@@ -70,7 +70,7 @@ class Report:
 def train(run: Run, folder: str) -> Report:
     """One rank of a run, from assets in that folder."""
     report, calls = Report(), Counter[str]()
-    with _torchtitan(folder), _counted(calls):
+    with _torchtitan(), _counted(calls):
         config = _config(run, folder)
         trainer = config.build()
 
@@ -89,7 +89,7 @@ def train(run: Run, folder: str) -> Report:
 
 def save_seed(run: Run, folder: str) -> None:
     """The weights from which all runs of a model start; by one process."""
-    with _torchtitan(folder):
+    with _torchtitan():
         trainer = _config(run, folder).build()
         trainer.checkpointer.save(curr_step=0, last_step=True)
         trainer.close()
@@ -135,12 +135,10 @@ def _shrink(model: Any) -> None:
 
 
 @contextmanager
-def _torchtitan(folder: str) -> Iterator[None]:
+def _torchtitan() -> Iterator[None]:
     """torchtitan where torchrun would have started it."""
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     places = {"LOCAL_RANK": "0", "RANK": rank, "WORLD_SIZE": world_size}
-    # Ranks share what they compile, in a folder of this session: another's may have half a file.
-    places |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
     impatient = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     torch._dynamo.utils.counters.clear()

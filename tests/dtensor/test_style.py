@@ -13,7 +13,6 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -92,10 +91,9 @@ def _check_model(layout: str, compiled: bool = False) -> None:
     x, grad = torch.randn(2, SEQ_LEN, WIDTH), torch.randn(2, SEQ_LEN, WIDTH)
     expected = whole(x)
     expected.backward(grad)
-    with fresh_cache():
-        model = torch.compile(ringing, fullgraph=True) if compiled else ringing
-        out = model(x[:, mine])
-        out.backward(grad[:, mine])
+    model = torch.compile(ringing, fullgraph=True) if compiled else ringing
+    out = model(x[:, mine])
+    out.backward(grad[:, mine])
     assert type(out) is Tensor
     torch.testing.assert_close(out, expected[:, mine], atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(ringing.parameters(), whole.parameters(), strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_examples import ALONE, TORCHRUN
 from tests.test_pages import CODE
 from tests.test_public import ROOT
 
@@ -28,18 +29,17 @@ os.replace = fail
 """
 
 
-def printed_steps(folder: Path, before: str = "") -> dict[str, float]:
+def printed_steps(folder: Path, *launch: str, before: str = "") -> dict[str, float]:
     """The losses that rank 0 prints, by step; a step that is made again is an error."""
     folder.mkdir()
     script = folder / "train.py"
     page = (ROOT / "docs/failures.md").read_text()
     assert all(f"{name}={value}" in page for name, value in OWN_STORE.items())
     script.write_text(before + CODE.findall(page)[-1][0])
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [sys.executable, *launch, "--max-restarts", "1", str(script)],
+        [sys.executable, *launch, str(script)],
         cwd=folder,
-        env=os.environ | OWN_STORE,
+        env=os.environ | ALONE | OWN_STORE,
         timeout=200,
         capture_output=True,
         text=True,
@@ -52,6 +52,10 @@ def printed_steps(folder: Path, before: str = "") -> dict[str, float]:
 
 
 def test_restart(tmp_path: Path) -> None:
+    """Two ranks, one of which fails, against one process that does not."""
     whole = printed_steps(tmp_path / "whole")
     assert list(whole) == ["0", "1", "2", "3"]
-    assert printed_steps(tmp_path / "restarted", FAILS_ONCE) == pytest.approx(whole, rel=1e-5)
+    restarted = printed_steps(
+        tmp_path / "restarted", *TORCHRUN, "--max-restarts", "1", before=FAILS_ONCE
+    )
+    assert restarted == pytest.approx(whole, rel=1e-5)

@@ -1,6 +1,6 @@
 """Random attentions over rings against dense float64, of every kind at once.
 
-`pytest tests/test_fuzz.py --fuzz-cases 1000` tries 25,000 of them instead of 2,500.
+`pytest tests/test_fuzz.py --fuzz-cases 1000` tries 25,000 of them instead of 2,000.
 """
 
 from __future__ import annotations

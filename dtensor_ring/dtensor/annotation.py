@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
+from dtensor_ring.dtensor.cache_tag import tag_caches
 from dtensor_ring.planning.layouts.layout import Contiguous, Layout
 from dtensor_ring.planning.layouts.run_table import PerBatch
 from dtensor_ring.planning.strategy import as_strategy
@@ -97,7 +98,19 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     if before is not None:
         _check_same(mesh, here, before, config)
     here.config, here.is_assumed = config, False
+    tag_caches(dist.get_rank(), _facts())
     return config
+
+
+def _facts() -> list[tuple[Any, ...]]:
+    """What compiled graphs have of annotated axes as constants."""
+    world = dist.group.WORLD
+    axes = {} if world is None else _AXES.get(world, {})
+    return [
+        (ranks, here.group_name, config.spec, config.strategy, config.kernel, config.policy)
+        for ranks, here in sorted(axes.items())
+        if (config := here.config) is not None and not here.is_assumed
+    ]
 
 
 def _recorded(config: AxisConfig | None) -> dict[str, Any]:

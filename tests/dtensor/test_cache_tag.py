@@ -1,0 +1,84 @@
+"""What torch keeps of compiled graphs on disk runs for the axes that it was compiled for only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.compiler.config as compiler
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate
+
+from dtensor_ring import Mask, TransferPolicy, ring_attention, set_sequence_layout
+from dtensor_ring.dtensor.cache_tag import tag_caches
+from tests.dense import dense_attention
+from tests.meshes import SEQUENCE, assert_same, place, random_inputs
+from tests.pool import Pool
+
+CAUSAL = Mask.causal()
+
+
+def _ring(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return ring_attention(query, key, value, mask=CAUSAL)
+
+
+def _stock(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("attend", [_ring, _stock])
+def test_layouts_have_graphs_of_their_own(pool: Pool, attend: Callable[..., Any]) -> None:
+    """Three runs with one cache; the shards of the first rank are longer."""
+    for layout, num_known in [("contiguous", 0), ("zigzag", 0), ("contiguous", 1)]:
+        assert pool.run(2, _check_layout, attend, layout) == [num_known] * 2
+
+
+def _check_layout(attend: Callable[..., Any], layout: str) -> int:
+    """The number of graphs that came from the cache."""
+    counters.clear()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    set_sequence_layout(mesh, layout)
+    _check(attend, mesh, [SEQUENCE], seq_len=13)
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_ranks_have_graphs_of_their_own(pool: Pool) -> None:
+    """The groups of two rings have different names; the first ring compiles first."""
+    pool.run(4, _check_rings)
+
+
+def _check_rings() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    set_sequence_layout(mesh["cp"], "zigzag")
+    for ring in range(2):
+        if ring == mesh.get_local_rank("dp"):
+            _check(_ring, mesh, [Replicate(), SEQUENCE], seq_len=16)
+        dist.barrier()
+
+
+def _check(
+    attend: Callable[..., Any], mesh: DeviceMesh, placements: list[Placement], seq_len: int
+) -> None:
+    """Compiled attention equals the dense one."""
+    whole = random_inputs(2, seq_len, kv_heads=4)[:3]
+    out = torch.compile(attend, fullgraph=True)(*(place(x, mesh, placements) for x in whole))
+    assert_same(out, dense_attention(*whole, CAUSAL).out, placements)
+
+
+def test_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "cache_key_tag", "mine")
+    facts = [((0, 1), "3", "zigzag", TransferPolicy())]
+    tags = []
+    for rank, axes in [(0, facts), (1, facts), (0, []), (0, facts)]:
+        tag_caches(rank, axes)
+        tags.append(compiler.cache_key_tag)
+    assert all(tag.startswith("mine ") for tag in tags)
+    assert len({len(tag) for tag in tags}) == 1, "it does not grow"
+    assert len({*tags}) == 3
+    assert tags[0] == tags[3]

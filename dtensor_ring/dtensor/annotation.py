@@ -98,19 +98,19 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     if before is not None:
         _check_same(mesh, here, before, config)
     here.config, here.is_assumed = config, False
-    tag_caches(dist.get_rank(), _facts())
+    tag_caches(_facts())
     return config
 
 
-def _facts() -> list[tuple[Any, ...]]:
-    """What compiled graphs have of annotated axes as constants."""
-    world = dist.group.WORLD
+def _facts() -> dict[tuple[int, ...], tuple[Any, ...]]:
+    """What compiled graphs have of annotated axes as constants, by ranks."""
+    world, rank = dist.group.WORLD, dist.get_rank()
     axes = {} if world is None else _AXES.get(world, {})
-    return [
-        (ranks, here.group_name, config.spec, config.strategy, config.kernel, config.policy)
-        for ranks, here in sorted(axes.items())
-        if (config := here.config) is not None and not here.is_assumed
-    ]
+    return {
+        ranks: (rank, x.group_name, config.spec, config.strategy, config.kernel, config.policy)
+        for ranks, x in sorted(axes.items())
+        if (config := x.config) is not None and not x.is_assumed
+    }
 
 
 def _recorded(config: AxisConfig | None) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
-from dtensor_ring.dtensor.cache_tag import tag_caches
-from dtensor_ring.planning.layouts.layout import Contiguous, Layout
+from dtensor_ring.dtensor.cache_tag import keep_graphs_of, tag_caches
+from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.run_table import PerBatch
 from dtensor_ring.planning.strategy import as_strategy
 
@@ -54,7 +54,9 @@ class Annotation:
     def assumed(self, layout: Layout | None = None) -> AxisConfig:
         """The configuration; an axis that has none gets the layout of its first use for good."""
         if self.config is None:
-            self.config, self.is_assumed = AxisConfig(layout or Contiguous()), True
+            # Not made anew: a compiler cannot follow that.
+            self.config = AxisConfig(layout) if layout else UNANNOTATED
+            self.is_assumed = True
         return self.config
 
 
@@ -98,19 +100,24 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     if before is not None:
         _check_same(mesh, here, before, config)
     here.config, here.is_assumed = config, False
-    tag_caches(_facts())
+    tag_compiled()
+    if before is None:
+        keep_graphs_of(here.ranks, (dist.get_rank(), *_constants(here)))
     return config
 
 
-def _facts() -> dict[tuple[int, ...], tuple[Any, ...]]:
-    """What compiled graphs have of annotated axes as constants, by ranks."""
-    world, rank = dist.group.WORLD, dist.get_rank()
+@torch.compiler.assume_constant_result  # so that a compiler runs it while it traces
+def tag_compiled() -> None:
+    """Tell torch's caches on disk what compiled graphs have as constants."""
+    world = dist.group.WORLD
     axes = {} if world is None else _AXES.get(world, {})
-    return {
-        ranks: (rank, x.group_name, config.spec, config.strategy, config.kernel, config.policy)
-        for ranks, x in sorted(axes.items())
-        if (config := x.config) is not None and not x.is_assumed
-    }
+    tag_caches(dist.get_rank(), [(ranks, *_constants(x)) for ranks, x in sorted(axes.items())])
+
+
+def _constants(here: Annotation) -> tuple[Any, ...]:
+    """What compiled graphs have of an axis."""
+    config = here.config or UNANNOTATED
+    return here.group_name, config.spec, config.strategy, config.kernel, config.policy
 
 
 def _recorded(config: AxisConfig | None) -> dict[str, Any]:
@@ -207,6 +214,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         ValueError: if the group was destroyed, and there is no other one over its ranks.
     """
     if torch.compiler.is_dynamo_compiling():  # it takes groups for inputs of its graph
+        tag_compiled()
         return mesh.get_group(axis)
     # The mesh keeps what was found: to find a name takes longer than to find the group of a name.
     kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())

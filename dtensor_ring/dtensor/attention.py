@@ -15,6 +15,7 @@ from dtensor_ring.dtensor.annotation import (
     annotation_of,
     axis_group,
     config_of_call,
+    tag_compiled,
 )
 from dtensor_ring.dtensor.arguments import (
     as_flag,
@@ -191,6 +192,7 @@ def attend(
     """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
     check_options(query, call)
     if torch.compiler.is_compiling():
+        tag_compiled()
         return _attend(query, key, value, call, with_lse)
     return called_from(sys._getframe(1), _attend, query, key, value, call, with_lse)
 

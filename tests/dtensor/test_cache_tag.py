@@ -80,6 +80,27 @@ def _check_worlds(folder: Path) -> None:
         _compare(attend, mesh, [SEQUENCE], seq_len=16)
 
 
+def test_ranks_of_unequal_heads_have_graphs_of_their_own(pool: Pool) -> None:
+    """Local shards over an axis that nobody annotated: of 3 heads, the first rank gets 2."""
+    for num_known in (0, 1):
+        assert pool.run(2, _check_heads) == [num_known] * 2
+
+
+def _check_heads() -> int:
+    counters.clear()
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    query, key, value, _ = random_inputs(seq_len=16, heads=3, kv_heads=3)
+
+    def attend(*shards: Tensor) -> Any:
+        return ring_attention(*shards, mask=CAUSAL, mesh=mesh, strategy="ulysses")
+
+    shards = [x.chunk(2, 2)[rank] for x in (query, key, value)]
+    out = torch.compile(attend, fullgraph=True)(*shards)
+    expected = dense_attention(query, key, value, CAUSAL).out.chunk(2, 2)[rank]
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
 def _check(
     attend: Callable[..., Any], mesh: DeviceMesh, placements: list[Placement], seq_len: int
 ) -> None:
@@ -97,10 +118,10 @@ def _compare(
 
 def test_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "cache_key_tag", "mine")
-    axis = 0, "3", "zigzag", TransferPolicy()
+    axis = (0, 1), "3", "zigzag", TransferPolicy()
     tags = []
-    for axes in [{(7, 8): axis}, {(7, 9): axis}, {}, {(7, 8): axis}]:
-        tag_caches(axes)
+    for rank, axes in [(0, [axis]), (1, [axis]), (0, []), (0, [axis])]:
+        tag_caches(rank, axes)
         tags.append(compiler.cache_key_tag)
     assert all(tag.startswith("mine ") for tag in tags)
     assert len({len(tag) for tag in tags}) == 1, "it does not grow"

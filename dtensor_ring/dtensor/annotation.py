@@ -8,15 +8,15 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig, configured
-from dtensor_ring.dtensor.cache_tag import keep_graphs_of, tag_caches
+from dtensor_ring.dtensor.axis_config import PER_BATCH, UNANNOTATED, AxisConfig, configured
+from dtensor_ring.dtensor.cache_tag import drop_graphs, tag_caches
 from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import PerBatch
 from dtensor_ring.planning.strategy import as_strategy
 
 
@@ -51,12 +51,10 @@ class Annotation:
         """
         return self.config or UNANNOTATED
 
-    def assumed(self, layout: Layout | None = None) -> AxisConfig:
-        """The configuration; an axis that has none gets the layout of its first use for good."""
+    def assumed(self, config: AxisConfig = UNANNOTATED) -> AxisConfig:
+        """The configuration; an axis that has none gets that of its first use for good."""
         if self.config is None:
-            # Not made anew: a compiler cannot follow that.
-            self.config = AxisConfig(layout) if layout else UNANNOTATED
-            self.is_assumed = True
+            self.config, self.is_assumed = config, True
         return self.config
 
 
@@ -68,6 +66,9 @@ either in place of the other."""
 _BY_GROUP: WeakKeyDictionary[ProcessGroup, Annotation] = WeakKeyDictionary()
 """The same records by group: a call looks one up without listing its ranks."""
 
+_LAST: list[ref[ProcessGroup]] = []
+"""The default process group that numbered the ranks of the last record, if there is one."""
+
 
 def annotation_of(group: ProcessGroup) -> Annotation:
     """The record of the axis that this group spans."""
@@ -75,11 +76,21 @@ def annotation_of(group: ProcessGroup) -> Annotation:
     if found is None:
         world = dist.group.WORLD
         assert world is not None, "a mesh has a world"
+        _begin(world)
         ranks = tuple(dist.get_process_group_ranks(group))
         found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
         # Two meshes of the same ranks have two groups, but are one axis.
         _BY_GROUP[group], found.group_name = found, group.group_name
     return found
+
+
+def _begin(world: ProcessGroup) -> None:
+    """Drop the graphs of an earlier world, once no compiler is at work."""
+    if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
+        return
+    if _LAST and _LAST[0]() is not world:
+        drop_graphs()
+    _LAST[:] = [ref(world)]
 
 
 def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
@@ -99,23 +110,29 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     config = configured(layout, **_recorded(before) | given)
     if before is not None:
         _check_same(mesh, here, before, config)
+    if here.is_assumed and config != before:
+        drop_graphs()
     here.config, here.is_assumed = config, False
-    tag_compiled()
-    if before is None:
-        keep_graphs_of(here.ranks, (dist.get_rank(), *_constants(here)))
     return config
 
 
-@torch.compiler.assume_constant_result  # so that a compiler runs it while it traces
 def tag_compiled() -> None:
-    """Tell torch's caches on disk what compiled graphs have as constants."""
+    """Tell torch's caches on disk what graphs have as constants; call it while a compiler traces.
+
+    After that, and in the same thread, torch looks for a graph that it knows.
+    """
     world = dist.group.WORLD
-    axes = {} if world is None else _AXES.get(world, {})
-    tag_caches(dist.get_rank(), [(ranks, *_constants(x)) for ranks, x in sorted(axes.items())])
+    if world is not None:  # else no rank has an axis
+        axes = sorted(_AXES.get(world, {}).items())
+        tag_caches(world.rank(), [(ranks, *constants_of(here)) for ranks, here in axes])
 
 
-def _constants(here: Annotation) -> tuple[Any, ...]:
-    """What compiled graphs have of an axis."""
+# A compiler runs it while it traces. `torch.compiler.assume_constant_result` would load one here.
+tag_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def constants_of(here: Annotation) -> tuple[Any, ...]:
+    """What compiled graphs have of an axis; what is equal has an equal `repr` in each process."""
     config = here.config or UNANNOTATED
     return here.group_name, config.spec, config.strategy, config.kernel, config.policy
 
@@ -177,7 +194,8 @@ def config_of_call(group: ProcessGroup, with_runs: bool) -> AxisConfig:
     """
     here = annotation_of(group)
     if here.config is None:
-        return here.assumed(PerBatch() if with_runs else None)
+        # Constants: a compiler cannot follow how a configuration is made.
+        return here.assumed(PER_BATCH if with_runs else UNANNOTATED)
     here.config.check_runs(with_runs, here.how)
     return here.config
 
@@ -213,9 +231,9 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     Raises:
         ValueError: if the group was destroyed, and there is no other one over its ranks.
     """
-    if torch.compiler.is_dynamo_compiling():  # it takes groups for inputs of its graph
-        tag_compiled()
-        return mesh.get_group(axis)
+    if torch.compiler.is_dynamo_compiling():
+        tag_compiled()  # all calls on local tensors come here first
+        return mesh.get_group(axis)  # which is an input of the graph
     # The mesh keeps what was found: to find a name takes longer than to find the group of a name.
     kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
     if axis in kept:

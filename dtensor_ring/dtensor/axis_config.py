@@ -8,6 +8,7 @@ from typing import Any
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
 from dtensor_ring.planning.layouts.layout import Contiguous, Layout
+from dtensor_ring.planning.layouts.run_table import PerBatch
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
@@ -67,7 +68,10 @@ class AxisConfig:
 
 
 UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
-"""How a call runs that says itself where its tokens are, over an axis that nobody configured."""
+"""How attention runs over an axis that nobody configured."""
+
+PER_BATCH: AxisConfig = AxisConfig(PerBatch())
+"""The same, where the call brings the runs of its batch."""
 
 
 def configured(layout: Layout, **how: Any) -> AxisConfig:

@@ -5,8 +5,9 @@ the host. The key of a graph has the mesh, the placements and the global shape o
 neither how an axis is annotated, nor the name of its group, nor the rank, which says how long its
 shard is. All of them are constants of the graph. So a graph for one layout would run for another
 one, silently wrong, and that of one rank would fail on the next. torch has a tag that is part of
-all keys: what they lack goes there. The graphs that torch keeps in memory have no tag, and outlive
-the world: they are dropped when a later world has another axis over the same ranks.
+the keys of a thread: what they lack goes there while a ring is traced, before torch looks for a
+graph. The graphs that torch keeps in memory have no tag, and outlive the process group: they are
+dropped when there is a new one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ import torch
 import torch.compiler.config as compiler
 
 MARK = " dtensor_ring:"
-"""Ends what others have in the tag, which stays."""
-
-_SEEN: dict[tuple[int, ...], tuple[object, ...]] = {}
-"""What graphs in memory may have as constants, by the ranks of an axis."""
+"""Separates what is in the tag from our part; only what follows it is replaced."""
 
 
 def tag_caches(rank: int, axes: Sequence[object]) -> None:
-    """Make the keys of all that is compiled from here on depend on the rank and its axes.
+    """Make the keys of what this thread compiles from here on depend on the rank and its axes.
 
     Args:
         rank: of this process.
@@ -48,14 +46,7 @@ def _version() -> str:
         return ""
 
 
-def keep_graphs_of(ranks: tuple[int, ...], constants: tuple[object, ...]) -> None:
-    """Drop the graphs in memory if there may be some for another axis over the same ranks.
-
-    Args:
-        ranks: of the axis, in order.
-        constants: what graphs have of it.
-    """
-    before = _SEEN.setdefault(ranks, constants)
-    _SEEN[ranks] = constants
-    if before != constants and "torch._dynamo" in sys.modules:  # else nothing was compiled
-        torch.compiler.reset()
+def drop_graphs() -> None:
+    """Drop the graphs in memory, those of other functions among them: they compile again."""
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled
+        torch._dynamo.reset_code_caches()

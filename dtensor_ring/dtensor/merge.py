@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.dtensor.placement import describe
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.merge import merge_op
@@ -52,6 +53,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     outs, lses = _checked(parts)
     if not isinstance(outs[0], DTensor):
         return merge_op(outs, lses)
+    if torch.compiler.is_compiling():
+        tag_compiled()
     out, lse = merge_op([_local(x) for x in outs], [_local(x) for x in lses])
     return _placed(out, outs[0]), _placed(lse, lses[0])
 

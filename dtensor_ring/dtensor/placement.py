@@ -10,13 +10,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
-from dtensor_ring.dtensor.annotation import annotation_of, config_of_call, group_of
+from dtensor_ring.dtensor.annotation import (
+    annotation_of,
+    config_of_call,
+    group_of,
+    tag_compiled,
+)
 from dtensor_ring.dtensor.axis_config import AxisConfig
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -63,7 +69,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
             )
     axis = _checked_axis(tensors, spec)
     group = group_of(spec.mesh, axis)
-    return Ring(spec.mesh, spec.placements, group, config_of_call(group, with_runs))
+    return _ring(query, spec, group, config_of_call(group, with_runs))
 
 
 def strategy_of(x: DTensor) -> str | None:
@@ -105,7 +111,14 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
             f"over the axis of the sequence, got {_by_name(describe, tensors)}"
         )
     group = group_of(spec.mesh, axis)
-    return Ring(spec.mesh, spec.placements, group, _config_of_keys(group, with_runs))
+    return _ring(query, spec, group, _config_of_keys(group, with_runs))
+
+
+def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Ring:
+    """The ring of a call, which a compiler may trace."""
+    if isinstance(query._local_tensor, FakeTensor):
+        tag_compiled()
+    return Ring(spec.mesh, spec.placements, group, config)
 
 
 def without(placements: Placements) -> Placements:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from dtensor_ring import Mask, TransferPolicy, ring_attention, set_sequence_layout
+from dtensor_ring import (
+    Mask,
+    TransferPolicy,
+    ZigZag,
+    decode_attention,
+    ring_attention,
+    set_sequence_layout,
+)
+from dtensor_ring.dtensor.annotation import Annotation, constants_of
+from dtensor_ring.dtensor.axis_config import UNANNOTATED
 from dtensor_ring.dtensor.cache_tag import tag_caches
 from tests.dense import dense_attention
 from tests.meshes import SEQUENCE, assert_same, place, random_inputs
@@ -33,19 +44,30 @@ def _stock(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-@pytest.mark.parametrize("attend", [_ring, _stock])
-def test_layouts_have_graphs_of_their_own(pool: Pool, attend: Callable[..., Any]) -> None:
+# torch has a tag for each thread, which need not be that of the annotation.
+@pytest.mark.parametrize(
+    ("attend", "seq_len", "in_thread"),
+    [(_ring, 13, False), (_stock, 13, False), (_stock, 15, True)],
+)
+def test_layouts_have_graphs_of_their_own(
+    pool: Pool, attend: Callable[..., Any], seq_len: int, in_thread: bool
+) -> None:
     """Three runs with one cache; the shards of the first rank are longer."""
     for layout, num_known in [("contiguous", 0), ("zigzag", 0), ("contiguous", 1)]:
-        assert pool.run(2, _check_layout, attend, layout) == [num_known] * 2
+        found = pool.run(2, _check_layout, layout, attend, seq_len, in_thread)
+        assert found == [num_known] * 2
 
 
-def _check_layout(attend: Callable[..., Any], layout: str) -> int:
+def _check_layout(layout: str, attend: Callable[..., Any], seq_len: int, in_thread: bool) -> int:
     """The number of graphs that came from the cache."""
     counters.clear()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     set_sequence_layout(mesh, layout)
-    _check(attend, mesh, [SEQUENCE], seq_len=13)
+    if in_thread:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(_check, attend, mesh, [SEQUENCE], seq_len).result()
+    else:
+        _check(attend, mesh, [SEQUENCE], seq_len)
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
@@ -63,20 +85,26 @@ def _check_rings() -> None:
         dist.barrier()
 
 
-def test_worlds_have_graphs_of_their_own(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, _check_worlds, tmp_path)
+@pytest.mark.parametrize(
+    "layouts", [("zigzag", "contiguous"), (None, "zigzag"), ("zigzag", None)], ids=str
+)
+def test_worlds_have_graphs_of_their_own(
+    pool: Pool, tmp_path: Path, layouts: tuple[str | None, ...]
+) -> None:
+    pool.run(2, _check_worlds, tmp_path, layouts)
 
 
-def _check_worlds(folder: Path) -> None:
+def _check_worlds(folder: Path, layouts: tuple[str | None, ...]) -> None:
     """One function compiled once, over groups of one name and the same ranks."""
     rank = dist.get_rank()
     attend = torch.compile(_ring, fullgraph=True, backend="aot_eager")
-    for layout in ("zigzag", "contiguous"):
+    for layout in layouts:  # `None` is that of an axis that nobody annotated
         dist.destroy_process_group()
-        store = dist.FileStore(str(folder / layout), 2)
+        store = dist.FileStore(str(folder / str(layout)), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        set_sequence_layout(mesh, layout)
+        if layout:
+            set_sequence_layout(mesh, layout)
         _compare(attend, mesh, [SEQUENCE], seq_len=16)
 
 
@@ -118,7 +146,7 @@ def _compare(
 
 def test_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "cache_key_tag", "mine")
-    axis = (0, 1), "3", "zigzag", TransferPolicy()
+    axis = (0, 1), "3", "zigzag"
     tags = []
     for rank, axes in [(0, [axis]), (1, [axis]), (0, []), (0, [axis])]:
         tag_caches(rank, axes)
@@ -127,3 +155,23 @@ def test_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({len(tag) for tag in tags}) == 1, "it does not grow"
     assert len({*tags}) == 3
     assert tags[0] == tags[3]
+
+
+def test_what_is_in_the_tag() -> None:
+    policy = TransferPolicy(grad_dtype=torch.bfloat16)
+    fields: list[dict[str, Any]] = [
+        *({"layout": ZigZag()}, {"strategy": "all_gather"}),
+        *({"kernel": "reference"}, {"policy": policy}),
+    ]
+    axes = [Annotation((0, 1), replace(UNANNOTATED, **field), group_name="3") for field in fields]
+    axes += [Annotation((0, 1), UNANNOTATED, group_name=name) for name in ("3", "4")]
+    assert len({repr(constants_of(axis)) for axis in axes}) == len(axes)
+    assert constants_of(Annotation((0, 1), group_name="3")) == constants_of(axes[-2])
+
+
+def test_without_a_group() -> None:
+    query, key, value, _ = random_inputs(seq_len=16, kv_heads=4)
+    attend = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    out = attend(query, key, value, mask=Mask.full())
+    expected = dense_attention(query, key, value, Mask.full()).out
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

@@ -25,7 +25,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-# What is there of them.
+# The fork server imports them once for all workers, if they are installed.
 PRELOADED = [__name__, "torch._inductor.compile_fx", "transformers.modeling_utils"]
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 # Under load gloo now and then drops a connection while the ranks of a group meet

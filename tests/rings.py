@@ -170,9 +170,16 @@ class Case:
         shards += [local(x, self.ring.positions(rank, of_keys=True)) for x in keys]
         return [x.requires_grad_() for x in shards]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Any = None) -> Any:
-        """`(out, lse)` of a rank's shards."""
-        return ring_op(query, key, value, *flatten(self.call(sinks)))
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Any = None,
+        group_name: str | None = None,
+    ) -> Any:
+        """`(out, lse)` of a rank's shards; over all ranks, or those of a group."""
+        return ring_op(query, key, value, *flatten(self.call(sinks, group_name)))
 
     def call(self, sinks: Tensor | None = None, group_name: str | None = None) -> Call:
         """What the op takes after query, key and value; over all ranks, or those of a group."""

@@ -15,8 +15,6 @@ from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Launch, Scores
 from dtensor_ring.compute.kernels.cpu_flash import CpuFlash
 from dtensor_ring.compute.memory import WHOLE
-from dtensor_ring.ops.autograd import ring_op
-from dtensor_ring.ops.options import flatten
 from tests.layouts import LAYOUTS
 from tests.played_group import PlayedGroup, play_group
 from tests.rings import Case, Ring, local
@@ -47,7 +45,7 @@ class Poke:
         """Out, lse and gradients of a rank."""
         positions = self.case.ring.positions(group.rank())
         shards = [local(x, positions).requires_grad_() for x in self.inputs()]
-        outputs = ring_op(*shards, *flatten(self.case.call(group_name=group.group_name)))
+        outputs = self.case.attend(*shards, group_name=group.group_name)
         (grad_out,) = self.case.grads()
         return [*outputs, *torch.autograd.grad(outputs[0], shards, local(grad_out, positions))]
 

@@ -232,8 +232,8 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         ValueError: if the group was destroyed, and there is no other one over its ranks.
     """
     if torch.compiler.is_dynamo_compiling():
-        tag_compiled()  # all calls on local tensors come here first
-        return mesh.get_group(axis)  # which is an input of the graph
+        tag_compiled()
+        return mesh.get_group(axis)  # an input of the graph
     # The mesh keeps what was found: to find a name takes longer than to find the group of a name.
     kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
     if axis in kept:

@@ -192,7 +192,7 @@ def attend(
     """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
     check_options(query, call)
     if torch.compiler.is_compiling():
-        tag_compiled()
+        tag_compiled()  # a SequenceAxis looks for no group, where others do it
         return _attend(query, key, value, call, with_lse)
     return called_from(sys._getframe(1), _attend, query, key, value, call, with_lse)
 

@@ -10,12 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.dtensor.annotation import (
-    annotation_of,
-    axis_group,
-    config_of_call,
-    tag_compiled,
-)
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
 from dtensor_ring.dtensor.arguments import (
     as_flag,
     batch_of,
@@ -151,7 +146,6 @@ def decode_attention(
     call = DecodeCall(batch, scores, place)
     check_options(query, call)
     if torch.compiler.is_compiling():
-        tag_compiled()
         out, lse = decode_op(query, key, value, *flatten_decode(call))
     else:
         options = flatten_decode(call)

@@ -4,8 +4,8 @@ from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
-from dtensor_ring.dtensor.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.exchange import exchange
+from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.merge import merge_attention

@@ -17,12 +17,12 @@ from dtensor_ring.dtensor.arguments import (
 )
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
-from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.dtensor.sequence import (
     local_positions,
     shard_sequence,
     unshard_sequence,
 )
+from dtensor_ring.dtensor.torch_attention import install_handlers
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.balancing.balanced import Balanced
 from dtensor_ring.planning.layouts.layout import Layout

@@ -21,6 +21,7 @@ from dtensor_ring.dtensor.annotation import (
     annotation_of,
     config_of_call,
     group_of,
+    layout_of,
     tag_compiled,
 )
 from dtensor_ring.dtensor.axis_config import AxisConfig
@@ -56,7 +57,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         TypeError: if some are DTensors and others are not.
         ValueError: if they are not sharded alike, as a ring needs it.
     """
-    _check_kinds(query, key, value)
+    check_kinds(query, key, value)
     tensors, spec = (query, key, value), query._spec
     for x in (key._spec, value._spec):
         # Most often they are the same objects: comparing meshes costs more than all the rest.
@@ -99,7 +100,7 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         TypeError: if some are DTensors and others are not.
         ValueError: if they are not placed so.
     """
-    _check_kinds(query, key, value)
+    check_kinds(query, key, value)
     tensors, spec = (query, key, value), key._spec
     axis = _checked_axis(tensors, spec)
     if any(
@@ -121,6 +122,17 @@ def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Rin
     return Ring(spec.mesh, spec.placements, group, config)
 
 
+def on_annotated_axis(x: Any, dim: int) -> bool:
+    """Whether `x` is a DTensor, sharded in that dimension over an axis that has a layout."""
+    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
+        return False
+    mesh = x.device_mesh
+    return any(
+        where == Shard(dim) and layout_of(mesh, axis) is not None
+        for axis, where in enumerate(x.placements)
+    )
+
+
 def without(placements: Placements) -> Placements:
     """Placements of a tensor that is not sharded along the sequence, and else as that is."""
     return tuple(Replicate() if where == Shard(SEQUENCE) else where for where in placements)
@@ -137,7 +149,7 @@ def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
     return config_of_call(group, False)
 
 
-def _check_kinds(query: Any, key: Any, value: Any) -> None:
+def check_kinds(query: Any, key: Any, value: Any) -> None:
     """Refuse tensors of which some are DTensors, and others are not."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         kinds = _by_name(lambda x: type(x).__name__, (query, key, value))
@@ -198,9 +210,16 @@ def wrap(
     local: Tensor, shape: tuple[int, ...], ring: Ring, placements: Placements | None = None
 ) -> DTensor:
     """A DTensor of that global shape around a dense local tensor."""
-    what = placements or ring.placements, shape, order_of(local), local.dtype
+    return wrap_on(ring.mesh, local, shape, placements or ring.placements)
+
+
+def wrap_on(
+    mesh: DeviceMesh, local: Tensor, shape: tuple[int, ...], placements: Placements
+) -> DTensor:
+    """A DTensor of that global shape on a mesh around a dense local tensor."""
+    what = placements, shape, order_of(local), local.dtype
     # A compiler, whose tensors are of other types, wants a spec for each tensor.
-    spec = _known_spec(ring.mesh, *what) if type(local) is Tensor else _spec(ring.mesh, *what)
+    spec = _known_spec(mesh, *what) if type(local) is Tensor else _spec(mesh, *what)
     return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
 
 

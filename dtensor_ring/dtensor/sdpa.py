@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -12,14 +12,13 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.dtensor.annotation import layout_of
 from dtensor_ring.dtensor.dispatch import (
     arguments_of,
     decode_dtensor,
     ring_backward_dtensor,
     ring_forward_dtensor,
 )
-from dtensor_ring.dtensor.placement import SEQUENCE, without
+from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
 from dtensor_ring.ops.autograd import NO_GRADIENT
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.decode_options import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
@@ -57,20 +56,22 @@ OTHER_DIM = (
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def install_handlers() -> None:
+def install_sdpa() -> None:
     """Let DTensor's dispatcher ask us first about attention; what is not ours goes on as before."""
+    add_handlers(FORWARD_OPS, _forward_handler)
+    add_handlers(BACKWARD_OPS, _backward_handler)
+    add_handlers((UNFUSED_OP,), _unfused_handler)
+
+
+def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Handler]) -> None:
+    """Put handlers into DTensor's table, made of those that are there, to which they chain."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for ops, make in (
-        (FORWARD_OPS, _forward_handler),
-        (BACKWARD_OPS, _backward_handler),
-        ((UNFUSED_OP,), _unfused_handler),
-    ):
-        for op in ops:
-            # Once: a second handler would chain to the first.
-            if getattr(handlers.get(op), "is_ours", False):
-                continue
-            handlers[op] = handler = make(handlers.get(op))
-            handler.is_ours = True  # pyrefly: ignore[missing-attribute]
+    for op in ops:
+        # Once: a second handler would chain to the first.
+        if getattr(handlers.get(op), "is_ours", False):
+            continue
+        handlers[op] = handler = make(handlers.get(op))
+        handler.is_ours = True  # pyrefly: ignore[missing-attribute]
 
 
 def _forward_handler(previous: Handler | None) -> Handler:
@@ -78,8 +79,8 @@ def _forward_handler(previous: Handler | None) -> Handler:
         bound = arguments_of(op, args, kwargs)
         query, key, value = bound["query"], bound["key"], bound["value"]
         # Any of the three: if only keys are sharded, the error is ours.
-        if not any(_on_annotated_axis(x, x.ndim - 2) for x in (query, key, value)):
-            return _as_before(previous, op, args, kwargs)
+        if not any(on_annotated_axis(x, x.ndim - 2) for x in (query, key, value)):
+            return as_before(previous, op, args, kwargs)
         _refuse(bound)
         if query.ndim != 4:  # only the composite op takes these: its parts come back here
             return op.decompose(*args, **kwargs)
@@ -98,8 +99,8 @@ def _backward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = arguments_of(op, args, kwargs)
         query, key, value = bound["query"], bound["key"], bound["value"]
-        if not _on_annotated_axis(query, SEQUENCE):
-            return _as_before(previous, op, args, kwargs)
+        if not on_annotated_axis(query, SEQUENCE):
+            return as_before(previous, op, args, kwargs)
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
         # The lse that our forward returned: natural and of the whole row.
         tensors = (query, key, value, bound["out"], bound["logsumexp"])
@@ -112,9 +113,9 @@ def _backward_handler(previous: Handler | None) -> Handler:
 def _unfused_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores = args[0]
-        if any(_on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
+        if any(on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
             raise ValueError(UNFUSED.format(dtype=scores.dtype))
-        return _as_before(previous, op, args, kwargs)
+        return as_before(previous, op, args, kwargs)
 
     return handle
 
@@ -130,18 +131,7 @@ def _is_decoding(query: Any, key: Any) -> bool:
     )
 
 
-def _on_annotated_axis(x: Any, dim: int) -> bool:
-    """Whether `x` is sharded in that dimension over an axis that has a layout."""
-    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
-        return False
-    mesh = x.device_mesh
-    return any(
-        where == Shard(dim) and layout_of(mesh, axis) is not None
-        for axis, where in enumerate(x.placements)
-    )
-
-
-def _as_before(
+def as_before(
     previous: Handler | None, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Dispatch as DTensor does without this module."""

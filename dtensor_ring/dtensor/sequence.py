@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.gather import gathered, whole_of
-from dtensor_ring.dtensor.sdpa import install_handlers
+from dtensor_ring.dtensor.torch_attention import install_handlers
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.balancing.balanced import Balanced
 from dtensor_ring.planning.layouts.layout import Layout

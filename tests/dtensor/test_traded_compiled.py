@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.fx import GraphModule
 
 from dtensor_ring import (
     Balanced,
@@ -26,6 +22,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.planning.layouts.run_table import RunTable
 from tests.dense import dense_attention
+from tests.graphs import capturing
 from tests.pool import Pool
 from tests.rings import runs_of
 
@@ -88,12 +85,7 @@ def _compiled() -> tuple[list[list[str]], float]:
     """Our ops in each graph that was compiled, and how far its results are from eager ones."""
     graphs: list[list[str]] = []
 
-    def capture(module: GraphModule, _: Any) -> Callable[..., Any]:
-        names = [getattr(node.target, "_opname", "") for node in module.graph.nodes]
-        graphs.append([x for x in names if x.startswith(("exchange", "ring"))])
-        return make_boxed_func(module.forward)
-
-    backend, errors = aot_autograd(fw_compiler=capture, bw_compiler=capture), []
+    backend, errors = capturing(graphs), []
     compiled = torch.compile(ring_attention, backend=backend, fullgraph=True)
     mesh = init_device_mesh("cpu", (2,))
     set_sequence_layout(mesh, "balanced", strategy="ulysses")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, or_masks
 
-from dtensor_ring.dtensor.block_mask import slices_of_block_mask
+from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from tests.slices import shown
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

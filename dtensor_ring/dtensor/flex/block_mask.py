@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,44 @@ MAX_SLICES = 10_000
 
 Ranges = tuple[Tensor, Tensor]
 """First keys, and those after the last, of the ranges of each query: `(Q, R)`, the rest empty."""
+
+MaskFunction = Callable[..., Tensor]
+"""Of a batch row, a head, a query and a key, without dims: whether the query sees the key."""
+
+
+class Blocks(NamedTuple):
+    """What a `BlockMask` consists of, as far as it says what queries see."""
+
+    lengths: tuple[int, int]
+    """Of queries and keys, in tokens."""
+    partial_counts: Tensor
+    """`(B, H, blocks of queries)`: how many blocks of keys a block of queries sees in part."""
+    partial_indices: Tensor
+    """`(B, H, blocks of queries, blocks of keys)`: which those are, the counted ones first."""
+    full_counts: Tensor | None
+    """The same of blocks that are seen whole."""
+    full_indices: Tensor | None
+    block_size: tuple[int, int]
+    """Tokens of a block of queries and of one of keys."""
+    function: MaskFunction
+    """Asked for the pairs of partial blocks."""
+
+    @classmethod
+    def of(cls, parts: tuple[Any, ...]) -> Blocks:
+        """Of `BlockMask.as_tuple()`, which has blocks of keys by block of queries, then others."""
+        num_queries, num_keys, counts, indices, full_counts, full_indices, *_ = parts
+        *_, height, width, function = parts
+        tables = counts, indices, full_counts, full_indices
+        return cls((num_queries, num_keys), *tables, (height, width), function)
+
+    def on_host(self) -> Blocks:
+        """The same with counts and indices on the CPU, copied once."""
+        return self._replace(
+            partial_counts=self.partial_counts.cpu(),
+            partial_indices=self.partial_indices.cpu(),
+            full_counts=None if self.full_counts is None else self.full_counts.cpu(),
+            full_indices=None if self.full_indices is None else self.full_indices.cpu(),
+        )
 
 
 def slices_of_block_mask(block_mask: BlockMask) -> Slices:
@@ -49,13 +88,23 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
         raise TypeError(
             f"block_mask must be a BlockMask of FlexAttention, got {type(block_mask).__name__}"
         )
-    num_rows, num_heads = block_mask.kv_num_blocks.shape[:2]
+    return slices_of_blocks(Blocks.of(block_mask.as_tuple()))
+
+
+def slices_of_blocks(blocks: Blocks) -> Slices:
+    """The slices of what a `BlockMask` consists of.
+
+    Raises:
+        ValueError: as `slices_of_block_mask`.
+    """
+    num_rows, num_heads = blocks.partial_counts.shape[:2]
     if num_heads != 1:
         raise ValueError(
             f"block_mask must be one for all heads, and was made for {num_heads} heads; make it "
             "with H=None"
         )
-    rows = [_row(block_mask, row) for row in range(num_rows)]
+    device, blocks = blocks.partial_counts.device, blocks.on_host()
+    rows = [_row(blocks, row, device) for row in range(num_rows)]
     widest = max(first.shape[1] for first, _ in rows)
     begins, ends = (
         torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side]).numpy()
@@ -71,12 +120,10 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
     return found
 
 
-def _row(block_mask: BlockMask, row: int) -> Ranges:
-    """The ranges of all queries of a batch row."""
-    num_queries, _ = block_mask.seq_lengths
-    height = block_mask.BLOCK_SIZE[0]
-    blocks = range(-(-num_queries // height))
-    parts = [_ranges(*_columns(block_mask, row, number)) for number in blocks]
+def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
+    """The ranges of all queries of a batch row; the function is asked on its device."""
+    numbers = range(-(-blocks.lengths[0] // blocks.block_size[0]))
+    parts = [_ranges(*_columns(blocks, row, number, device)) for number in numbers]
     widest = max((first.shape[1] for first, _ in parts), default=0)
     if widest > MAX_RANGES:
         raise ValueError(
@@ -90,16 +137,17 @@ def _row(block_mask: BlockMask, row: int) -> Ranges:
     return begins, ends
 
 
-def _columns(block_mask: BlockMask, row: int, number: int) -> tuple[Tensor, Tensor]:
+def _columns(blocks: Blocks, row: int, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First keys of columns, and which of them each query of a block of queries sees.
 
     There is one for each key of a partial block, one for a full block, and one for each gap.
     """
-    height, width = block_mask.BLOCK_SIZE
-    num_queries, num_keys = block_mask.seq_lengths
+    height, width = blocks.block_size
+    num_queries, num_keys = blocks.lengths
     queries = torch.arange(number * height, min((number + 1) * height, num_queries))
-    is_full = dict.fromkeys(_indices(block_mask, "full_kv", row, number), True)
-    is_full |= dict.fromkeys(_indices(block_mask, "kv", row, number), False)
+    full = _indices(blocks.full_counts, blocks.full_indices, row, number)
+    partial = _indices(blocks.partial_counts, blocks.partial_indices, row, number)
+    is_full = dict.fromkeys(full, True) | dict.fromkeys(partial, False)
     starts, seen, end = [], [], 0
     for block in sorted(is_full):
         first, after = block * width, min((block + 1) * width, num_keys)
@@ -109,31 +157,31 @@ def _columns(block_mask: BlockMask, row: int, number: int) -> tuple[Tensor, Tens
         keys = torch.tensor([first]) if is_full[block] else torch.arange(first, after)
         starts.append(keys)
         all_seen = torch.ones(len(queries), 1, dtype=torch.bool)
-        seen.append(all_seen if is_full[block] else _asked(block_mask, row, queries, keys))
+        asked = all_seen if is_full[block] else _asked(blocks, row, queries, keys, device)
+        seen.append(asked)
         end = after
     starts.append(torch.tensor([end]))
     seen.append(torch.zeros(len(queries), 1, dtype=torch.bool))
     return torch.cat(starts), torch.cat(seen, dim=1)
 
 
-def _indices(block_mask: BlockMask, kind: str, row: int, number: int) -> list[int]:
-    """The blocks of keys of a block of queries that are partial ("kv") or full ("full_kv")."""
-    counts = getattr(block_mask, f"{kind}_num_blocks")
-    if counts is None:
+def _indices(counts: Tensor | None, indices: Tensor | None, row: int, number: int) -> list[int]:
+    """The blocks of keys that a table has for a block of queries."""
+    if counts is None or indices is None:
         return []
-    count = int(counts[row, 0, number])
-    return getattr(block_mask, f"{kind}_indices")[row, 0, number, :count].tolist()
+    return indices[row, 0, number, : int(counts[row, 0, number])].tolist()
 
 
-def _asked(block_mask: BlockMask, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+def _asked(blocks: Blocks, row: int, queries: Tensor, keys: Tensor, device: torch.device) -> Tensor:
     """`(Q, K)`: whether each query sees each key."""
-    device = block_mask.kv_indices.device
-    of_query = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
+    # As FlexAttention does it: `documents[query]` of a tensor without dims is an index then.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    of_query = torch.vmap(blocks.function, in_dims=(None, None, None, 0))
     of_block = torch.vmap(of_query, in_dims=(None, None, 0, None))
-    batch, head, queries, keys = (
-        x.to(device) for x in (torch.tensor(row), torch.tensor(0), queries, keys)
-    )
-    return of_block(batch, head, queries, keys).cpu()
+    indices = (x.to(device) for x in (torch.tensor(row), torch.tensor(0), queries, keys))
+    with TransformGetItemToIndex():
+        return of_block(*indices).cpu()
 
 
 def _ranges(starts: Tensor, seen: Tensor) -> Ranges:

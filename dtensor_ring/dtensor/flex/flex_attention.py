@@ -1,0 +1,144 @@
+"""Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
+
+Note [The way of a flex_attention call]: outside of a compiled graph PyTorch compiles the call by
+itself. Dynamo traces `score_mod` and the mask's function into small graphs, and puts a higher-order
+op into its own graph, which runs eagerly or is compiled on. That op asks its kernel for autograd
+first: ours takes the call over there, with the DTensors of the user, so that the ring's own
+autograd holds. Where autograd is off altogether, as in inference mode, the op asks for a rule for
+the tensor subclass.
+
+Dynamo traces both functions with indices that it makes by `query.new_empty([])`. Of a DTensor that
+is a DTensor, which cannot index the plain tensors that mask functions capture, such as the number
+of each token's document. So while a compiler traces, that call returns a plain tensor. No graph has
+it: Dynamo discards it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._guards import TracingContext
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.dtensor.arguments import scores_of
+from dtensor_ring.dtensor.attention import attend
+from dtensor_ring.dtensor.flex.block_mask import Blocks
+from dtensor_ring.dtensor.flex.mask_function import leaves_scores, shows_all
+from dtensor_ring.dtensor.flex.mask_table import table_of
+from dtensor_ring.dtensor.placement import SEQUENCE, describe, on_annotated_axis
+from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
+from dtensor_ring.planning.tile import FULL
+
+MIN_EMPTY_BLOCK = 1 << 30
+"""FlexAttention makes a mask of one block of this size where it is given none."""
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""Output, log-sum-exp to the base 2, and the largest scores, which are empty unless asked for."""
+
+Kernel = Callable[..., Outputs]
+
+
+def install_flex() -> None:
+    """Let `flex_attention` ask us first about DTensors; what is not ours goes on as before."""
+    kernels = flex_attention_op.py_kernels
+    if not getattr(kernels.get(DispatchKey.Autograd), "is_ours", False):
+        kernels[DispatchKey.Autograd] = _kernel(kernels.get(DispatchKey.Autograd))
+        rules: dict[Any, Any] = flex_attention_op.python_key_table
+        rules[DTensor] = _kernel(rules.get(DTensor))
+        flex_attention_op._dispatch_cache.clear()  # which has the kernels of earlier calls
+    add_handlers((torch.ops.aten.new_empty.default,), _new_empty_handler)
+
+
+def _kernel(previous: Kernel | None) -> Kernel:
+    def attention(query: Any, key: Any, value: Any, *rest: Any) -> Outputs:
+        if any(on_annotated_axis(x, SEQUENCE) for x in (query, key, value)):
+            return called_from(sys._getframe(1), _ring_attention, query, key, value, *rest)
+        if previous is not None:
+            return previous(query, key, value, *rest)
+        raise NotImplementedError(
+            f"flex_attention on DTensors needs query, key and value (batch, heads, sequence, head "
+            f"dim) in Shard(2) over an axis that has a layout, got query {describe(query)}; see "
+            "shard_sequence"
+        )
+
+    attention.is_ours = True  # pyrefly: ignore[missing-attribute]
+    return attention
+
+
+def _ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_captured: tuple[Any, ...] = (),
+    mask_captured: tuple[Any, ...] = (),
+) -> Outputs:
+    """The higher-order op on DTensors of an annotated axis; the names are those of its arguments.
+
+    Raises:
+        ValueError: if scores are modified, the largest ones are asked for, or the mask is no union
+            of a few slices.
+    """
+    if not leaves_scores(score_mod):
+        raise ValueError(
+            "score_mod cannot be served over a sharded sequence; leave it out, and use "
+            "dtensor_ring.ring_attention with scale, softcap or sinks if it is one of those"
+        )
+    if kernel_options.get("OUTPUT_MAX"):
+        raise ValueError(
+            "max_scores cannot be served over a sharded sequence; ask for "
+            "AuxRequest(lse=True) alone"
+        )
+    batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
+    call = Call(batch, scores_of(query, FULL, scale, 0.0, None, None), ON_DTENSORS)
+    out, lse = attend(query, key, value, call, bool(kernel_options.get("OUTPUT_LOGSUMEXP", True)))
+    unused = torch.empty(0, device=query.device)
+    if lse is None:
+        return out, unused, unused
+    # FlexAttention multiplies by it what its kernels return, but for one of them.
+    is_natural = kernel_options.get("BACKEND") == "FLASH"
+    return out, lse if is_natural else lse / log(2), unused
+
+
+def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...]) -> Tensor | None:
+    """What queries see, if not everything."""
+    if blocks.block_size[0] >= MIN_EMPTY_BLOCK and shows_all(blocks.function):
+        return None
+    lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
+    if blocks.lengths != lengths:
+        raise ValueError(
+            f"block_mask must be of the whole sequence, {lengths[0]} queries and {lengths[1]} "
+            f"keys, got one of {blocks.lengths[0]} and {blocks.lengths[1]}"
+        )
+    if any(isinstance(x, DTensor) for x in captured):
+        raise ValueError(
+            "the function of block_mask must capture plain tensors, which each rank has whole, got "
+            "a DTensor; use full_tensor() before"
+        )
+    return table_of(blocks, captured)
+
+
+def _new_empty_handler(previous: Handler | None) -> Handler:
+    """Plain indices for Dynamo, see Note [The way of a flex_attention call]."""
+
+    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, size = args[0], args[1]
+        is_index = not len(size) and TracingContext.try_get() is not None
+        if is_index and on_annotated_axis(x, x.ndim - 2):
+            return x._local_tensor.new_empty([], **kwargs)
+        return as_before(previous, op, args, kwargs)
+
+    return handle

@@ -1,0 +1,157 @@
+"""The op that makes slices of a block mask, where a graph calls `flex_attention`.
+
+Note [Known block masks]: all layers of a model pass the same block mask. What was made of one is
+kept as long as its indices live, and used while its tensors and its function are the same and
+nothing was written into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dtensor_ring.dtensor.flex.block_mask import (
+    MAX_SLICES,
+    Blocks,
+    MaskFunction,
+    slices_of_blocks,
+)
+from dtensor_ring.dtensor.flex.mask_function import function_of, text_of
+from dtensor_ring.planning.masks.tables import NUM_FIELDS
+
+_OP = "dtensor_ring::block_mask_slices"
+
+torch.library.define(
+    _OP,
+    "(SymInt[] lengths, Tensor partial_counts, Tensor partial_indices, Tensor? full_counts, "
+    "Tensor? full_indices, SymInt[] block_size, str function, Tensor?[] captured, "
+    "SymInt[] numbers) -> Tensor",
+)
+block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
+
+
+class _Known(NamedTuple):
+    """Slices that were made of a block mask, and what they were made of."""
+
+    tensors: tuple[ref[Tensor] | None, ...]
+    versions: tuple[int, ...]
+    others: tuple[Any, ...]
+    numbers: np.ndarray
+
+    def is_of(self, tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> bool:
+        """Whether these are the same tensors, unchanged, and the rest is equal."""
+        are_same = len(self.tensors) == len(tensors) and all(
+            x is (None if known is None else known())
+            for known, x in zip(self.tensors, tensors, strict=True)
+        )
+        return are_same and self.others == others and self.versions == _versions(tensors)
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """What torch counts up when it writes into a tensor."""
+    return tuple(x._version for x in tensors if x is not None)
+
+
+_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By the indices of partial blocks, see Note [Known block masks]."""
+
+
+def table_of(blocks: Blocks, captured: tuple[Any, ...]) -> Tensor:
+    """The slices of a block mask as `ring_attention` takes them, of tensors with or without values.
+
+    Args:
+        blocks: of the mask; its function is a graph, or in eager calls any function.
+        captured: what the function takes after its four indices.
+
+    Returns:
+        `(N, 6)` or `(B, N, 6)` on the CPU, int32.
+
+    Raises:
+        ValueError: if the mask is no union of a few slices, or no graph can keep its function.
+    """
+    if not isinstance(blocks.function, GraphModule):
+        bound = blocks._replace(function=_bound(blocks.function, captured))
+        return torch.from_numpy(slices_of_blocks(bound).numbers)
+    tensors = [x if isinstance(x, Tensor) else None for x in captured]
+    numbers = [x for x in captured if not isinstance(x, Tensor)]
+    function = text_of(blocks.function)
+    return block_mask_slices_op(
+        list(blocks.lengths), *blocks[1:5], list(blocks.block_size), function, tensors, numbers
+    )
+
+
+def _bound(function: MaskFunction, captured: Sequence[Any]) -> MaskFunction:
+    """The function of indices alone."""
+    return lambda *indices: function(*indices, *captured)
+
+
+def _capacity(counts: Tensor) -> int:
+    """How many slices the table of a row has room for: graphs need a shape without the values."""
+    return min(MAX_SLICES, 64 + 8 * counts.shape[-1])
+
+
+@torch.library.impl(_OP, "CompositeExplicitAutograd")
+def _block_mask_slices(
+    lengths: list[int],
+    partial_counts: Tensor,
+    partial_indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    block_size: list[int],
+    function: str,
+    captured: list[Tensor | None],
+    numbers: list[int],
+) -> Tensor:
+    tables = partial_counts, partial_indices, full_counts, full_indices
+    rest = iter(numbers)
+    arguments = [next(rest) if x is None else x for x in captured]
+    sizes = (lengths[0], lengths[1]), (block_size[0], block_size[1])
+    blocks = Blocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
+    found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
+    num_slices, capacity = found.shape[-2], _capacity(partial_counts)
+    if num_slices > capacity:
+        raise ValueError(
+            f"block_mask takes {num_slices:,} slices, at most {capacity:,} are possible with "
+            f"{lengths[0]:,} queries in blocks of {block_size[0]}: it is no union of a few bands; "
+            f"slices_of_block_mask and ring_attention take up to {MAX_SLICES:,}"
+        )
+    table = np.zeros((len(partial_counts), capacity, NUM_FIELDS), dtype=np.int32)
+    table[:, :num_slices] = found
+    return torch.from_numpy(table[0] if len(table) == 1 else table)
+
+
+def _known(
+    blocks: Blocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
+) -> np.ndarray:
+    """The slices of blocks, `(N, 6)` or `(B, N, 6)`, made once; see Note [Known block masks]."""
+    if any(x is not None and x.is_inference() for x in tensors):  # nothing tells of writes
+        return _numbers(blocks)
+    known = _KNOWN.get(blocks.partial_indices)
+    if known is None or not known.is_of(tensors, others):
+        refs = tuple(None if x is None else ref(x) for x in tensors)
+        known = _Known(refs, _versions(tensors), others, _numbers(blocks))
+        _KNOWN[blocks.partial_indices] = known
+    return known.numbers
+
+
+def _numbers(blocks: Blocks) -> np.ndarray:
+    """The slices of blocks, from within an op."""
+    # A compiled graph runs below the dispatch keys of `vmap`, which asks the mask's function.
+    included = torch._C._dispatch_tls_local_include_set()
+    none = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    with torch._C._ForceDispatchKeyGuard(included, none):
+        return slices_of_blocks(blocks).numbers
+
+
+@torch.library.register_fake(_OP)
+def _fake(lengths: Any, partial_counts: Tensor, partial_indices: Tensor, *rest: Any) -> Tensor:
+    num_rows, capacity = partial_counts.shape[0], _capacity(partial_counts)
+    shape = (capacity, NUM_FIELDS) if num_rows == 1 else (num_rows, capacity, NUM_FIELDS)
+    return torch.empty(shape, dtype=torch.int32, device="cpu")

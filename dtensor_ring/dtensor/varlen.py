@@ -1,0 +1,169 @@
+"""Runs `torch.nn.attention.varlen.varlen_attn` on DTensors of an annotated mesh as ring attention.
+
+Its tensors are `(T, N, H)`, the documents of a batch one after the other: the ring takes them as
+one batch row, `(1, N, T, H)`, which is a view. The rules are registered by the names of its ops, as
+they come to be when that module of PyTorch is imported, which takes a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_ring.dtensor.arguments import scores_of
+from dtensor_ring.dtensor.dispatch import (
+    arguments_of,
+    ring_backward_dtensor,
+    ring_forward_dtensor,
+)
+from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_on
+from dtensor_ring.ops.boundaries import on_host
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
+from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.masks.tables import NUM_FIELDS
+
+TOKENS, HEADS, HEAD_DIM = 0, 1, 2
+"""The dims of a tensor `(T, N, H)`."""
+
+AS_BATCH = {Shard(TOKENS): Shard(2), Shard(HEADS): Shard(1), Shard(HEAD_DIM): Shard(3)}
+AS_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
+AS_TOKENS = {batch: tokens for tokens, batch in AS_BATCH.items()}
+
+_ALIGNED = "dtensor_ring::aligned_slices"
+torch.library.define(
+    _ALIGNED, "(Tensor cu_seqlens, Tensor key_cu_seqlens, int left, int right) -> Tensor"
+)
+
+
+@torch.library.impl(_ALIGNED, "CompositeExplicitAutograd")
+def _aligned_slices(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: int) -> Tensor:
+    """Bands that end at the last query and key of each document, as those of flash-attn."""
+    bounds, key_bounds = (on_host(x).numpy() for x in (cu_seqlens, key_cu_seqlens))
+    found = Slices.bottom_right(bounds, key_bounds, _band(left, right)).numbers
+    table = torch.zeros(len(bounds) - 1, NUM_FIELDS, dtype=torch.int32)
+    table[: len(found)] = torch.from_numpy(found)  # empty documents have none
+    return table
+
+
+@torch.library.register_fake(_ALIGNED)
+def _fake_aligned(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: int) -> Tensor:
+    return torch.empty(len(cu_seqlens) - 1, NUM_FIELDS, dtype=torch.int32, device="cpu")
+
+
+def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """A rule of an op for DTensors, which PyTorch's own rules would refuse."""
+
+    def rule(
+        cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        bound = arguments_of(op, args, kwargs or {})
+        if any(on_annotated_axis(bound[name], TOKENS) for name in ("query", "key", "value")):
+            check_kinds(bound["query"], bound["key"], bound["value"])
+            return called_from(sys._getframe(1), run, bound)
+        return DTensor.__torch_dispatch__(op, types, args, kwargs)
+
+    return rule
+
+
+def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
+    query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
+    out, lse = ring_forward_dtensor(query, key, value, _call(bound))
+    # The state of a dropout that does not happen, in the form of the op.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return _tokens_of(out), _rearranged(lse, lambda x: x[0], AS_LSE), state
+
+
+def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
+    names = "grad_out", "query", "key", "value", "out"
+    grad_out, query, key, value, out = (_batch_of(bound[name]) for name in names)
+    lse = _rearranged(bound["lse"], lambda x: x[None], {y: x for x, y in AS_LSE.items()})
+    inputs = query, key, value, out, lse
+    *grads, _ = ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
+    return tuple(map(_tokens_of, grads))
+
+
+def _into_memory(bound: dict[str, Any]) -> Any:
+    raise ValueError(
+        "varlen_attn_out cannot be served over a sharded sequence, as a ring writes into memory of "
+        "its own; use varlen_attn"
+    )
+
+
+def _batch_of(x: DTensor) -> DTensor:
+    """`(1, N, T, H)` of `(T, N, H)`, without a copy."""
+    return _rearranged(x, lambda x: x.transpose(0, 1)[None], AS_BATCH)
+
+
+def _tokens_of(x: DTensor) -> DTensor:
+    """The opposite of `_batch_of`."""
+    return _rearranged(x, lambda x: x[0].transpose(0, 1), AS_TOKENS)
+
+
+def _rearranged(
+    x: DTensor, view: Callable[[Tensor], Tensor], placements: dict[Any, Any]
+) -> DTensor:
+    """A DTensor of a view of the local tensor, whose dims are elsewhere."""
+    local, shape = view(x._local_tensor), view(torch.empty(x.shape, device="meta")).shape
+    where = tuple(placements.get(placement, placement) for placement in x.placements)
+    return wrap_on(x.device_mesh, local, tuple(shape), where)
+
+
+def _call(bound: dict[str, Any]) -> Call:
+    """The ring's call for the arguments of the op.
+
+    Raises:
+        ValueError: if keys lie in pages or are used in part, or boundaries are not whole.
+    """
+    for name in ("seqused_k", "block_table"):
+        if bound.get(name) is not None:
+            raise ValueError(
+                f"{name} cannot be served over a sharded sequence; leave it out, or decode with "
+                "dtensor_ring.PagedCache"
+            )
+    bounds, key_bounds = _whole("cu_seq_q", bound), _whole("cu_seq_k", bound)
+    window = bound.get("window_size") or (-1, 0 if bound["is_causal"] else -1)
+    left, right = map(int, window)  # a compiler may have them as symbols
+    scores = scores_of(bound["query"], _band(left, right), bound["scale"], 0.0, None, None)
+    if bounds is key_bounds:
+        batch = Batch(bounds)
+    elif max(left, right) < 0:
+        batch = Batch(bounds, key_bounds)
+    else:
+        table = torch.ops.dtensor_ring.aligned_slices(bounds, key_bounds, left, right)
+        batch, scores = Batch(slices=table), scores._replace(mask=Mask.full())
+    return Call(batch, scores, ON_DTENSORS)
+
+
+def _band(left: int, right: int) -> Mask:
+    """The mask of a window of flash-attn, in which -1 is no bound."""
+    return Mask(None if left < 0 else left, None if right < 0 else right)
+
+
+def _whole(name: str, bound: dict[str, Any]) -> Tensor:
+    """Boundaries, which each rank has whole."""
+    x = bound[name]
+    if isinstance(x, DTensor) and all(where == Replicate() for where in x.placements):
+        return x._local_tensor
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        given = x.placements if isinstance(x, DTensor) else x
+        raise ValueError(
+            f"{name} must be a tensor (D+1,) that each rank has whole, the boundaries of documents "
+            f"in the whole sequence, got {given}"
+        )
+    return x
+
+
+for _name, _run in (
+    ("_varlen_attn", _forward),
+    ("_varlen_attn_backward", _backward),
+    ("_varlen_attn_out", _into_memory),
+):
+    torch.library.register_torch_dispatch(f"torch_attn::{_name}", DTensor, _rule(_run))

@@ -8,7 +8,7 @@ they come to be when that module of PyTorch is imported, which takes a second.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ TOKENS, HEADS, HEAD_DIM = 0, 1, 2
 AS_BATCH = {Shard(TOKENS): Shard(2), Shard(HEADS): Shard(1), Shard(HEAD_DIM): Shard(3)}
 AS_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
 AS_TOKENS = {batch: tokens for tokens, batch in AS_BATCH.items()}
+OF_LSE = {lse: batch for batch, lse in AS_LSE.items()}
 
 _ALIGNED = "dtensor_ring::aligned_slices"
 torch.library.define(
@@ -76,15 +77,17 @@ def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
 def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
     out, lse = ring_forward_dtensor(query, key, value, _call(bound))
+    lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], AS_LSE)
     # The state of a dropout that does not happen, in the form of the op.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return _tokens_of(out), _rearranged(lse, lambda x: x[0], AS_LSE), state
+    return _tokens_of(out), lse, state
 
 
 def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
     names = "grad_out", "query", "key", "value", "out"
     grad_out, query, key, value, out = (_batch_of(bound[name]) for name in names)
-    lse = _rearranged(bound["lse"], lambda x: x[None], {y: x for x, y in AS_LSE.items()})
+    lse = bound["lse"]
+    lse = _moved(lse, lse._local_tensor[None], (1, *lse.shape), OF_LSE)
     inputs = query, key, value, out, lse
     *grads, _ = ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
     return tuple(map(_tokens_of, grads))
@@ -99,19 +102,20 @@ def _into_memory(bound: dict[str, Any]) -> Any:
 
 def _batch_of(x: DTensor) -> DTensor:
     """`(1, N, T, H)` of `(T, N, H)`, without a copy."""
-    return _rearranged(x, lambda x: x.transpose(0, 1)[None], AS_BATCH)
+    num_tokens, num_heads, head_dim = x.shape
+    local = x._local_tensor.transpose(0, 1)[None]
+    return _moved(x, local, (1, num_heads, num_tokens, head_dim), AS_BATCH)
 
 
 def _tokens_of(x: DTensor) -> DTensor:
     """The opposite of `_batch_of`."""
-    return _rearranged(x, lambda x: x[0].transpose(0, 1), AS_TOKENS)
+    _, num_heads, num_tokens, head_dim = x.shape
+    local = x._local_tensor[0].transpose(0, 1)
+    return _moved(x, local, (num_tokens, num_heads, head_dim), AS_TOKENS)
 
 
-def _rearranged(
-    x: DTensor, view: Callable[[Tensor], Tensor], placements: dict[Any, Any]
-) -> DTensor:
+def _moved(x: DTensor, local: Tensor, shape: Sequence[int], placements: dict[Any, Any]) -> DTensor:
     """A DTensor of a view of the local tensor, whose dims are elsewhere."""
-    local, shape = view(x._local_tensor), view(torch.empty(x.shape, device="meta")).shape
     where = tuple(placements.get(placement, placement) for placement in x.placements)
     return wrap_on(x.device_mesh, local, tuple(shape), where)
 

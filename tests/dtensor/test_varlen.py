@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,16 +26,18 @@ QUERIES = torch.tensor([0, 13, 13, 31, LENGTH], dtype=torch.int32)
 KEYS = torch.tensor([0, 20, 22, 31, LENGTH], dtype=torch.int32)
 ENDS_EARLY = torch.tensor([0, 13, 30], dtype=torch.int32)  # later tokens see nothing
 WINDOWS = (-1, -1), (-1, 0), (5, 0), (3, 2)
+DOCUMENTS = (QUERIES, QUERIES), (QUERIES, KEYS), (ENDS_EARLY, ENDS_EARLY)
+CALLS = list(product(DOCUMENTS, WINDOWS))
 
 
 def attend(query: Any, key: Any, value: Any, bounds: Tensor, others: Tensor, window: Any) -> Any:
     options = {"enable_gqa": True, "scale": 0.3, "window_size": window}
-    lengths = LENGTH, LENGTH
-    return varlen_attn(
-        *(query, key, value, bounds, others, *lengths),
+    out, lse = varlen_attn(
+        *(query, key, value, bounds, others, LENGTH, LENGTH),
         **{"return_aux": AuxRequest(lse=True)},
         **options,
     )
+    return out, lse.detach()  # which has no gradient in PyTorch
 
 
 def seen_by(bounds: Tensor, others: Tensor, window: tuple[int, int]) -> Tensor:
@@ -52,18 +54,32 @@ def test_every_window(pool: Pool, world_size: int, layout: str) -> None:
 
 def test_exchange(pool: Pool) -> None:
     pool.run(2, _check_windows, "zigzag", "ulysses")
+    pool.run(2, _check_compiled, "zigzag", "ulysses", CALLS[4:6])
+
+
+@pytest.mark.parametrize(("world_size", "layout"), cases((2, "zigzag")))
+def test_compiled(pool: Pool, world_size: int, layout: str) -> None:
+    pool.run(world_size, _check_compiled, layout, "ring", CALLS)
 
 
 def _check_windows(layout: str, strategy: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    axis, graphs = SequenceAxis(mesh, layout, strategy=strategy), []
-    compiled = torch.compile(attend, backend=capturing(graphs), fullgraph=True)
-    documents = (QUERIES, QUERIES), (QUERIES, KEYS), (ENDS_EARLY, ENDS_EARLY)
+    axis = SequenceAxis(
+        init_device_mesh("cpu", (dist.get_world_size(),)), layout, strategy=strategy
+    )
+    for documents, window in CALLS:
+        _check(attend, axis, *documents, window)
+
+
+def _check_compiled(layout: str, strategy: str, calls: Sequence[Any]) -> None:
+    axis = SequenceAxis(
+        init_device_mesh("cpu", (dist.get_world_size(),)), layout, strategy=strategy
+    )
+    graphs: list[list[str]] = []
     with torch._dynamo.config.patch(recompile_limit=64):
-        for (bounds, others), window in product(documents, WINDOWS):
-            for run in (attend, compiled):
-                _check(run, axis, bounds, others, window)
-    around = ["exchange"] if strategy == "ulysses" and dist.get_world_size() > 1 else []
+        compiled = torch.compile(attend, backend=capturing(graphs), fullgraph=True)
+        for documents, window in calls:
+            _check(compiled, axis, *documents, window)
+    around = ["exchange"] if strategy == "ulysses" else []
     for graph in graphs:
         op = "ring_attention_backward" if "ring_attention_backward" in graph else "ring_attention"
         assert graph == [*around, op, *around]
@@ -84,7 +100,6 @@ def _check(
     placed = [axis.shard(x, 0).requires_grad_() for x in whole[:3]]
     out, lse = run(*placed, bounds, others, window)
     grads = torch.autograd.grad(out, placed, axis.shard(whole[3], 0))
-    assert not lse.requires_grad  # as PyTorch's
     torch.testing.assert_close(unshard_sequence(lse, 1), dense.lse[0])
     expected = dense.out, *dense.backward(grad_out)
     for actual, wanted in zip((out, *grads), expected, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,8 +19,17 @@ MAX_RANGES = 16
 MAX_SLICES = 10_000
 """More would take longer to plan than to attend."""
 
+CHUNK = 1 << 24
+"""The function of a mask is asked for so many pairs at once, one byte each."""
+
 Ranges = tuple[Tensor, Tensor]
 """First keys, and those after the last, of the ranges of each query: `(Q, R)`, the rest empty."""
+
+Edges = tuple[Tensor, Tensor]
+"""Numbers `query * (keys + 1) + key` of where ranges begin, and of where they end."""
+
+NONE, FULL, PARTIAL = 0, 1, 2
+"""How much of a block of keys a block of queries sees."""
 
 MaskFunction = Callable[..., Tensor]
 """Of a batch row, a head, a query and a key, without dims: whether the query sees the key."""
@@ -122,78 +131,122 @@ def slices_of_blocks(blocks: Blocks) -> Slices:
 
 def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
     """The ranges of all queries of a batch row; the function is asked on its device."""
-    numbers = range(-(-blocks.lengths[0] // blocks.block_size[0]))
-    parts = [_ranges(*_columns(blocks, row, number, device)) for number in numbers]
-    widest = max((first.shape[1] for first, _ in parts), default=0)
+    grid = _grid(blocks, row)
+    edges = [_edges_of_blocks(blocks, grid), *_edges_of_partial_blocks(blocks, grid, row, device)]
+    begins, ends = (torch.cat(side).sort().values for side in zip(*edges, strict=True))
+    num_queries, num_keys = blocks.lengths
+    query, begin = begins // (num_keys + 1), begins % (num_keys + 1)
+    counts = query.bincount(minlength=num_queries)
+    widest = int(counts.max()) if num_queries else 0
     if widest > MAX_RANGES:
         raise ValueError(
             f"block_mask shows a query {widest} ranges of keys, at most {MAX_RANGES} are possible: "
             "it is no union of a few bands; use FlexAttention itself for it"
         )
-    begins, ends = (
-        torch.cat([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side])
-        for side in zip(*parts, strict=True)
+    # Ranges of a query follow one another: its first begin has its first end.
+    number = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
+    result = torch.zeros(2, num_queries, widest, dtype=torch.long)
+    result[0, query, number], result[1, query, number] = begin, ends % (num_keys + 1)
+    return result[0], result[1]
+
+
+def _grid(blocks: Blocks, row: int) -> Tensor:
+    """What is seen of each block, `(blocks of queries, blocks of keys)`, nothing on both sides."""
+    sizes = zip(blocks.lengths, blocks.block_size, strict=True)
+    height, width = (-(-length // size) for length, size in sizes)
+    # One column more, for the indices that are not counted.
+    grid = torch.full((height, width + 3), NONE, dtype=torch.int8)
+    for counts, indices, kind in (
+        (blocks.partial_counts, blocks.partial_indices, PARTIAL),
+        (blocks.full_counts, blocks.full_indices, FULL),
+    ):
+        if counts is not None and indices is not None:
+            columns = indices[row, 0, :height].long() + 1
+            is_counted = torch.arange(columns.shape[1]) < counts[row, 0, :height, None]
+            grid.scatter_(1, torch.where(is_counted, columns, width + 2), kind)
+    return grid[:, : width + 2]
+
+
+def _edges_of_blocks(blocks: Blocks, grid: Tensor) -> Edges:
+    """Between blocks that are seen whole and those that are not, for all queries of a block."""
+    left, right = grid[:, :-1], grid[:, 1:]
+    return (
+        _of_all_queries(blocks, (left == NONE) & (right == FULL)),
+        _of_all_queries(blocks, (left == FULL) & (right == NONE)),
     )
-    return begins, ends
 
 
-def _columns(blocks: Blocks, row: int, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First keys of columns, and which of them each query of a block of queries sees.
+def _of_all_queries(blocks: Blocks, is_edge: Tensor) -> Tensor:
+    """The edges at the begin of these blocks of keys."""
+    (height, width), (num_queries, num_keys) = blocks.block_size, blocks.lengths
+    block, column = is_edge.nonzero(as_tuple=True)
+    query = block[:, None] * height + torch.arange(min(height, num_queries))
+    key = (column * width).clamp(max=num_keys)[:, None]
+    return (query * (num_keys + 1) + key)[query < num_queries]
 
-    There is one for each key of a partial block, one for a full block, and one for each gap.
-    """
-    height, width = blocks.block_size
+
+def _edges_of_partial_blocks(
+    blocks: Blocks, grid: Tensor, row: int, device: torch.device
+) -> Iterator[Edges]:
+    """Those within partial blocks, and at both sides of them, some blocks at a time."""
+    height, width = (min(x) for x in zip(blocks.block_size, blocks.lengths, strict=True))
+    places = (grid == PARTIAL).nonzero()
+    last_seen = torch.zeros(1, height, dtype=torch.bool, device=device)
+    for part in places.split(max(1, CHUNK // max(1, height * width))):
+        block, column = part.unbind(1)
+        queries = block[:, None] * blocks.block_size[0] + torch.arange(height)
+        keys = (column - 1)[:, None] * blocks.block_size[1] + torch.arange(width)
+        seen = _asked(blocks, row, queries, keys, device)
+        # What is seen of the last key before a block: in order, that block is the one before.
+        before = torch.cat([last_seen, seen[:-1, :, -1]])
+        before = _beside(grid[block, column - 1], before)
+        last_seen = seen[-1:, :, -1]
+        # A partial block after this one has the edge between them.
+        after = _beside(grid[block, column + 1], seen[:, :, -1])
+        whole = torch.cat([before[..., None], seen, after[..., None]], -1)
+        keys = torch.cat([keys, keys[:, -1:] + 1], 1)
+        yield _changes(blocks, whole, queries, keys)
+
+
+def _beside(kinds: Tensor, seen: Tensor) -> Tensor:
+    """`(blocks, queries)`: whether the key beside a block is seen; `seen` is of partial ones."""
+    kinds = kinds.to(seen.device)[:, None]
+    return torch.where(kinds == PARTIAL, seen, kinds == FULL)
+
+
+def _changes(blocks: Blocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Edges:
+    """Where a key is seen and the one before it is not, and the opposite."""
     num_queries, num_keys = blocks.lengths
-    queries = torch.arange(number * height, min((number + 1) * height, num_queries))
-    full = _indices(blocks.full_counts, blocks.full_indices, row, number)
-    partial = _indices(blocks.partial_counts, blocks.partial_indices, row, number)
-    is_full = dict.fromkeys(full, True) | dict.fromkeys(partial, False)
-    starts, seen, end = [], [], 0
-    for block in sorted(is_full):
-        first, after = block * width, min((block + 1) * width, num_keys)
-        if first > end:
-            starts.append(torch.tensor([end]))
-            seen.append(torch.zeros(len(queries), 1, dtype=torch.bool))
-        keys = torch.tensor([first]) if is_full[block] else torch.arange(first, after)
-        starts.append(keys)
-        all_seen = torch.ones(len(queries), 1, dtype=torch.bool)
-        asked = all_seen if is_full[block] else _asked(blocks, row, queries, keys, device)
-        seen.append(asked)
-        end = after
-    starts.append(torch.tensor([end]))
-    seen.append(torch.zeros(len(queries), 1, dtype=torch.bool))
-    return torch.cat(starts), torch.cat(seen, dim=1)
-
-
-def _indices(counts: Tensor | None, indices: Tensor | None, row: int, number: int) -> list[int]:
-    """The blocks of keys that a table has for a block of queries."""
-    if counts is None or indices is None:
-        return []
-    return indices[row, 0, number, : int(counts[row, 0, number])].tolist()
+    now, then = whole[..., 1:], whole[..., :-1]
+    edges = []
+    for changed in (now & ~then, then & ~now):
+        block, row, column = changed.nonzero().cpu().unbind(1)
+        query, key = queries[block, row], keys[block, column].clamp(max=num_keys)
+        edges.append((query * (num_keys + 1) + key)[query < num_queries])
+    return edges[0], edges[1]
 
 
 def _asked(blocks: Blocks, row: int, queries: Tensor, keys: Tensor, device: torch.device) -> Tensor:
-    """`(Q, K)`: whether each query sees each key."""
+    """`(blocks, queries, keys)`: whether each query of a block sees each key; beyond the end, none.
+
+    Args:
+        blocks: with the function.
+        row: of the batch.
+        queries: `(blocks, queries)`.
+        keys: `(blocks, keys)`.
+        device: where the function is asked.
+    """
     # As FlexAttention does it: `documents[query]` of a tensor without dims is an index then.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    of_query = torch.vmap(blocks.function, in_dims=(None, None, None, 0))
-    of_block = torch.vmap(of_query, in_dims=(None, None, 0, None))
-    indices = (x.to(device) for x in (torch.tensor(row), torch.tensor(0), queries, keys))
+    function = torch.vmap(blocks.function, in_dims=(None, None, None, 0))
+    function = torch.vmap(function, in_dims=(None, None, 0, None))
+    function = torch.vmap(function, in_dims=(None, None, 0, 0))
+    queries, keys = queries.to(device), keys.to(device)
+    batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
+    num_queries, num_keys = blocks.lengths
+    # Functions may look up tensors of the sequence's length.
+    within = queries.clamp(max=num_queries - 1), keys.clamp(max=num_keys - 1)
     with TransformGetItemToIndex():
-        return of_block(*indices).cpu()
-
-
-def _ranges(starts: Tensor, seen: Tensor) -> Ranges:
-    """The ranges of each query, from columns."""
-    before = torch.nn.functional.pad(seen, (1, 0))[:, :-1]
-    edges = []
-    for changes in (seen & ~before, before & ~seen):
-        # The last column shows nothing, so a range that begins also ends.
-        query, column = changes.nonzero(as_tuple=True)
-        counts = changes.sum(1)
-        number = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
-        result = torch.zeros(len(seen), int(counts.max()), dtype=torch.long)
-        result[query, number] = starts[column]
-        edges.append(result)
-    return edges[0], edges[1]
+        seen = function(batch, head, *within)
+    return seen & (keys < num_keys)[:, None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, or_masks
 
+from dtensor_ring.dtensor.flex import block_mask
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from tests.slices import shown
 
@@ -69,6 +70,35 @@ def test_shows_what_the_function_shows(
     for table, row in zip(found.tables, expected, strict=True):
         assert torch.equal(torch.from_numpy(shown(table, lengths)), row.long())
         assert len(table) <= num_slices
+
+
+def two_ranges(begins: Tensor, ends: Tensor) -> MaskMod:
+    """Of each query, `(B, Q)`; they may overlap."""
+    return lambda b, h, q, k: (
+        (k >= begins[b, q]) & (k < ends[b, q]) | (k >= 50 - begins[b, q]) & (k < 20)
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 200, block_mask.CHUNK])
+def test_drawn_ranges(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of any size, some rows of ranges that overlap; read some blocks at a time."""
+    monkeypatch.setattr(block_mask, "CHUNK", chunk)
+    random = torch.Generator().manual_seed(chunk)
+
+    def draw(*choices: int) -> int:
+        return choices[int(torch.randint(len(choices), (), generator=random))]
+
+    for _ in range(15):
+        lengths = draw(1, 16, 37, 64), draw(1, 19, 32, 70)
+        sides = torch.randint(lengths[1] + 1, (2, 2, lengths[0]), generator=random)
+        begins, ends = sides.sort(-1).values if draw(0, 1) else sides
+
+        function = two_ranges(begins, ends)
+        size = draw(1, 4, 16, 128), draw(1, 8, 32)
+        mask = create_block_mask(function, 2, None, *lengths, device="cpu", BLOCK_SIZE=size)
+        expected = create_mask(function, 2, None, *lengths, device="cpu")[:, 0]
+        for table, row in zip(slices_of_block_mask(mask).tables, expected, strict=True):
+            assert torch.equal(torch.from_numpy(shown(table, lengths)), row.long())
 
 
 def test_refusals() -> None:

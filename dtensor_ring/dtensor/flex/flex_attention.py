@@ -26,10 +26,12 @@ from torch._C import DispatchKey
 from torch._guards import TracingContext
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.arguments import scores_of
 from dtensor_ring.dtensor.attention import attend
+from dtensor_ring.dtensor.dispatch import arguments_of
 from dtensor_ring.dtensor.flex.block_mask import Blocks
 from dtensor_ring.dtensor.flex.mask_function import leaves_scores, shows_all
 from dtensor_ring.dtensor.flex.mask_table import table_of
@@ -92,6 +94,21 @@ def _ring_attention(
         ValueError: if scores are modified, the largest ones are asked for, or the mask is no union
             of a few slices.
     """
+    # Dynamo only asks for shapes, and would wrap the error: it comes when the call is made.
+    if not isinstance(query, DTensor) or not isinstance(query._local_tensor, FakeTensor):
+        _refuse(score_mod, kernel_options)
+    batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
+    call = Call(batch, scores_of(query, FULL, scale, 0.0, None, None), ON_DTENSORS)
+    out, lse = attend(query, key, value, call, bool(kernel_options.get("OUTPUT_LOGSUMEXP", True)))
+    unused = torch.empty(0, device=query.device)
+    if lse is None:
+        return out, unused, unused
+    # FlexAttention multiplies by it what its kernels return, but for one of them.
+    is_natural = kernel_options.get("BACKEND") == "FLASH"
+    return out, lse if is_natural else lse / log(2), unused
+
+
+def _refuse(score_mod: Callable[..., Tensor], kernel_options: dict[str, Any]) -> None:
     if not leaves_scores(score_mod):
         raise ValueError(
             "score_mod cannot be served over a sharded sequence; leave it out, and use "
@@ -102,15 +119,6 @@ def _ring_attention(
             "max_scores cannot be served over a sharded sequence; ask for "
             "AuxRequest(lse=True) alone"
         )
-    batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
-    call = Call(batch, scores_of(query, FULL, scale, 0.0, None, None), ON_DTENSORS)
-    out, lse = attend(query, key, value, call, bool(kernel_options.get("OUTPUT_LOGSUMEXP", True)))
-    unused = torch.empty(0, device=query.device)
-    if lse is None:
-        return out, unused, unused
-    # FlexAttention multiplies by it what its kernels return, but for one of them.
-    is_natural = kernel_options.get("BACKEND") == "FLASH"
-    return out, lse if is_natural else lse / log(2), unused
 
 
 def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...]) -> Tensor | None:
@@ -135,7 +143,8 @@ def _new_empty_handler(previous: Handler | None) -> Handler:
     """Plain indices for Dynamo, see Note [The way of a flex_attention call]."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, size = args[0], args[1]
+        bound = arguments_of(op, args, kwargs)
+        x, size = bound["self"], bound["size"]
         is_index = not len(size) and TracingContext.try_get() is not None
         if is_index and on_annotated_axis(x, x.ndim - 2):
             return x._local_tensor.new_empty([], **kwargs)

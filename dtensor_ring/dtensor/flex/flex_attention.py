@@ -15,7 +15,6 @@ it: Dynamo discards it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from math import log
 from typing import Any
@@ -37,7 +36,6 @@ from dtensor_ring.dtensor.flex.mask_function import leaves_scores, shows_all
 from dtensor_ring.dtensor.flex.mask_table import table_of
 from dtensor_ring.dtensor.placement import SEQUENCE, describe, on_annotated_axis
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
-from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.tile import FULL
 
@@ -64,7 +62,7 @@ def install_flex() -> None:
 def _kernel(previous: Kernel | None) -> Kernel:
     def attention(query: Any, key: Any, value: Any, *rest: Any) -> Outputs:
         if any(on_annotated_axis(x, SEQUENCE) for x in (query, key, value)):
-            return called_from(sys._getframe(1), _ring_attention, query, key, value, *rest)
+            return _ring_attention(query, key, value, *rest)
         if previous is not None:
             return previous(query, key, value, *rest)
         raise NotImplementedError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -166,6 +167,26 @@ def _check_default() -> None:
     assert sequence_layout(mesh) is None
     assert torch.equal(sharded.to_local(), torch.arange(6).chunk(2)[dist.get_rank()])
     assert torch.equal(unshard_sequence(sharded, 0), torch.arange(6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_lengths_compile_twice(pool: Pool, layout: str) -> None:
+    """From the second length on it is a symbol of the graph."""
+    pool.run(2, _check_lengths, layout)
+
+
+def _check_lengths(layout: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    set_sequence_layout(mesh, layout)
+    counter = CompileCounter()
+
+    def deal(whole: Tensor) -> Tensor:
+        return shard_sequence(whole, mesh, 0).to_local()
+
+    compiled = torch.compile(deal, fullgraph=True, backend=counter)
+    for whole in map(torch.arange, (16, 24, 22, 40)):
+        assert torch.equal(compiled(whole), deal(whole))
+    assert counter.frame_count <= 2
 
 
 def test_unshard_on_more_axes(pool: Pool) -> None:

@@ -146,8 +146,8 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
         ValueError: naming the argument.
     """
     head = model.get_output_embeddings()
-    num_labels = model.config.num_labels if head is None else head.weight.shape[0]
-    num_tokens = model.get_input_embeddings().weight.shape[0]
+    num_labels = model.config.num_labels if head is None else _num_words(model, head)
+    num_tokens = _num_words(model, model.get_input_embeddings())
     for name, count in (("input_ids", num_tokens), ("labels", num_labels)):
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -158,6 +158,12 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
                 f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
                 f"{wrong[0].item()}"
             )
+
+
+def _num_words(model: Any, embeddings: nn.Module) -> int:
+    """By the weight, which may have been resized; modules around a head have none."""
+    weight = getattr(embeddings, "weight", None)
+    return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 
 
 def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:

@@ -104,7 +104,10 @@ def backward(
     grads = _empty_grads(hidden, weight, needs)
     total = torch.zeros_like(grads[0], dtype=_wide(hidden))
     # Scores less infinity: the gradient of tokens without a label is zero.
-    lse = lse.masked_fill(labels == IGNORE_INDEX, torch.inf).unsqueeze(1)
+    is_ignored = labels == IGNORE_INDEX
+    lse = lse.masked_fill(is_ignored, torch.inf).unsqueeze(1)
+    # Zero whatever comes in: the mean of a batch without any label is 0 / 0, its gradient infinite.
+    grad = grad.masked_fill(is_ignored, 0)
     for start, narrow, scores in _tiles(hidden, weight, bias, scale, softcap):
         words = slice(start, start + scores.shape[1])
         # The derivative of the softcap, of the scores that are overwritten next.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -166,6 +167,21 @@ def _check_default() -> None:
     assert sequence_layout(mesh) is None
     assert torch.equal(sharded.to_local(), torch.arange(6).chunk(2)[dist.get_rank()])
     assert torch.equal(unshard_sequence(sharded, 0), torch.arange(6))
+
+
+def test_all_lengths_compile_twice(pool: Pool) -> None:
+    """From the second length on it is a symbol of the graph."""
+    pool.run(2, _check_lengths)
+
+
+def _check_lengths() -> None:
+    mesh, counter = init_device_mesh("cpu", (2,)), CompileCounter()
+    set_sequence_layout(mesh, "zigzag")
+    deal = torch.compile(shard_sequence, fullgraph=True, backend=counter)
+    for whole in map(torch.arange, (16, 24, 22, 40)):
+        dealt = shard_sequence(whole, mesh, 0)
+        assert torch.equal(deal(whole, mesh, 0).to_local(), dealt.to_local())
+    assert counter.frame_count <= 2
 
 
 def test_unshard_on_more_axes(pool: Pool) -> None:

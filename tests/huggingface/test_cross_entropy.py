@@ -115,6 +115,18 @@ def test_words_without_probability() -> None:
     torch.testing.assert_close(found, results(dense(inputs, labels, case), inputs))
 
 
+def test_mean_of_no_labels() -> None:
+    """0 / 0, whose gradient is infinite: that of tokens without a label is zero all the same."""
+    case = CASES["no labels"]
+    inputs, labels = tensors(case)
+    grads = [
+        torch.autograd.grad(losses.sum() / (labels != IGNORE_INDEX).sum(), inputs)
+        for losses in (tiled(inputs, labels, case), dense(inputs, labels, case))
+    ]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert not torch.cat([x.flatten() for x in grads[0]]).any()
+
+
 @pytest.mark.parametrize("label", [NUM_WORDS, -1])
 def test_labels_that_are_no_words(label: int) -> None:
     inputs, labels = tensors(Case(labels=label))

@@ -163,6 +163,7 @@ def outside_of_the_head() -> None:
         "parametrization": parametrized,
         "adapter": lambda x: get_peft_model(x, adapters),
         "another head": another_head,
+        "modules around it": wrapped_head,
     }
     for change in changes.values():
         losses = []
@@ -188,6 +189,12 @@ def planned(mesh: Any) -> Any:
 
 def another_head(model: Any) -> Any:
     model.set_output_embeddings(nn.Linear(16, VOCABULARY))
+    return model
+
+
+def wrapped_head(model: Any) -> Any:
+    """In a module that has no weight, as those have that cast its logits."""
+    model.set_output_embeddings(nn.Sequential(model.lm_head, nn.Tanh()))
     return model
 
 

@@ -190,7 +190,9 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
 
     A rank gets `per_rank` positions, but the last rank that has any may get fewer.
     """
-    num_full, rest = divmod(end - begin, per_rank) if per_rank else (0, 0)
+    # No divmod: a compiler traces this with a length that is a symbol, and knows none.
+    num_full = (end - begin) // per_rank if per_rank else 0
+    rest = end - begin - num_full * per_rank
     length = per_rank if rank < num_full else rest if rank == num_full else 0
     # All ranks before this one are full, but for the shorter one and those after it.
     full, has_rest = min(rank, num_full), rank > num_full

@@ -17,6 +17,7 @@ from dtensor_ring.dtensor.arguments import (
 )
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
+from dtensor_ring.dtensor.placement import is_dtensor
 from dtensor_ring.dtensor.sdpa import install_handlers
 from dtensor_ring.dtensor.sequence import (
     local_positions,
@@ -163,13 +164,14 @@ class SequenceAxis:
             check_strategy(strategy)
         mask = mask_of(mask, slices)
         batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-        if seq_len is not None and (isinstance(query, DTensor) or key_runs is not None):
+        on_mesh = is_dtensor(query)
+        if seq_len is not None and (on_mesh or key_runs is not None):
             has_own = "query is a DTensor" if key_runs is None else "key_runs are given"
             raise ValueError(
                 f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
                 "leave it out"
             )
-        if isinstance(query, DTensor):
+        if on_mesh:
             # The kernel is that of the axis that the tensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]

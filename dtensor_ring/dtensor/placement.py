@@ -72,6 +72,17 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
     return _ring(query, spec, group, config_of_call(group, with_runs))
 
 
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor, or what transforms of `torch.func` have made of one."""
+    if isinstance(x, DTensor):
+        return True
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return isinstance(x, DTensor)
+
+
 def strategy_of(x: DTensor) -> str | None:
     """The strategy of the axis that a DTensor's sequence is on, `None` if nobody configured it.
 

@@ -286,6 +286,8 @@ def has_content(batch: dict[str, Any]) -> bool:
     """Whether its tensors are real, and can be compared with those of other ranks."""
     if torch.compiler.is_compiling():  # a graph cannot raise
         return False
+    if torch._C._are_functorch_transforms_active():  # what they make of a tensor has no memory
+        return False
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 
 from dtensor_ring import (
     Mask,
+    SequenceAxis,
     merge_attention,
     ring_attention,
     set_sequence_layout,
@@ -154,6 +157,24 @@ def _check_module(strategy: str) -> None:
     close(list(grad(loss)(parameters, attend).values()), list(expected))
 
 
+def _check_dtensors(strategy: str) -> None:
+    """A transform hides that its inputs are DTensors."""
+    case = Whole(strategy)
+    placed = [
+        DTensor.from_local(x, case.mesh, [Shard(2)])
+        for x in (case.query, case.key, case.value, case.weight)
+    ]
+    axis = SequenceAxis(case.mesh)
+
+    def loss(*inputs: Any, attend: Any) -> Tensor:
+        return (attend(*inputs[:3], mask=MASK) * inputs[3]).sum()
+
+    for attend in (ring_attention, axis.attention):
+        found = grad(partial(loss, attend=attend), (0, 1, 2))(*placed)
+        assert all(x.placements == (Shard(2),) for x in found)
+        close([x.to_local() for x in found], case.dense()[1])
+
+
 CHECKS = {
     "grad": _check_grad,
     "vjp": _check_vjp,
@@ -162,6 +183,7 @@ CHECKS = {
     "grad of vmap": _check_of_vmap,
     "refused": _check_refused,
     "module": _check_module,
+    "DTensors": _check_dtensors,
 }
 
 

@@ -136,7 +136,7 @@ def _fused(bound: dict[str, Any]) -> Any:
 def _is_ours(bound: dict[str, Any]) -> bool:
     """Whether a sequence is sharded over an axis that has a layout."""
     # Any of the three: if only keys are sharded, the error is ours.
-    return any(_on_annotated_axis(x, x.ndim - 2) for x in map(bound.get, INPUTS))
+    return any(_on_annotated_axis(x, x.ndim - 2) for x in (bound[name] for name in INPUTS))
 
 
 def _is_decoding(query: Any, key: Any) -> bool:

@@ -83,6 +83,14 @@ class Sharding(Outputs):
         """Copies of a model share it, as they share the forward that calls it."""
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: the plan put functions into the model that know its processes."""
+        raise TypeError(
+            "a model under context_parallel_plan cannot be pickled, as by torch.save(model): save "
+            "model.state_dict() or call model.save_pretrained(folder), whose weights are those of "
+            "the stock model, or restore_model(model) before; apply the plan after loading"
+        )
+
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call that are not `None`, by name."""
         check_implementation(model.config)

@@ -127,10 +127,11 @@ def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 def _fused(bound: dict[str, Any]) -> Any:
     """Attention by an op that DTensor hands to us, whatever the number of dims."""
-    query, key, value = bound["query"], bound["key"], bound["value"]
-    inputs = (x.reshape(-1, *(1, *x.shape)[-3:]) for x in (query, key, value))
+    inputs, shape = [bound[name] for name in INPUTS], bound["query"].shape
+    if len(shape) != 4:
+        inputs = [x.reshape(-1, *(1, *x.shape)[-3:]) for x in inputs]
     out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
 def _is_ours(bound: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.ops.transforms import register_gradient, register_samples
+from dtensor_ring.ops.transforms import register_gradient
 from dtensor_ring.transport.agreed import TransportContext, agreed_transport
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.protocol import P2P, Transport
@@ -127,5 +127,3 @@ def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 register_gradient(GATHER, _sum_gradient, _keep)
 register_gradient(SUM, _gather_gradient, _keep)
-for _name in (GATHER, SUM):
-    register_samples(_name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.ops.autocast import autocast_dtype
-from dtensor_ring.ops.transforms import register_gradient, register_samples
+from dtensor_ring.ops.transforms import register_gradient
 
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
@@ -209,5 +209,3 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 torch.library.impl(FORWARD, "CompositeExplicitAutograd", forward)
 torch.library.impl(BACKWARD, "CompositeExplicitAutograd", backward)
 register_gradient(FORWARD, _gradients, _keep)
-for _name in (FORWARD, BACKWARD):
-    register_samples(_name)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vjp, vmap
 
 from dtensor_ring import (
     Mask,
     SequenceAxis,
+    decode_attention,
     merge_attention,
     ring_attention,
     set_sequence_layout,
@@ -107,6 +108,32 @@ def _check_samples(strategy: str) -> None:
         close(list(grads), case.dense(number)[1])
 
 
+def _check_sinks(strategy: str) -> None:
+    """Sinks by sample, of which each rank has a part of the gradient."""
+    case = Whole(strategy, samples=2)
+    sinks = torch.randn(2, 4, dtype=torch.float64)
+
+    def loss(sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        out = ring_attention(query, key, value, mesh=case.mesh, mask=MASK, sinks=sinks)
+        return (out * weight).sum()
+
+    found = vmap(grad(loss))(sinks, case.query, case.key, case.value, case.weight)
+    dist.all_reduce(found)
+    for number in range(2):
+        *inputs, grad_out = case.whole[:, number]
+        dense = dense_attention(*inputs, MASK, sinks=sinks[number])
+        close(found[number], dense.backward(grad_out)[3])
+
+
+def _check_decoding(strategy: str) -> None:
+    case = Whole(strategy, samples=3)
+    query = case.whole[0][..., :1, :]  # the same on all ranks
+    attend = partial(decode_attention, mesh=case.mesh)
+    found = vmap(attend)(query, case.key, case.value)
+    for number, out in enumerate(found):
+        close(out, attend(query[number], case.key[number], case.value[number]))
+
+
 def _check_of_vmap(strategy: str) -> None:
     """A gradient through samples in the last dimension."""
     case = Whole(strategy, samples=2)
@@ -136,8 +163,12 @@ def _check_refused(strategy: str) -> None:
 
 
 def _check_module(strategy: str) -> None:
-    """What a training step has beside attention: a merge of two, and a sum over the ranks."""
+    """What a training step has beside attention: a merge of two, and a sum over the ranks.
+
+    A gradient that is taken below the transform goes through them, too.
+    """
     case = Whole(strategy)
+    case.value.requires_grad_()
     project = nn.Linear(4, 4, dtype=torch.float64)
     parameters = {name: x.detach() for name, x in project.named_parameters()}
 
@@ -151,10 +182,11 @@ def _check_module(strategy: str) -> None:
         how = {"mesh": case.mesh, "mask": mask, "return_lse": True}
         return ring_attention(query, case.key, case.value, **how)
 
-    expected = torch.autograd.grad(
-        loss(dict(project.named_parameters()), attend), list(project.parameters())
-    )
-    close(list(grad(loss)(parameters, attend).values()), list(expected))
+    of_all = [*project.parameters(), case.value]
+    expected = torch.autograd.grad(loss(dict(project.named_parameters()), attend), of_all)
+    found, value = grad_and_value(loss)(parameters, attend)
+    (below,) = torch.autograd.grad(value, case.value)
+    close([*(x.detach() for x in found.values()), below], list(expected))
 
 
 def _check_dtensors(strategy: str) -> None:
@@ -181,6 +213,8 @@ CHECKS = {
     "jacrev": _check_jacrev,
     "vmap of grad": _check_samples,
     "grad of vmap": _check_of_vmap,
+    "sinks": _check_sinks,
+    "decoding": _check_decoding,
     "refused": _check_refused,
     "module": _check_module,
     "DTensors": _check_dtensors,

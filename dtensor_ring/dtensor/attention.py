@@ -25,7 +25,7 @@ from dtensor_ring.dtensor.arguments import (
     scores_of,
 )
 from dtensor_ring.dtensor.dispatch import traded_dtensors
-from dtensor_ring.dtensor.placement import is_dtensor, strategy_of
+from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.dtensor.traded import traded_attention, traded_heads
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
@@ -216,7 +216,7 @@ def _placed(
     query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch, strategy: str | None
 ) -> tuple[Place, str | None]:
     """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
-    if is_dtensor(query):
+    if dtensor_of(query) is not None:
         if mesh is not None:
             raise ValueError(
                 "mesh is for local tensors, and query is a DTensor, which has its own; leave it out"

@@ -72,15 +72,15 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
     return _ring(query, spec, group, config_of_call(group, with_runs))
 
 
-def is_dtensor(x: Any) -> bool:
-    """Whether it is a DTensor, or what transforms of `torch.func` have made of one."""
+def dtensor_of(x: Any) -> DTensor | None:
+    """The DTensor that it is, or that transforms of `torch.func` have made it of."""
     if isinstance(x, DTensor):
-        return True
+        return x
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
+        return None
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return isinstance(x, DTensor)
+    return x if isinstance(x, DTensor) else None
 
 
 def strategy_of(x: DTensor) -> str | None:

@@ -19,7 +19,7 @@ from dtensor_ring.dtensor.dispatch import (
     ring_backward_dtensor,
     ring_forward_dtensor,
 )
-from dtensor_ring.dtensor.placement import SEQUENCE, without
+from dtensor_ring.dtensor.placement import SEQUENCE, dtensor_of, without
 from dtensor_ring.ops.autograd import NO_GRADIENT
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.decode_options import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
@@ -153,12 +153,13 @@ def _is_decoding(query: Any, key: Any) -> bool:
 
 def _on_annotated_axis(x: Any, dim: int) -> bool:
     """Whether `x` is sharded in that dimension over an axis that has a layout."""
-    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
+    dtensor = dtensor_of(x)
+    if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
         return False
-    mesh = x.device_mesh
+    mesh = dtensor.device_mesh
     return any(
         where == Shard(dim) and layout_of(mesh, axis) is not None
-        for axis, where in enumerate(x.placements)
+        for axis, where in enumerate(dtensor.placements)
     )
 
 

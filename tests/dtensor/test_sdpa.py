@@ -215,6 +215,7 @@ def _check_unfused(kv_heads: int, value_head_dim: int, options: dict[str, Any]) 
         torch.testing.assert_close(whole, expected.detach(), atol=1e-12, rtol=1e-10)
 
     with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(run(*whole), dense.out.detach())  # plain tensors, as ever
         for attention in eager_and_compiled(run):
             out = attention(*inputs)
             grads = torch.autograd.grad(out, inputs, place(grad_out, mesh, (SEQUENCE,)))

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor_ring import (
     Mask,
@@ -198,13 +200,20 @@ def _check_dtensors(strategy: str) -> None:
     ]
     axis = SequenceAxis(case.mesh)
 
-    def loss(*inputs: Any, attend: Any) -> Tensor:
-        return (attend(*inputs[:3], mask=MASK) * inputs[3]).sum()
+    def gradients(attend: Any, **how: Any) -> list[Tensor]:
+        def loss(*inputs: Any) -> Tensor:
+            return (attend(*inputs[:3], **how) * inputs[3]).sum()
+
+        found = grad(loss, (0, 1, 2))(*placed)
+        assert all(x.placements == (Shard(2),) for x in found)
+        return [x.to_local() for x in found]
 
     for attend in (ring_attention, axis.attention):
-        found = grad(partial(loss, attend=attend), (0, 1, 2))(*placed)
-        assert all(x.placements == (Shard(2),) for x in found)
-        close([x.to_local() for x in found], case.dense()[1])
+        close(gradients(attend, mask=MASK), case.dense()[1])
+    expected = gradients(ring_attention)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            close(gradients(F.scaled_dot_product_attention, is_causal=True), expected)
 
 
 CHECKS = {

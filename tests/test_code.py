@@ -143,6 +143,7 @@ TABLES |= {
     "AS_BATCH",
     "AS_TOKENS",
     "AS_LSE",
+    "OF_LSE",
     "NAMES",
     "UNUSED",
     "KINDS",

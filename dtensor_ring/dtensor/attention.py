@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.agreement import validate_call
 from dtensor_ring.dtensor.annotation import (
@@ -26,7 +25,7 @@ from dtensor_ring.dtensor.arguments import (
     scores_of,
 )
 from dtensor_ring.dtensor.dispatch import traded_dtensors
-from dtensor_ring.dtensor.placement import strategy_of
+from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.dtensor.traded import traded_attention, traded_heads
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
@@ -201,11 +200,12 @@ def _attend(
     query: Any, key: Any, value: Any, call: Call, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     place: Any = call.place
-    if not isinstance(query, DTensor):
+    if place.group_name is not None:
         if traded_heads(place.strategy, place.group_name) > 1:
             return traded_attention(query, key, value, call, with_lse)
-    # A compiler cannot follow what DTensors are, so the op on DTensors does it.
-    elif not torch.compiler.is_compiling():
+    # A compiler cannot follow what DTensors are, so the op on DTensors does it; and so it does for
+    # transforms of torch.func, which have them inside.
+    elif not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         strategy = place.strategy or strategy_of(query)
         if strategy is not None and is_traded(strategy):
             return traded_dtensors(query, key, value, call, with_lse)
@@ -216,7 +216,7 @@ def _placed(
     query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch, strategy: str | None
 ) -> tuple[Place, str | None]:
     """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
-    if isinstance(query, DTensor):
+    if dtensor_of(query) is not None:
         if mesh is not None:
             raise ValueError(
                 "mesh is for local tensors, and query is a DTensor, which has its own; leave it out"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,11 +19,8 @@ from dtensor_ring.dtensor.arguments import (
 )
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
-from dtensor_ring.dtensor.sequence import (
-    local_positions,
-    shard_sequence,
-    unshard_sequence,
-)
+from dtensor_ring.dtensor.placement import dtensor_of
+from dtensor_ring.dtensor.sequence import local_positions, shard_sequence, unshard_sequence
 from dtensor_ring.dtensor.torch_attention import install_handlers
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.balancing.balanced import Balanced
@@ -94,6 +93,11 @@ class SequenceAxis:
         self.mesh = mesh
         self._group_name, self._size = group.group_name, group.size()
 
+    def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
+        """An axis that is loaded elsewhere configures it there."""
+        how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
+        return partial(SequenceAxis, **how), (self.mesh, self.layout)
+
     @property
     def layout(self) -> Layout:
         """How tokens are dealt to the ranks."""
@@ -163,13 +167,13 @@ class SequenceAxis:
             check_strategy(strategy)
         mask = mask_of(mask, slices)
         batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-        if seq_len is not None and (isinstance(query, DTensor) or key_runs is not None):
+        if seq_len is not None and (dtensor_of(query) is not None or key_runs is not None):
             has_own = "query is a DTensor" if key_runs is None else "key_runs are given"
             raise ValueError(
                 f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
                 "leave it out"
             )
-        if isinstance(query, DTensor):
+        if dtensor_of(query) is not None:
             # The kernel is that of the axis that the tensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]

@@ -124,9 +124,15 @@ class _DefinedGradient(torch.autograd.Function):
     DDP gives no gradient to outputs that nobody used, which the backward of a DTensor cannot take.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, whole: Tensor) -> Tensor:
+    def forward(whole: Tensor) -> Tensor:
         return whole.view_as(whole)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -73,6 +73,17 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
     return _ring(query, spec, group, config_of_call(group, with_runs))
 
 
+def dtensor_of(x: Any) -> DTensor | None:
+    """The DTensor that it is, or that transforms of `torch.func` have made it of."""
+    if isinstance(x, DTensor):
+        return x
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x if isinstance(x, DTensor) else None
+
+
 def strategy_of(x: DTensor) -> str | None:
     """The strategy of the axis that a DTensor's sequence is on, `None` if nobody configured it.
 
@@ -124,12 +135,13 @@ def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Rin
 
 def on_annotated_axis(x: Any, dim: int) -> bool:
     """Whether `x` is a DTensor, sharded in that dimension over an axis that has a layout."""
-    if not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is None:
+    dtensor = dtensor_of(x)
+    if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
         return False
-    mesh = x.device_mesh
+    mesh = dtensor.device_mesh
     return any(
         where == Shard(dim) and layout_of(mesh, axis) is not None
-        for axis, where in enumerate(x.placements)
+        for axis, where in enumerate(dtensor.placements)
     )
 
 

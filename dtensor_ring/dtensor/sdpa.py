@@ -40,18 +40,14 @@ BACKWARD_OPS = (
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
-UNFUSED_OP = aten._safe_softmax.default  # only the unfused attention calls it
-UNFUSED = (
-    "scaled_dot_product_attention over a sharded sequence needs one of the fused kernels, and "
-    "PyTorch chose its unfused one here, as it does for dropout_p > 0, head dims that differ, a "
-    "dtype that is not floating or has fewer than 16 bits (the scores are {dtype}), or a "
-    "sdpa_kernel context without flash; without dropout, dtensor_ring.ring_attention takes what "
-    "its kernels take"
-)
+FUSED_OP = aten._scaled_dot_product_flash_attention_for_cpu.default  # any would do
+UNFUSED_OP = aten._scaled_dot_product_attention_math.default
 OTHER_DIM = (
     "it is not run as a ring, which needs query, key and value (batch, heads, sequence, head dim) "
     "in Shard(2) over an axis that has a layout, and these are in {placed}; see shard_sequence"
 )
+
+INPUTS = ("query", "key", "value")
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -60,7 +56,7 @@ def install_sdpa() -> None:
     """Let DTensor's dispatcher ask us first about attention; what is not ours goes on as before."""
     add_handlers(FORWARD_OPS, _forward_handler)
     add_handlers(BACKWARD_OPS, _backward_handler)
-    add_handlers((UNFUSED_OP,), _unfused_handler)
+    _serve_unfused()
 
 
 def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Handler]) -> None:
@@ -77,13 +73,12 @@ def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Han
 def _forward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = arguments_of(op, args, kwargs)
-        query, key, value = bound["query"], bound["key"], bound["value"]
-        # Any of the three: if only keys are sharded, the error is ours.
-        if not any(on_annotated_axis(x, x.ndim - 2) for x in (query, key, value)):
+        if not _is_ours(bound):
             return as_before(previous, op, args, kwargs)
         _refuse(bound)
-        if query.ndim != 4:  # only the composite op takes these: its parts come back here
-            return op.decompose(*args, **kwargs)
+        query, key, value = bound["query"], bound["key"], bound["value"]
+        if query.ndim != 4:  # only the composite op takes these
+            return _fused(bound)
         attend, call = (
             (decode_dtensor, _decode_call(bound))
             if _is_decoding(query, key)
@@ -110,14 +105,40 @@ def _backward_handler(previous: Handler | None) -> Handler:
     return handle
 
 
-def _unfused_handler(previous: Handler | None) -> Handler:
-    def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        scores = args[0]
-        if any(on_annotated_axis(scores, scores.ndim - dim) for dim in (1, 2)):
-            raise ValueError(UNFUSED.format(dtype=scores.dtype))
-        return as_before(previous, op, args, kwargs)
+def _serve_unfused() -> None:
+    """Run what PyTorch would compute op by op as a ring, too.
 
-    return handle
+    It does so for dropout, head dims that differ and other reasons, or if a context says so, and
+    adds a causal mask that is no DTensor before any op of attention gets to DTensor's dispatcher.
+    """
+    for device in ("CPU", "CUDA", "Meta"):
+        key = f"Autograd{device}"
+        # Once: it has none of its own, as it is made of other ops.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(UNFUSED_OP.name(), key):
+            torch.library.impl(UNFUSED_OP.name(), key, _unfused)
+
+
+def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    bound = arguments_of(UNFUSED_OP, args, kwargs)
+    if not _is_ours(bound):
+        return UNFUSED_OP.decompose(*args, **kwargs)
+    _refuse(bound)
+    return _fused(bound), None  # nobody reads the weights
+
+
+def _fused(bound: dict[str, Any]) -> Any:
+    """Attention by an op that DTensor hands to us, whatever the number of dims."""
+    inputs, shape = [bound[name] for name in INPUTS], bound["query"].shape
+    if len(shape) != 4:
+        inputs = [x.reshape(-1, *(1, *x.shape)[-3:]) for x in inputs]
+    out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+
+
+def _is_ours(bound: dict[str, Any]) -> bool:
+    """Whether a sequence is sharded over an axis that has a layout."""
+    # Any of the three: if only keys are sharded, the error is ours.
+    return any(on_annotated_axis(x, x.ndim - 2) for x in (bound[name] for name in INPUTS))
 
 
 def _is_decoding(query: Any, key: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.axis_config import configured
+from dtensor_ring.dtensor.multihead import shard_multihead
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layouts.layout import Layout
@@ -30,6 +31,9 @@ class ContextParallel(ParallelStyle):
     The module gets local shards `(B, N, L, H)`, as all modules around it do. Inside, query, key
     and value are DTensors sharded in dimension 2, so its `F.scaled_dot_product_attention` or
     `ring_attention` runs over the axis; what it returns becomes local again.
+
+    `nn.MultiheadAttention` gets and returns its own shape, `(B, L, E)` or `(L, B, E)`, and takes
+    `is_causal` for the whole sequence: plan those in `nn.TransformerEncoderLayer` and its like.
 
     Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
     of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
@@ -74,6 +78,11 @@ class ContextParallel(ParallelStyle):
         self.inputs = _names(inputs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.MultiheadAttention):
+            if self.inputs != INPUTS:
+                raise ValueError("nn.MultiheadAttention has inputs of its own; leave inputs out")
+            return shard_multihead(module, SequenceAxis(device_mesh, self.layout, **self.how))
+        _check_parts(module)
         parameters = signature(module.forward).parameters
         # A forward that takes anything may take the inputs, too.
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
@@ -83,16 +92,26 @@ class ContextParallel(ParallelStyle):
                 f"{list(self.inputs)}; say which of its arguments are query, key and value: "
                 "inputs=(...)"
             )
-        SequenceAxis(device_mesh, self.layout, **self.how)
+        axis = SequenceAxis(device_mesh, self.layout, **self.how)
         positions = _positions(parameters.values(), self.inputs)
         defaults = {name: p.default for name, p in parameters.items()}
-        shard = partial(_shard, mesh=device_mesh, defaults=defaults)
+        shard = partial(_shard, axis=axis, defaults=defaults)
         module.register_forward_pre_hook(
             partial(_shard_inputs, shard=shard, positions=positions, names=self.inputs),
             with_kwargs=True,
         )
         module.register_forward_hook(_local_outputs)
         return module
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Refuse a module whose attention is that of a module in it."""
+    found = [name for name, x in module.named_modules() if isinstance(x, nn.MultiheadAttention)]
+    if found:
+        raise ValueError(
+            f"{type(module).__name__} attends by {found}, nn.MultiheadAttention in it: apply "
+            "ContextParallel to those"
+        )
 
 
 def _names(inputs: Any) -> tuple[str, ...]:
@@ -138,7 +157,7 @@ def _shard_inputs(
     return sharded, kwargs | named
 
 
-def _shard(name: str, x: Any, *, mesh: DeviceMesh, defaults: dict[str, Any]) -> Any:
+def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -> Any:
     if not isinstance(x, Tensor):
         # What may be left out may be given so, and what has no name may be anything.
         if x is defaults.get(name, x):
@@ -159,8 +178,13 @@ def _shard(name: str, x: Any, *, mesh: DeviceMesh, defaults: dict[str, Any]) -> 
         return x
     if x.ndim != 4:
         raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "torch.export cannot make DTensors of local tensors, as ContextParallel does; call "
+            "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"
+        )
     # Comparing shapes over the ranks would cost a collective for each tensor.
-    return DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
+    return DTensor.from_local(x, axis.mesh, [Shard(SEQUENCE)], run_check=False)
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:

@@ -10,16 +10,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from dtensor_ring.ops import decode, exchange
 from dtensor_ring.ops.arguments import Leaf
 from dtensor_ring.ops.autocast import cast
 from dtensor_ring.ops.decode import DECODE, decode_op
 from dtensor_ring.ops.decode_options import DECODE_LEAVES
-from dtensor_ring.ops.exchange import exchange_op
+from dtensor_ring.ops.exchange import EXCHANGE, exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Seen, flatten_trade, unflatten_trade
 from dtensor_ring.ops.options import LEAVES
-from dtensor_ring.ops.schema import BACKWARD, FORWARD, forward, ring_backward_op, ring_op
+from dtensor_ring.ops.schema import (
+    BACKWARD,
+    FORWARD,
+    backward,
+    forward,
+    ring_backward_op,
+    ring_op,
+)
+from dtensor_ring.ops.transforms import LIBRARY, recorded, register_samples, under_node
 from dtensor_ring.transport.session import session_of
 
 Result = tuple[Tensor, Tensor]
@@ -39,7 +48,7 @@ def _place_of_sinks(leaves: tuple[Leaf, ...]) -> int:
 _SINKS, _DECODE_SINKS = _place_of_sinks(LEAVES), _place_of_sinks(DECODE_LEAVES)
 
 
-class _RingFunction(torch.autograd.Function):
+class _RingFunction(_SingleLevelFunction):
     """The autograd node of a call.
 
     Written out because `torch.library.register_autograd` looks at every argument of the schema in
@@ -51,7 +60,9 @@ class _RingFunction(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
     ) -> Result:
-        output = _below_autograd(ring_op, forward, keyset, query, key, value, *options)
+        output = _below_autograd(
+            *(ring_op, forward, keyset, query, key, value, *options), of_node=True
+        )
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
         ctx.options = list(options)
@@ -80,8 +91,18 @@ class _RingFunction(torch.autograd.Function):
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
 
 
-def _below_autograd(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -> T:
-    """The results of an op, whose implementation on plain tensors is `run`."""
+def _below_autograd(
+    op: Any, run: Callable[..., T], keyset: Any, *inputs: Any, of_node: bool = False
+) -> T:
+    """The results of an op, whose implementation on plain tensors is `run`.
+
+    Args:
+        op: the op.
+        run: gets the inputs.
+        keyset: of the call.
+        inputs: of the op.
+        of_node: whether the `forward` of a node calls this.
+    """
     below = keyset & torch._C._after_autograd_keyset
     # Nor are views tracked. Outputs are views of fresh memory in another order, and autograd
     # refuses changes in place of a view that a function returns.
@@ -90,7 +111,8 @@ def _below_autograd(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -
         # argument twice.
         if _is_plain(keyset):
             return run(*inputs)
-        return op.redispatch(below, *inputs)
+        with under_node() if of_node else nullcontext():
+            return op.redispatch(below, *inputs)
 
 
 def _is_plain(keyset: Any) -> bool:
@@ -101,10 +123,10 @@ def _is_plain(keyset: Any) -> bool:
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
     # Saving tensors costs: not in inference.
     inputs = query, key, value, options[_SINKS]
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return _RingFunction.apply(*inputs, keyset, options)
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return recorded(_RingFunction, *inputs, keyset, options)
     return _below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
@@ -126,12 +148,14 @@ NO_GRADIENT = (
 )
 
 
-class _ExchangeFunction(torch.autograd.Function):
+class _ExchangeFunction(_SingleLevelFunction):
     """The autograd node of an exchange, which is linear: backward is the way back."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = _below_autograd(exchange_op, exchange.forward, keyset, [*tensors], *options)
+        outputs = _below_autograd(
+            *(exchange_op, exchange.forward, keyset, [*tensors], *options), of_node=True
+        )
         trade = unflatten_trade(options)
         ctx.save_for_backward(*trade.dealt)
         # A compiler makes no call now, so that there is no number of it.
@@ -163,31 +187,44 @@ class _ExchangeFunction(torch.autograd.Function):
 
 
 def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return list(_ExchangeFunction.apply(keyset, options, *tensors))
     if forward_ad._current_level >= 0:
         _refuse_tangents(tuple(tensors))
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return list(recorded(_ExchangeFunction, keyset, options, *tensors))
     return _below_autograd(exchange_op, exchange.forward, keyset, tensors, *options)
 
 
 def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
-    """Without this they would be dropped silently; with grad enabled autograd raises itself."""
+    """Without this they would be dropped silently, or refused in the words of autograd."""
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("attention over an axis has no forward-mode derivative")
 
 
-def _refuse_second(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("ring attention is differentiable once, not twice")
+class _BackwardFunction(_SingleLevelFunction):
+    """The autograd node of a backward call, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError("ring attention is differentiable once, not twice")
 
 
-_LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
-_LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
-torch.library.register_autograd(BACKWARD, _refuse_second)
+def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return recorded(_BackwardFunction, keyset, *inputs)
+    return _below_autograd(ring_backward_op, backward, keyset, *inputs)
 
 
-_LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
-_LIBRARY.impl("exchange", _exchange, "Autograd", with_keyset=True)
+LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
+LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
+LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
+LIBRARY.impl("exchange", _exchange, "Autograd", with_keyset=True)
+for _name in (FORWARD, BACKWARD, DECODE, EXCHANGE):
+    register_samples(_name)
 
 
 def _autocast(device_type: str) -> None:

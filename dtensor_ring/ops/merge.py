@@ -11,6 +11,7 @@ from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.compute.merge import merge_gradients
 from dtensor_ring.compute.partial import Partial
 from dtensor_ring.ops.strides import unit_stride
+from dtensor_ring.ops.transforms import register_gradient, register_samples
 
 NAME = "dtensor_ring::merge_attention"
 
@@ -49,4 +50,5 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
     return merge_gradients(grad_out, grad_lse, parts[:middle], parts[middle:], lse)
 
 
-torch.library.register_autograd(NAME, _gradients, setup_context=_setup)
+register_gradient(NAME, _gradients, _setup)
+register_samples(NAME)

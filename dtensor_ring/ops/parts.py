@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.transforms import register_gradient
 from dtensor_ring.transport.agreed import TransportContext, agreed_transport
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.protocol import P2P, Transport
@@ -124,5 +125,5 @@ def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return gather_parts_op(grad, *ctx.place), None, None, None
 
 
-torch.library.register_autograd(GATHER, _sum_gradient, setup_context=_keep)
-torch.library.register_autograd(SUM, _gather_gradient, setup_context=_keep)
+register_gradient(GATHER, _sum_gradient, _keep)
+register_gradient(SUM, _gather_gradient, _keep)

@@ -58,8 +58,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
 torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
 
 
-@torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
-def _backward(
+def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -69,6 +68,7 @@ def _backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The ring's backward op on plain tensors."""
     call = unflatten(options)
     question = call.question(query.shape[0])
     with agreed_call(call, question, query, value, lse) as transport:
@@ -81,6 +81,9 @@ def _backward(
             *(transport, call.place.policy),
         )
     return *grads, sinks_gradient(saved, call.scores.sinks)
+
+
+torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
 
 
 @torch.library.register_fake(FORWARD)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.transforms import register_gradient
 from dtensor_ring.transport.agreed import agreed_transport
 from dtensor_ring.transport.process_group import transport_of
 from dtensor_ring.transport.protocol import P2P, Chain, Transport
@@ -139,8 +140,8 @@ def _receive_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return receive_op(anchor, *ctx.shape, -ctx.step, ctx.group_name), None, None
 
 
-torch.library.register_autograd(RECEIVE, _send_gradient, setup_context=_keep_place)
-torch.library.register_autograd(SEND, _receive_gradient, setup_context=_keep_shape)
+register_gradient(RECEIVE, _send_gradient, _keep_place)
+register_gradient(SEND, _receive_gradient, _keep_shape)
 
 
 def attached(x: Tensor, token: Tensor) -> Tensor:
@@ -150,9 +151,12 @@ def attached(x: Tensor, token: Tensor) -> Tensor:
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
+    def forward(x: Tensor, token: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.ops.autocast import autocast_dtype
+from dtensor_ring.ops.transforms import register_gradient
 
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
@@ -210,4 +211,4 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 torch.library.impl(FORWARD, "CompositeExplicitAutograd", forward)
 torch.library.impl(BACKWARD, "CompositeExplicitAutograd", backward)
-torch.library.register_autograd(FORWARD, _gradients, setup_context=_keep)
+register_gradient(FORWARD, _gradients, _keep)

@@ -196,7 +196,10 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         install_generate(model, sharding)
-        model.context_parallel_sharding = sharding
+        # Before all else, so that pickle meets it before what transformers has put into layers.
+        others = dict(vars(model))
+        vars(model).clear()
+        vars(model).update({"context_parallel_sharding": sharding} | others)
 
 
 def _examine(

@@ -12,6 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 STOCK = "context_parallel_stock"
 """Where modules keep it, so that copies of a model have it, too."""
 
+NO_PICKLE = (
+    "a model under context_parallel_plan cannot be pickled, as by torch.save(model): save "
+    "model.state_dict() or call model.save_pretrained(folder), whose weights are those of the "
+    "stock model, or restore_model(model) before; apply the plan after loading"
+)
+
 
 class Absent:
     """In place of an attribute that a module does not have."""

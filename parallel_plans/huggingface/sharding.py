@@ -42,6 +42,7 @@ from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.relay import AxisRelay
+from parallel_plans.huggingface.restore import NO_PICKLE
 from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
 from parallel_plans.huggingface.weights import Agreement
 
@@ -82,6 +83,10 @@ class Sharding(Outputs):
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Copies of a model share it, as they share the forward that calls it."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: the plan put functions into the model that know its processes."""
+        raise TypeError(NO_PICKLE)
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call that are not `None`, by name."""
@@ -284,7 +289,8 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
 
 def has_content(batch: dict[str, Any]) -> bool:
     """Whether its tensors are real, and can be compared with those of other ranks."""
-    if torch.compiler.is_compiling():  # a graph cannot raise
+    # A graph cannot raise, and what transforms of torch.func make of a tensor has no memory.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
     return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)

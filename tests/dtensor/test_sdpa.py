@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.torch_version import TorchVersion
 
 from dtensor_ring import Mask, shard_sequence, unshard_sequence
 from tests.dense import dense_attention
@@ -76,26 +75,26 @@ def _check_case(placements: tuple[Placement, ...], layout: str, options: dict[st
             assert_same(actual, dense_result, placements)
 
 
-def test_three_dims(pool: Pool) -> None:
-    pool.run(2, _check_three_dims)
+@pytest.mark.parametrize("shape", [(8, 4), (3, 8, 4), (2, 1, 3, 8, 4)])
+def test_other_numbers_of_dims(pool: Pool, shape: tuple[int, ...]) -> None:
+    pool.run(2, _check_dims, shape)
 
 
-def _check_three_dims() -> None:
-    """Not every torch has a fused kernel for them, but never is the result another one."""
+def _check_dims(shape: tuple[int, ...]) -> None:
+    """PyTorch has fused kernels for some of them."""
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
-    x = torch.randn(3, 8, 4)
+    x, dim = torch.randn(shape), len(shape) - 2
     expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    sharded = shard_sequence(x, mesh, 1)
-    fused = TorchVersion(torch.__version__) >= (2, 15)
+    sharded = shard_sequence(x, mesh, dim)
     for mode in (nullcontext, torch.inference_mode):
-        with mode(), nullcontext() if fused else pytest.raises((RuntimeError, ValueError)):
+        with mode():
             out = F.scaled_dot_product_attention(sharded, sharded, sharded, is_causal=True)
-            assert out.placements == (Shard(1),)
-            torch.testing.assert_close(unshard_sequence(out, 1), expected, atol=1e-5, rtol=1e-5)
-        with mode(), pytest.raises((RuntimeError, ValueError)):
+            assert out.placements == (Shard(dim),)
+            torch.testing.assert_close(unshard_sequence(out, dim), expected, atol=1e-5, rtol=1e-5)
+        with mode(), pytest.raises(ValueError, match="attn_mask cannot be served"):
             F.scaled_dot_product_attention(sharded, sharded, sharded, x.new_zeros(8, 8))
-    with torch.inference_mode(), pytest.raises(ValueError, match="dropout cannot be served"):
-        F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
+        with mode(), pytest.raises(ValueError, match="dropout cannot be served"):
+            F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
 
 
 # The ops that GPUs choose between, called as `scaled_dot_product_attention` calls them.
@@ -140,8 +139,7 @@ REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
     "dropout, causal": (
         [(SEQUENCE, REPLICATE)] * 3,
         {"dropout_p": 0.5, "is_causal": True},
-        # Of DTensor, as PyTorch adds a causal mask that is a plain tensor; inference mode has ours.
-        "mixed torch.Tensor and DTensor|dropout",
+        "dropout cannot be served",
     ),
     "two axes": ([(SEQUENCE, SEQUENCE)] * 3, {}, "exactly one mesh axis, it is on 2 axes"),
     "query on one axis, key on the other": (
@@ -186,21 +184,68 @@ def _check_refusal(
             F.scaled_dot_product_attention(*inputs, **options)
 
 
+# What PyTorch would compute op by op: key/value heads and head dim of the values, and options.
+UNFUSED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "causal": (4, 8, {"is_causal": True}),
+    "full, grouped, scaled": (2, 8, {"enable_gqa": True, "scale": 0.3}),
+    "head dims that differ": (4, 6, {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused(pool: Pool, name: str) -> None:
+    pool.run(2, _check_unfused, *UNFUSED[name])
+
+
+def _check_unfused(kv_heads: int, value_head_dim: int, options: dict[str, Any]) -> None:
+    """In a context without fused kernels, with and without gradients, in float64."""
+    mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
+    whole = random_inputs(kv_heads=kv_heads, value_head_dim=value_head_dim)
+    *whole, grad_out = (x.double() for x in whole)
+    mask = Mask.causal() if options.get("is_causal") else Mask.full()
+    dense = dense_attention(*whole, mask, scale=options.get("scale"))
+    inputs = [place(x, mesh, (SEQUENCE,)).requires_grad_() for x in whole]
+
+    def run(*inputs: Any) -> Any:
+        return F.scaled_dot_product_attention(*inputs, **options)
+
+    def same(actual: DTensor, expected: Any) -> None:
+        assert actual.placements == (SEQUENCE,)
+        whole = unshard_sequence(actual.detach(), 2)
+        torch.testing.assert_close(whole, expected.detach(), atol=1e-12, rtol=1e-10)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(run(*whole), dense.out.detach())  # plain tensors, as ever
+        for attention in eager_and_compiled(run):
+            out = attention(*inputs)
+            grads = torch.autograd.grad(out, inputs, place(grad_out, mesh, (SEQUENCE,)))
+            for actual, expected in zip(
+                [out, *grads], [dense.out, *dense.backward(grad_out)], strict=True
+            ):
+                same(actual, expected)
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    same(attention(*inputs), dense.out)
+
+
 def test_unfused_is_refused(pool: Pool) -> None:
-    pool.run(2, _check_unfused)
+    pool.run(2, _check_unfused_refusals)
 
 
-def _check_unfused() -> None:
+def _check_unfused_refusals() -> None:
+    """What a ring cannot do is refused alike in every context, and before a graph runs."""
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     query, key, value, _ = (place(x, mesh, (SEQUENCE,)) for x in random_inputs(kv_heads=4))
-    with sdpa_kernel(SDPBackend.MATH), pytest.raises(ValueError, match="needs one of the fused"):
-        F.scaled_dot_product_attention(query, key, value)
     fewer = key[:, :2], value[:, :2]
-    with torch.inference_mode(), pytest.raises(ValueError, match="heads without enable_gqa=True"):
-        F.scaled_dot_product_attention(query, *fewer)
+    for context in (nullcontext, torch.inference_mode, lambda: sdpa_kernel(SDPBackend.MATH)):
+        with context(), pytest.raises(ValueError, match="heads without enable_gqa=True"):
+            F.scaled_dot_product_attention(query, *fewer)
+        with context(), pytest.raises(ValueError, match="dropout cannot be served"):
+            F.scaled_dot_product_attention(query, key, value, dropout_p=0.5, is_causal=True)
     integers = (x.to_local().int() for x in (query, key, value))
     integers = (DTensor.from_local(x, mesh, [SEQUENCE]) for x in integers)
-    with pytest.raises(ValueError, match="a dtype that is not floating"):
+    with pytest.raises(ValueError, match="float"):
         F.scaled_dot_product_attention(*integers)
-    with pytest.raises(ValueError, match="head dims that differ"):
-        F.scaled_dot_product_attention(query, key, value[..., :4])
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="dropout cannot be served"):
+        compiled(query, key, value, dropout_p=0.5, is_causal=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from copy import deepcopy
 from functools import wraps
 from types import MethodType
@@ -109,6 +111,22 @@ def refused() -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(1, refused)
+
+
+def saved(family: str) -> None:
+    """Pickle comes to the plan before what transformers has put into layers."""
+    model = planned(small_model(family))
+    for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"state_dict\(\) .* or restore_model\(model\) before"):
+            save(model)
+    if family == "Llama":
+        restore_model(model)
+        assert torch.equal(logits_of(pickle.loads(pickle.dumps(model))), logits_of(model))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Jamba"])
+def test_saved(pool: Pool, family: str) -> None:
+    pool.run(1, saved, family)
 
 
 def part() -> None:

@@ -1,0 +1,119 @@
+"""Gradients and batching of ops, as they are and within the transforms of `torch.func`.
+
+Note [Levels]: `torch.func.grad` wraps its inputs, and so do other transforms, each at a level of
+its own. The dispatcher calls an op's "Autograd" kernel at a level; what that calls below autograd
+goes on at the level under it. So a kernel records a node of that one level, a
+`_SingleLevelFunction`; `torch.autograd.Function`, for users, would begin at the first level again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
+
+LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
+
+
+def recorded(node: Any, *inputs: Any) -> Any:
+    """The results of `node.apply(*inputs)`, for the kernel of an op at any level.
+
+    Args:
+        node: a `_SingleLevelFunction`.
+        inputs: tensors and whatever else its `forward` takes.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return node.apply(*inputs)
+    with enable_single_level_autograd_function():
+        return node.apply(*inputs)
+
+
+@contextmanager
+def under_node() -> Iterator[None]:
+    """Within the `forward` of a node, where gradients are off: on, for the levels under it."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with torch.enable_grad(), _set_fwd_grad_enabled(True):
+        yield
+
+
+def register_gradient(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> None:
+    """As `torch.library.register_autograd`, which knows no levels.
+
+    Args:
+        name: of the op, with its namespace.
+        backward: gets a context and gradients, and returns those of all inputs.
+        setup_context: gets a context, inputs and output.
+    """
+    op = _op(name)
+
+    class Node(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *leaves, keyset, spec = inputs
+            arguments = pytree.tree_unflatten(leaves, spec)
+            with torch._C._AutoDispatchBelowAutograd(), under_node():
+                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *pytree.tree_leaves(backward(ctx, *grads)), None, None
+
+    def run(keyset: Any, *arguments: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_no_tensors)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return recorded(Node, *leaves, keyset, spec)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    Node.__name__ = Node.__qualname__ = op._opname
+    LIBRARY.impl(op._opname, run, "Autograd", with_keyset=True)
+
+
+def register_samples(name: str) -> None:
+    """Let `torch.vmap` run an op for one sample after the other, on all ranks in the same order.
+
+    PyTorch does so by itself for an op without lists of tensors, and warns.
+
+    Args:
+        name: of the op, with its namespace.
+    """
+    op = _op(name)
+
+    def run(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        leaves, spec = pytree.tree_flatten(arguments)
+        dims = pytree.tree_leaves(in_dims)
+        outputs = []
+        for number in range(info.batch_size):
+            sample = [
+                x if dim is None else x.select(dim, number)
+                for x, dim in zip(leaves, dims, strict=True)
+            ]
+            outputs.append(op(*pytree.tree_unflatten(sample, spec)))
+        stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *outputs)
+        return stacked, pytree.tree_map(lambda _: 0, stacked)
+
+    torch.library.register_vmap(name, run, lib=LIBRARY)
+
+
+def _is_no_tensors(argument: Any) -> bool:
+    """Whether an argument is a list that has no gradients, one by one."""
+    return isinstance(argument, list) and not any(isinstance(x, Tensor) for x in argument)
+
+
+def _op(name: str) -> Any:
+    """The op of a qualified name."""
+    return getattr(torch.ops.dtensor_ring, name.removeprefix("dtensor_ring::")).default

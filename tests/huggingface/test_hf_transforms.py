@@ -1,0 +1,38 @@
+"""`torch.func` over a planned model: the gradients that backward gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.func import functional_call, grad
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+TOKENS = torch.arange(2, 34).view(2, 16) % VOCABULARY
+PACKED = torch.arange(16).repeat(2, 1) % 10  # two documents in each row
+
+
+def check(family: str, strategy: str | None) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = small_model(family)
+    parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": PACKED}
+    model(**batch).loss.backward()
+    expected = {name: x.grad for name, x in model.named_parameters()}
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (), batch).loss
+
+    found = grad(loss)(parameters)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
+def test_gradients(pool: Pool, family: str, strategy: str | None) -> None:
+    pool.run(2, check, family, strategy)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.dtensor.axis_config import configured
+from dtensor_ring.ops.caller import name_layer
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.huggingface.around import install_around
@@ -196,6 +197,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         install_generate(model, sharding)
+        _name_layers(model)
         model.context_parallel_sharding = sharding
 
 
@@ -220,6 +222,14 @@ def _examine(
         return layer_masks, states, reasons, None if reasons[0] else find_tail(model)
     finally:
         decoder.set_attn_implementation(before)
+
+
+def _name_layers(model: Any) -> None:
+    """Tell layers that send messages their names, which ranks compare."""
+    layers = {*attention_layers(model), *stateful_layers(model)}
+    for name, module in model.named_modules():
+        if module in layers:
+            name_layer(module, name)
 
 
 def _own_config(model: nn.Module, shared: Any) -> None:

@@ -38,6 +38,7 @@ from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.layout import DEFAULT, compared_layouts
 from parallel_plans.huggingface.locality import check_head, check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
+from parallel_plans.huggingface.outputs import takes_tuple
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
 from parallel_plans.huggingface.restore import changing, origin
@@ -253,6 +254,11 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = sharding.given(self, args, kwargs)
+        is_tuple = takes_tuple(given)
+        output = run(self, given)
+        return output.to_tuple() if is_tuple else output
+
+    def run(self: nn.Module, given: dict[str, Any]) -> Any:
         if asks_cache(given):
             return forward_with_cache(plain, self, sharding, given)
         batch, outcome = sharding.inputs(self, given)

@@ -116,8 +116,8 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
         ),
         (
             args.use_liger_kernel,
-            "use_liger_kernel replaces the forward that the plan wraps, whose loss projects in "
-            "tiles and makes no whole logits either; leave it out",
+            "use_liger_kernel replaces the forward that the plan wraps; leave it out, the plan "
+            "makes the loss without whole logits itself",
         ),
         (
             getattr(args, "predict_with_generate", False),

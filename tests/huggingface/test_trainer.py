@@ -72,7 +72,7 @@ def figures(trainer: Any, resume: str | None = None) -> dict[str, float]:
     """
     trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()
-    reports = [*trainer.state.log_history, trainer.predict(packed_rows()[:3]).metrics]
+    reports = [*trainer.state.log_history, trainer.predict(trainer.eval_dataset).metrics]
     found = {
         f"{number} {name}": x
         for number, report in enumerate(reports)
@@ -86,9 +86,11 @@ def counted(report: dict[str, float]) -> dict[str, float]:
     """A report with numbers of samples, steps and tokens, not with how many there are a second."""
     found = {name: x for name, x in report.items() if not name.endswith(CLOCK)}
     for name in report.keys() - found.keys():
-        number, found_rate, _ = name.partition("_per_second")
-        if found_rate:
-            found[number] = round(report[name] * report[f"{name.partition('_')[0]}_runtime"])
+        what, is_rate, _ = name.partition("_per_second")
+        if is_rate:
+            number = report[name] * report[f"{name.partition('_')[0]}_runtime"]
+            unit = SEQ_LEN if what.endswith("tokens") else 1  # both are rounded
+            found[what] = unit * round(number / unit)
     return found
 
 

@@ -95,7 +95,6 @@ class ContextParallel(ParallelStyle):
             with_kwargs=True,
         )
         module.register_forward_hook(_local_outputs)
-        module.register_forward_hook(_leave_layer, always_call=True)
         return module
 
 
@@ -170,10 +169,7 @@ def _shard(name: str, x: Any, *, mesh: DeviceMesh, defaults: dict[str, Any]) -> 
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
-    return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)
-
-
-def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
         CALLER.layer = ""
+    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
+    return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

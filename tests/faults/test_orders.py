@@ -21,6 +21,7 @@ from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, plain, step
 from tests.faults.differences import BOTH, LINE, Difference
 from tests.faults.test_differences import check
+from tests.faults.test_faults import live_on
 from tests.faults.worlds import Failure, Log, Worlds, failure_of
 
 CALL = Call(mask=Mask.full(), kernel="reference")
@@ -136,6 +137,7 @@ def call_within_a_call(log: Log, direction: str) -> tuple[Failure | None, Failur
     def call_once() -> None:
         if not told:
             told.append(None)
+            live_on(dist.get_world_size())  # both are within their calls
             with ThreadPoolExecutor(1) as thread:
                 told[0] = thread.submit(failure_in_step, mesh).result()
 

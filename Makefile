@@ -50,7 +50,7 @@ package: $(VENV)/.installed ## build sdist and wheel in dist/, and try the wheel
 		>$$(echo $(PACKAGED)/lib/python3.*/site-packages)/needed.pth
 	@cd $(PACKAGED) && bin/python -I $(CURDIR)/.ci/installed.py
 
-bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls, planning, the loss, decoding and, as root, hosts
+bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls, planning, the loss, decoding, faults and, as root, hosts
 	$(VENV)/bin/python benchmarks/ring.py $(ARGS)
 	$(VENV)/bin/python benchmarks/around.py $(ARGS)
 	$(VENV)/bin/python benchmarks/masks.py $(ARGS)
@@ -63,6 +63,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
 	$(VENV)/bin/python benchmarks/decode.py $(ARGS)
 	$(VENV)/bin/python benchmarks/generate.py $(ARGS)
+	$(VENV)/bin/python benchmarks/faults.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi
 

@@ -29,6 +29,8 @@ class Annotation:
     is_assumed: bool = False
     group_name: str | None = None
     """Of the group that was last seen over these ranks."""
+    num_layers: int = 0
+    """Modules that were told to attend over it, which ranks call by their number."""
 
     @property
     def how(self) -> str:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.layer import number_layer
+from dtensor_ring.ops.caller import within_layer
 from dtensor_ring.planning.masks.mask import Mask
 
 NO_PADDING = (
@@ -69,7 +71,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for x, weight, bias in zip(inputs, *self._projections(), strict=True)
         )
-        out = self.axis.attention(*heads, mask=Mask.causal() if is_causal else Mask.full())
+        with within_layer(self):
+            out = self.axis.attention(*heads, mask=Mask.causal() if is_causal else Mask.full())
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1), None
 
@@ -116,6 +119,7 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
         )
     module.__class__ = ShardedMultiheadAttention
     vars(module)["axis"] = axis
+    number_layer(module, axis.mesh)
     # Layers around it compute attention by themselves in inference, unless a part has a hook.
     module.register_forward_pre_hook(_no_fast_path)
     return module

@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.axis_config import configured
+from dtensor_ring.dtensor.layer import number_layer
 from dtensor_ring.dtensor.multihead import shard_multihead
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.ops.caller import CALLER, layer_of
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.spelling import as_layout
@@ -93,6 +95,7 @@ class ContextParallel(ParallelStyle):
                 "inputs=(...)"
             )
         axis = SequenceAxis(device_mesh, self.layout, **self.how)
+        number_layer(module, device_mesh)
         positions = _positions(parameters.values(), self.inputs)
         defaults = {name: p.default for name, p in parameters.items()}
         shard = partial(_shard, axis=axis, defaults=defaults)
@@ -147,6 +150,8 @@ def _shard_inputs(
     positions: dict[int, str],
     names: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not torch.compiler.is_compiling():  # a graph would be one of this layer only
+        CALLER.layer = layer_of(module)
     sharded = tuple(shard(positions[i], x) if i in positions else x for i, x in enumerate(args))
     named = {name: shard(name, kwargs[name]) for name in names if name in kwargs}
     if not named and not any(i in positions for i in range(len(args))):
@@ -188,5 +193,7 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        CALLER.layer = ""
     # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
     return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.transforms import register_gradient
 from dtensor_ring.transport.agreed import agreed_transport
 from dtensor_ring.transport.process_group import transport_of
@@ -92,7 +93,8 @@ def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Tr
     chain = Chain(step, Word(fields).tag(0, 0))
     direction = "forward" if step > 0 else "backward"
     word = Word({"direction": direction, "op": op} | fields)
-    with agreed_transport(group, word, direction, state.device, chain=chain) as transport:
+    how = {"where": CALLER.where, "chain": chain}
+    with agreed_transport(group, word, direction, state.device, **how) as transport:
         yield transport
 
 

@@ -82,7 +82,7 @@ def agreed_call(
         *(None if sinks is None else sinks.dtype, scale, softcap, kernel),
     )
     word = _word(attention, call.place.policy, *question)
-    return agreed_transport(group, word, direction, query.device, origin, CALLER.place)
+    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
 
 
 def agreed_decode(
@@ -113,7 +113,7 @@ def agreed_decode(
     word = _decode_word(attention, num_queries, merge, agree, *question)
     size = first_bytes(query, value, merge, question.world_size)
     agreed = agreed_transport(
-        group, word, "decode", query.device, place=CALLER.place, first_bytes=size
+        group, word, "decode", query.device, where=CALLER.where, first_bytes=size
     )
     return _combining(agreed, question, merge)
 
@@ -133,7 +133,7 @@ def agreed_exchange(
         *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
     )
     direction = _direction(trade.is_back)
-    return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.place)
+    return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.where)
 
 
 def _direction(is_back: bool) -> str:

@@ -19,7 +19,7 @@ from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
 from dtensor_ring.transport.shared_memory import SharedMemory
-from dtensor_ring.transport.word import Word, differences, flat
+from dtensor_ring.transport.word import NOWHERE, Word, differences, flat
 
 TransportContext = AbstractContextManager[Transport]
 
@@ -30,7 +30,7 @@ def agreed_transport(
     direction: str,
     device: torch.device,
     origin: int = 0,
-    place: str = "",
+    where: tuple[str, str] = NOWHERE,
     first_bytes: int | None = None,
     chain: Chain | None = None,
 ) -> TransportContext:
@@ -42,7 +42,7 @@ def agreed_transport(
         direction: what the ranks do, as `RingError.direction` has it.
         device: of the call's tensors.
         origin: number of the forward call that a backward call belongs to; 0 if not known.
-        place: in the code of the caller; empty if not known.
+        where: the call stands, as far as that is known, see `Where`.
         first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
             words may carry them then; 0 if all ranks get the words, and there are no messages.
         chain: if words and messages go along the ranks, from one to the next.
@@ -53,7 +53,7 @@ def agreed_transport(
     keeps_tags = transport.keeps_tags(device)
     is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
     carries = is_small and (is_plain(transport, device) or not first_bytes)
-    how = word, direction, origin, place, carries, chain
+    how = word, direction, origin, where, carries, chain
     return AgreedTransport(group, session, transport, keeps_tags, *how)
 
 
@@ -69,12 +69,12 @@ class AgreedTransport(Transport):
         word: Word,
         direction: str,
         origin: int,
-        place: str,
+        where: tuple[str, str],
         carries: bool = False,
         chain: Chain | None = None,
     ) -> None:
         self._group, self._session, self._transport = group, session, transport
-        self._keeps_tags, self._word, self._origin, self._place = keeps_tags, word, origin, place
+        self._keeps_tags, self._word, self._origin, self._at = keeps_tags, word, origin, where
         self._direction, self._carries, self._chain = direction, carries, chain
         self._step: int | None = None
         self._number = self._tag = self._phase = 0
@@ -93,7 +93,7 @@ class AgreedTransport(Transport):
                 self._shut_down(str(error))
             raise
         try:
-            self._mine = self._word.message(self._number, self._origin, self._place)
+            self._mine = self._word.message(self._number, self._origin, self._at)
             self._tag = self._word.tag(self._number, self._origin)
             if self._chain is not None:
                 self._tag = self._chain.tag

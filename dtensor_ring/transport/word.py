@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,20 @@ from dtensor_ring.transport.process_group import ABORT_TAG
 MAX_BYTES = 2048
 """Of a word. What a call is takes some 500; longer boundaries are told by their digest."""
 
-_HEAD = "<QQQ96s"  # number of the call, of the forward call of a backward; digest; place in code
-_HEAD_BYTES = 120  # of that
+_HEAD = "<QQQ96s64s"  # number of the call, of the forward call of a backward; digest; `Where`
+_HEAD_BYTES = 184  # of that
+
+
+class Where(NamedTuple):
+    """Where a call stands, as far as that is known: a compiled one has no place."""
+
+    place: str = ""
+    """In the code of the caller."""
+    layer: str = ""
+    """Of the model, as all ranks call it."""
+
+
+NOWHERE = ("", "")
 
 
 class Word:
@@ -43,16 +56,19 @@ class Word:
         # The digest is of all, so that what is cut off counts, too. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
-    def message(self, number: int, origin: int, place: str = "") -> bytearray:
+    def message(self, number: int, origin: int, where: tuple[str, str] = NOWHERE) -> bytearray:
         """The message of a call.
 
         Args:
             number: of the call, counted on its group.
             origin: number of the forward call that a backward call belongs to; 0 if not known.
-            place: in the code of the caller; empty if not known.
+            where: the call stands, see `Where`.
         """
         message = bytearray(self._template)
-        struct.pack_into(_HEAD, message, 0, number, origin, self._digest, place.encode())
+        place, layer = where
+        # Of the name of a layer the end is kept, by which layers differ.
+        texts = place.encode(), layer.encode()[-64:]
+        struct.pack_into(_HEAD, message, 0, number, origin, self._digest, *texts)
         return message
 
     def tag(self, number: int, origin: int) -> int:
@@ -72,11 +88,12 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
 
     Anything may follow either of them.
 
-    A place in the code that is not known differs from none: a compiled call has none.
+    A place or a layer that is not known differs from none: a compiled call has none.
     """
     one, other = _fields(mine), _fields(theirs)
-    if not (one[_PLACE] and other[_PLACE]):
-        one[_PLACE] = other[_PLACE]
+    for name in (_PLACE, _LAYER):
+        if not (one[name] and other[name]):
+            one[name] = other[name]
     names = dict.fromkeys([*one, *other])  # in order
     found = [(name, one.get(name, "none"), other.get(name, "none")) for name in names]
     # The digest says no more than the fields, if they differ.
@@ -84,15 +101,17 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     return [x for x in found if x[0] != _DIGEST] or found
 
 
-_DIGEST, _PLACE = "what does not fit into a word", "place of the call"
+_DIGEST = "what does not fit into a word"
+_PLACE, _LAYER = "place of the call", "layer"
 
 
 def _fields(message: bytes | bytearray) -> dict[str, str]:
-    number, origin, digest, place = struct.unpack_from(_HEAD, message)
+    number, origin, digest, place, layer = struct.unpack_from(_HEAD, message)
     head = {
         "number of the call": f"{number:,}",
         "backward of call number": f"{origin:,}",
         _PLACE: _text(place),
+        _LAYER: _text(layer),
         _DIGEST: f"{digest:x}",
     }
     lines = _text(bytes(message[_HEAD_BYTES:])).splitlines()

@@ -31,7 +31,7 @@ from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, describ
 from parallel_plans.huggingface.cached import GROWS, asks_cache, cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
-from parallel_plans.huggingface.outputs import OutputSpec
+from parallel_plans.huggingface.outputs import OutputSpec, takes_tuple
 from parallel_plans.huggingface.sharding import Sharding, has_content
 from parallel_plans.huggingface.tower import install_tower
 
@@ -175,7 +175,9 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = around.given(self, args, kwargs)
-        return (run_eager if asks_cache(given) else run)(self, given)
+        is_tuple = takes_tuple(given)
+        output = (run_eager if asks_cache(given) else run)(self, given)
+        return output.to_tuple() if is_tuple else output
 
     return forward
 

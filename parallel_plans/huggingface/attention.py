@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtensor_ring.ops.caller import within_layer
 from parallel_plans.huggingface.dropout import no_dropout
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.given import GivenMask, ModelMask
@@ -73,15 +74,11 @@ def attention(
         )
     frame = ring.frame(module)
     _refuse(module, query, key, dropout, others, frame)
-    out = frame.attend(
-        at_positions(module, query, ring.indices, ring.past),
-        key,
-        value,
-        sinks=s_aux,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        **_seen(module, attention_mask, ring, frame),
-    )
+    query = at_positions(module, query, ring.indices, ring.past)
+    scores = {"sinks": s_aux, "scale": scaling, "softcap": softcap or 0.0}
+    seen = _seen(module, attention_mask, ring, frame)
+    with within_layer(module):
+        out = frame.attend(query, key, value, **scores, **seen)
     return out.transpose(1, 2), None
 
 

@@ -88,8 +88,6 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
             f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
             "give such labels that number"
         )
-    if given.get("return_dict") is False:
-        raise ValueError("return_dict=False is not supported over a sharded sequence")
     seq_len = _check_lengths(given, has_axes(model))
     _check_range(model, given)
     return seq_len

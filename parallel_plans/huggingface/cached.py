@@ -36,8 +36,9 @@ UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
 
 def asks_cache(given: dict[str, Any]) -> bool:
-    """Whether a call is given a cache, or wants a new one."""
-    return given.get("past_key_values") is not None or bool(given.get("use_cache"))
+    """Whether a call is given a cache, or wants a new one; beside labels nobody goes on from it."""
+    asks_new = bool(given.get("use_cache")) and given.get("labels") is None
+    return given.get("past_key_values") is not None or asks_new
 
 
 def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:

@@ -34,6 +34,17 @@ class OutputSpec(NamedTuple):
     """Names of the outputs that are dealt, if not all are."""
 
 
+def takes_tuple(given: dict[str, Any]) -> bool:
+    """Whether a call asks for a tuple; takes that out of its arguments.
+
+    What a tuple has is known by its place, so logits are in it, asked for or not.
+    """
+    is_tuple = given.pop("return_dict", None) is False
+    if is_tuple:
+        given["output_logits"] = True
+    return is_tuple
+
+
 class Outputs:
     """Joins what the ranks of an axis make of a batch.
 

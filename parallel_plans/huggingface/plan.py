@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.dtensor.axis_config import configured
+from dtensor_ring.ops.caller import name_layer
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.huggingface.around import install_around
@@ -37,6 +38,7 @@ from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.layout import DEFAULT, compared_layouts
 from parallel_plans.huggingface.locality import check_head, check_locality
 from parallel_plans.huggingface.loss import Loss, other_loss
+from parallel_plans.huggingface.outputs import takes_tuple
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
 from parallel_plans.huggingface.restore import changing, origin
@@ -196,6 +198,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         install_generate(model, sharding)
+        _name_layers(model)
         # Before all else, so that pickle meets it before what transformers has put into layers.
         others = dict(vars(model))
         vars(model).clear()
@@ -225,6 +228,14 @@ def _examine(
         decoder.set_attn_implementation(before)
 
 
+def _name_layers(model: Any) -> None:
+    """Tell layers that send messages their names, which ranks compare."""
+    layers = {*attention_layers(model), *stateful_layers(model)}
+    for name, module in model.named_modules():
+        if module in layers:
+            name_layer(module, name)
+
+
 def _own_config(model: nn.Module, shared: Any) -> None:
     """Copy the config, so that other models that share it keep their attention."""
     copies: dict[int, Any] = {}  # of the configs in it, too
@@ -246,6 +257,11 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = sharding.given(self, args, kwargs)
+        is_tuple = takes_tuple(given)
+        output = run(self, given)
+        return output.to_tuple() if is_tuple else output
+
+    def run(self: nn.Module, given: dict[str, Any]) -> Any:
         if asks_cache(given):
             return forward_with_cache(plain, self, sharding, given)
         batch, outcome = sharding.inputs(self, given)

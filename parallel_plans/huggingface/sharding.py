@@ -94,6 +94,8 @@ class Sharding(Outputs):
         found = dict(zip(self._names, args, strict=False)) | kwargs
         if "labels" not in self._names and model.get_output_embeddings() is None:
             found.pop("labels", None)  # those of the model around a base model
+        if "cache_position" not in self._names:
+            found.pop("cache_position", None)  # that of transformers 4, which nothing reads
         return {name: x for name, x in found.items() if x is not None}
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtensor_ring.ops.caller import within_layer
 from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.scan import going_on, scans
 
@@ -187,7 +188,8 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
             return runs(*given.args, **given.kwargs), here.after
 
         trains = any(x.requires_grad for x in self.parameters())
-        return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
+        with within_layer(self):
+            return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
 
     return forward
 

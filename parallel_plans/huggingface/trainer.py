@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -21,12 +23,18 @@ from transformers.trainer_utils import seed_worker
 from parallel_plans.huggingface.classification import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding import shardings_of, whole_outputs
-from parallel_plans.huggingface.trainer_mesh import DATA_AXES, flattened, mesh_config, trainer_mesh
+from parallel_plans.huggingface.shared_state import as_launched, forget_earlier, fsdp_plugin
+from parallel_plans.huggingface.trainer_mesh import (
+    DATA_AXES,
+    MeshConfig,
+    flattened,
+    mesh_config,
+    trainer_mesh,
+)
 from parallel_plans.huggingface.trainer_options import (
     check_launch,
     check_options,
     check_weights,
-    fsdp_plugin,
 )
 
 
@@ -77,6 +85,7 @@ class ContextParallelTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._given_mesh, self._plan = mesh, plan
+        self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())
         if self._plan_makes_loss():
@@ -87,10 +96,12 @@ class ContextParallelTrainer(Trainer):
         args: Any = self.args
         if args.accelerator_config.dispatch_batches is None:  # for iterable datasets that is True
             args.accelerator_config.dispatch_batches = False
+        forget_earlier(args, MeshConfig)
         device = args.device  # starts the process group, which a mesh needs
         self._mesh = trainer_mesh(self._given_mesh, args.parallelism_config, device.type)
         self._data_mesh = flattened(self._mesh, DATA_AXES, "dp")
-        super().create_accelerator_and_postprocess()
+        with as_launched():
+            super().create_accelerator_and_postprocess()
         self._tell_accelerate()
         if self.model is not None:
             self._apply_plan(self.model)
@@ -192,10 +203,43 @@ class ContextParallelTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # those of all ranks
-        counted = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
+        with self._counting_batches_once("num_input_tokens_seen"):
+            super()._track_num_input_tokens(inputs)
+
+    def store_flos(self) -> None:
+        with self._counting_batches_once("total_flos"):
+            super().store_flos()
+
+    @contextmanager
+    def _counting_batches_once(self, name: str) -> Iterator[None]:
+        """While `Trainer` adds what all ranks have counted, of which some share a batch."""
+        before = getattr(self.state, name)
+        yield
+        counted = getattr(self.state, name) - before
+        setattr(self.state, name, before + type(counted)(counted / self.get_tp_size()))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        self._evaluated = prefix, output.num_samples or 0
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(self._with_steps(logs), *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict(*args, **kwargs)
+        self._with_steps(output.metrics or {})
+        return output
+
+    def _with_steps(self, metrics: dict[str, float]) -> dict[str, float]:
+        """With the steps of an evaluation, which `Trainer` counts as if no ranks shared batches."""
+        prefix, num_samples = self._evaluated
+        rate, runtime = f"{prefix}_steps_per_second", metrics.get(f"{prefix}_runtime")
+        if rate in metrics and runtime:
+            steps = ceil(num_samples / (self.args.eval_batch_size * self._num_replicas()))
+            metrics[rate] = round(steps / runtime, 3)
+        return metrics
 
     def _gather_batches(self, data: Any) -> Any:
         """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""

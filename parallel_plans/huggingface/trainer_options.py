@@ -17,6 +17,11 @@ DEEPSPEED = (
     "share a batch; leave it out, and shard with FSDP2: TrainingArguments(fsdp=True)"
 )
 
+LEFT = (
+    ". TrainingArguments do not ask for FSDP: the environment does, by ACCELERATE_USE_FSDP, which "
+    "also an Accelerator that shards sets for all that come after it in its process"
+)
+
 
 def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
     """Refuse ways to distribute a model other than FSDP2 and DDP.
@@ -47,7 +52,8 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
         (
             plugin is not None and plugin.fsdp_version != 2,
             "FSDP1 flattens the parameters that the plan's forward reads; say "
-            "fsdp_config={'version': 2}, or fsdp_version: 2 in the YAML of accelerate",
+            "fsdp_config={'version': 2}, or fsdp_version: 2 in the YAML of accelerate"
+            + ("" if args.fsdp else LEFT),
         ),
         (
             plugin is None and any(size > 1 for size in sharded.values()),
@@ -69,20 +75,6 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
     ):
         if is_given:
             raise ValueError(why)
-
-
-def fsdp_plugin(args: Any, state: Any) -> Any:
-    """Accelerate's options of FSDP, `None` without it; accelerate drops them on a CPU."""
-    from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
-
-    found = getattr(state, "fsdp_plugin", None)
-    if found is not None:
-        return found
-    if args.fsdp_plugin_args is not None:
-        return FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-    # What `accelerate launch` was told, the plugin reads itself.
-    is_launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    return FullyShardedDataParallelPlugin() if is_launched else None
 
 
 def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
@@ -119,9 +111,13 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
             "every rank, and those of cp share a batch; leave them out",
         ),
         (
-            args.neftune_noise_alpha is not None or args.use_liger_kernel,
-            "neftune_noise_alpha scales noise by the tokens that a rank holds, and "
-            "use_liger_kernel replaces the forward that the plan wraps; leave them out",
+            args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha scales noise by the tokens that a rank holds; leave it out",
+        ),
+        (
+            args.use_liger_kernel,
+            "use_liger_kernel replaces the forward that the plan wraps; leave it out, the plan "
+            "makes the loss without whole logits itself",
         ),
         (
             getattr(args, "predict_with_generate", False),

@@ -19,6 +19,8 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
+from dtensor_ring.dtensor.layer import number_layer
+from dtensor_ring.ops.caller import within_layer
 from parallel_plans.torchtitan.documents import Documents
 
 UNBOUNDED = -1
@@ -84,6 +86,7 @@ class RingAttention(Module):
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
         self.axis = SequenceAxis(mesh, self.layout, kernel=self.kernel, policy=self.policy)
+        number_layer(self, mesh)
 
     def forward(
         self,
@@ -105,7 +108,7 @@ class RingAttention(Module):
         axis, documents = self._axis(), _documents(attention_masks)
         refuse(others)
         out = attend(
-            *(axis, documents, q_BLNH, k_BLNH, v_BLNH),
+            *(self, axis, documents, q_BLNH, k_BLNH, v_BLNH),
             mask=self.mask,
             sinks=None if out_transform is None else sinks_of(out_transform),
             scale=scale,
@@ -125,6 +128,7 @@ class RingAttention(Module):
 
 
 def attend(
+    layer: Module,
     axis: SequenceAxis,
     documents: Documents,
     q_BLNH: Tensor,
@@ -133,7 +137,8 @@ def attend(
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
-    with spmd.no_typecheck():  # the op knows more than types say: no rank holds all keys
+    # The op knows more than types say: no rank holds all keys.
+    with within_layer(layer), spmd.no_typecheck():
         return axis.attention(
             *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
             cu_seqlens=documents.cu_seqlens,

@@ -23,6 +23,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dtensor_ring import SequenceAxis
+from dtensor_ring.dtensor.layer import number_layer
 from parallel_plans.strategies import Strategies
 from parallel_plans.torchtitan.attention import (
     RingAttention,
@@ -90,6 +91,7 @@ class _RingKernel(Module):
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
         self.axis = self._axis_of(mesh)
+        number_layer(self, mesh)
         super().parallelize(parallel_dims)
 
     def _axis_of(self, mesh: DeviceMesh, layout: str = "contiguous") -> SequenceAxis:
@@ -131,7 +133,7 @@ class _RingKernel(Module):
             self.axis = self._axis_of(_current_mesh())
         tensors = [x.unsqueeze(0) for x in (q_THK, k_THK, v_THV)]
         out = attend(
-            *(self.axis, documents, *tensors),
+            *(self, self.axis, documents, *tensors),
             mask=self.mask,
             sinks=None if out_transform is None else sinks_of(out_transform),
             scale=scale,

@@ -25,7 +25,7 @@ from tests.drawn import different
 from tests.pool import Pool
 
 CLEAR = (TypeError, ValueError, IndexError, NotImplementedError)
-SECONDS = 5
+SECONDS = 10
 """A call that takes longer hangs."""
 ARGUMENTS = [(name, argument) for name, found in FUNCTIONS.items() for argument in found.right]
 IN_WORDS = {"seq_len": "(seq_len|sequence length)"}

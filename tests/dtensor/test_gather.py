@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -96,20 +95,20 @@ def test_ranks_that_differ(pool: Pool, name: str) -> None:
     """A gather of torch would end the process, over gloo, or mix up what differs."""
     told = pool.run(2, _told, name)
     *calls, expected = DIFFERENCES[name]
-    for call, (text, seconds) in zip(calls, told, strict=True):
+    for call, text in zip(calls, told, strict=True):
         assert (expected in text) == (call is not _nothing), text
-        assert seconds < 10, "nobody waits for the time limit"
+        assert "time limit" not in text, "nobody waits for it"
 
 
-def _told(name: str) -> tuple[str, float]:
-    """What this rank is told, and when."""
-    mesh, since, text = init_device_mesh("cpu", (2,)), time.monotonic(), ""
+def _told(name: str) -> str:
+    """What this rank is told."""
+    mesh, text = init_device_mesh("cpu", (2,)), ""
     try:
         for _ in range(2):
             DIFFERENCES[name][dist.get_rank()](mesh)
     except RingError as error:
         text = str(error)
-    return text, time.monotonic() - since
+    return text
 
 
 def test_gradients_average_over_the_axis(pool: Pool) -> None:

@@ -137,6 +137,11 @@ def _check_recompiles() -> None:
         x = torch.randn(batch, len(mine), WIDTH, requires_grad=True)
         compiled(x).sum().backward()
     assert 1 <= counter.frame_count <= 3
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in ring_model("zigzag")[0].layers:
+        layer.compile(fullgraph=True, backend=counter)
+        layer(x.detach())
+    assert counter.frame_count == 1, "names of layers are in no graph"
 
 
 class Capture(nn.Module):

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport import board
-from tests.faults.worlds import TIMEOUT
+from tests.faults.worlds import DEADLINE, TIMEOUT
 
 STOPPED = TIMEOUT + 2
 """Seconds for which a process is stopped."""
@@ -71,4 +71,4 @@ def patience() -> AbstractContextManager[object]:
 
     A machine that is busy with other tests may run one rank much later than another.
     """
-    return patch.object(board, "OTHERS", TIMEOUT)
+    return patch.object(board, "OTHERS", DEADLINE / 2)

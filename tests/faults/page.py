@@ -73,7 +73,8 @@ def _decoding(worlds: Worlds) -> Iterator[list[str]]:
 
 def _faults(worlds: Worlds) -> Iterator[list[str]]:
     for name in SHOWN:
-        fates = worlds.run(FAULTS[name].world_size, suffer, FAULTS[name])
+        fault = FAULTS[name]
+        fates = worlds.run(fault.world_size, suffer, fault, terms=fault.terms)
         yield [name, _victim(fates[VICTIM]), _cell(fates[0].value.first)]
 
 

@@ -18,16 +18,12 @@ from benchmarks.network import Hosts, hosts
 from dtensor_ring import Mask
 from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, make, plain, step
-from tests.faults.worlds import TIMEOUT, Failure, Home, Log, Terms, Worlds, failure_of
+from tests.faults.worlds import LIMITED, Failure, Home, Log, Terms, Worlds, failure_of
 from tests.test_public import ROOT
 
 VICTIM, WORLD_SIZE = 1, 3
-LATE = 1.0
-"""Seconds by which the news may be later than the time limit."""
 BRIEF = 0.5
 """Seconds that TCP makes good: it sends again."""
-PULLED = 0.3
-"""Seconds for the test to pull the cable."""
 CALL = Call(mask=Mask.full(), kernel="reference", seq_len=192, head_dim=64)
 
 
@@ -82,9 +78,13 @@ def test_torchrun_on_two_hosts(network: Hosts) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_pulled_out(network: Hosts, apart: Worlds, direction: str) -> None:
-    terms = Terms(on={"pull": lambda: network.connect(VICTIM, False)})
-    fates = apart.run(WORLD_SIZE, lose_link, direction, terms=terms)
+def test_pulled_out(network: Hosts, apart: Worlds, tmp_path: Path, direction: str) -> None:
+    def pull() -> None:
+        network.connect(VICTIM, False)
+        (tmp_path / "pulled").touch()
+
+    terms = LIMITED._replace(on={"pull": pull})
+    fates = apart.run(WORLD_SIZE, lose_link, direction, tmp_path / "pulled", terms=terms)
     network.connect(VICTIM)
     for fate in fates:
         assert fate.ended == "returned", fate
@@ -94,17 +94,20 @@ def test_pulled_out(network: Hosts, apart: Worlds, direction: str) -> None:
         assert failure.fields["direction"] == direction
         assert f"step {failure.fields['step']}" in failure.text
         assert failure.fields["peer"] in range(WORLD_SIZE)
-        assert fate.events["told"] - fates[VICTIM].events["pull"] < TIMEOUT + PULLED + LATE
+        assert "the time limit of the group is over" in failure.text
+        assert fate.events["told"] > fates[VICTIM].events["pull"]
     check_new_world(apart)
 
 
-def test_pulled_out_briefly(network: Hosts, apart: Worlds) -> None:
+def test_pulled_out_briefly(network: Hosts, apart: Worlds, tmp_path: Path) -> None:
     def pull() -> None:
         network.connect(VICTIM, False)
+        (tmp_path / "pulled").touch()
         sleep(BRIEF)
         network.connect(VICTIM)
 
-    fates = apart.run(WORLD_SIZE, lose_link, "forward", terms=Terms(on={"pull": pull}))
+    given, terms = ("forward", tmp_path / "pulled"), Terms(on={"pull": pull})
+    fates = apart.run(WORLD_SIZE, lose_link, *given, terms=terms)
     assert [fate.ended for fate in fates] == ["returned"] * WORLD_SIZE, fates
     assert [fate.value for fate in fates] == [None] * WORLD_SIZE
     check_new_world(apart)
@@ -115,13 +118,14 @@ def check_new_world(worlds: Worlds) -> None:
     assert all(fate.value.is_right(CALL) for fate in fates), fates
 
 
-def lose_link(log: Log, direction: str) -> Failure | None:
-    """What two steps of training raise, while the cable of rank 1 is pulled out."""
+def lose_link(log: Log, direction: str, pulled: Path) -> Failure | None:
+    """What two steps of training raise, after the cable of rank 1 was pulled out in the first."""
     mesh, is_victim = init_device_mesh("cpu", (WORLD_SIZE,)), dist.get_rank() == VICTIM
 
     def pull() -> None:
         log("pull")
-        sleep(PULLED)
+        while not pulled.exists():
+            sleep(0.01)
 
     with at_launch(direction, 0, pull) if is_victim else nullcontext():
         try:

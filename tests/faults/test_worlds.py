@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.faults.worlds import UNMET, USUAL, Failure, Fate, Log, Terms, Worlds
 from tests.pool import DROPPED
 
-SHORT = Terms(deadline=8)
+SHORT = Terms(deadline=10)
 """A process that is new may take seconds to begin."""
 
 
@@ -98,6 +98,6 @@ def test_ranks_that_do_not_meet_try_again(
 def test_a_process_that_met_nobody_is_replaced(worlds: Worlds) -> None:
     before = [fate.pid for fate in worlds.run(2, do, "return")]
     os.kill(before[1], signal.SIGSTOP)
-    fates = worlds.run(2, do, "return", terms=Terms(timeout=1, deadline=3))
+    fates = worlds.run(2, do, "return", terms=Terms(timeout=1, deadline=10))
     assert [fate.ended for fate in fates] == ["returned", "returned"], "in another attempt"
     assert not {fate.pid for fate in fates} & set(before)

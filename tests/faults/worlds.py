@@ -21,9 +21,11 @@ import torch.multiprocessing as mp
 from tests.pool import DROPPED, PRELOADED, Place, run_rank, settle
 
 TIMEOUT = 3.0
-"""Seconds that the groups wait for a message."""
+"""Seconds that groups wait for a message, where a test is about that limit."""
 DEADLINE = 30.0
 """Seconds after which a rank hangs."""
+PATIENT = 2 * DEADLINE
+"""Seconds that other groups wait: a rank that is told anything was not told by the limit."""
 ATTEMPTS = 3
 """Of a world whose ranks did not meet, as now and then under load (pytorch/pytorch#53270)."""
 UNMET = "did not meet"
@@ -79,12 +81,13 @@ class Terms(NamedTuple):
         on: called at the event of that name.
     """
 
-    timeout: float = TIMEOUT
+    timeout: float = PATIENT
     deadline: float = DEADLINE
     on: Mapping[str, Callable[[], object]] = {}
 
 
 USUAL = Terms()
+LIMITED = Terms(timeout=TIMEOUT)
 
 
 class Log:

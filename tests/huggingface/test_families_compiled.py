@@ -40,7 +40,8 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    models: list[Any] = [small_model(family) for _ in range(2)]
+    depth = {"num_hidden_layers": 4} if each_layer else {}
+    models: list[Any] = [small_model(family, **depth) for _ in range(2)]
     for model in models:
         parallelize_module(model, mesh, context_parallel_plan(model))
     eager, compiled = models
@@ -74,5 +75,5 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
 )
 def test_packed_batches_compile_once(pool: Pool, family: str, each_layer: bool) -> None:
     for counts, differences in pool.run(2, compile_counts, family, each_layer, timeout=300):
-        assert counts[0] == counts[-1], counts
+        assert counts[0] == counts[-1] <= 2, counts
         assert largest(differences) < 1e-5, differences

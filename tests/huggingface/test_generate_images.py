@@ -196,8 +196,9 @@ def check_refused(family: str) -> None:
     with torch.no_grad():
         with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
             ours(**batch, past_key_values=DynamicCache())
+        cache = ContextParallelCache(ours)
         with pytest.raises(ValueError, match="labels is not supported together with a cache"):
-            ours(**batch, labels=batch["input_ids"], use_cache=True)
+            ours(**batch, labels=batch["input_ids"], past_key_values=cache)
     asked = {"max_new_tokens": 2, "min_new_tokens": 2}
     assert generate(ours, **batch, **asked).sequences.shape[1] == batch["input_ids"].shape[1] + 2
 

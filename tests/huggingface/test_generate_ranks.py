@@ -24,9 +24,6 @@ from tests.huggingface.generating import (
 )
 from tests.pool import Pool
 
-WITHIN = 2.0
-"""Seconds until all ranks know."""
-
 
 class OtherToken(transformers.LogitsProcessor):
     """Chooses another token on the last rank, at a step."""
@@ -65,12 +62,11 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def check_planted(name: str) -> None:
     planted, options, match = PLANTED[name]
-    ours, begin = sharded("Llama"), time.monotonic()
+    ours = sharded("Llama")
     is_last = dist.get_rank() == dist.get_world_size() - 1
     expected = KeyError if name == "an error" and is_last else RingError
     with pytest.raises(expected, match="planted" if expected is KeyError else match):
         generate(ours, input_ids=tokens(), logits_processor=[planted], **options)
-    assert time.monotonic() - begin < WITHIN
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -124,10 +120,8 @@ def check_other_turn(name: str) -> None:
     first, last, match = OTHER_TURNS[name]
     cache = ContextParallelCache(ours)
     ours(tokens(), past_key_values=cache)
-    begin = time.monotonic()
     with pytest.raises(RingError, match=match):
         ours(tokens(last).flip(1) if is_last else tokens(first), past_key_values=cache)
-    assert time.monotonic() - begin < WITHIN
     assert cache.get_seq_length() == 13
 
 

@@ -51,7 +51,6 @@ FORWARD: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "attention_mask": LEFT.view(2, 1, 1, 13),
     },
-    "labels is not supported together with a cache": {"use_cache": True, "labels": tokens()},
     "output_router_logits is not .* with a cache": {
         "use_cache": True,
         "output_router_logits": True,
@@ -79,6 +78,8 @@ def check_refused() -> None:
                 ours(**{"input_ids": tokens()} | changes)
         with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
             ours(tokens(), past_key_values=static)
+        with pytest.raises(ValueError, match="labels is not supported together with a cache"):
+            ours(tokens(), labels=tokens(), past_key_values=ContextParallelCache(ours))
     with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
         ours(tokens(), use_cache=True)
     assert generate(ours, input_ids=tokens()).sequences.shape == (2, 13 + NUM_NEW)

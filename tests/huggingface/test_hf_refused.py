@@ -50,7 +50,6 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
         ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
         ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
         ("output_router_logits=True .* no routers", {"output_router_logits": True}),
-        ("return_dict", {"return_dict": False}),
         ("ignore_index is -100.*got 3", {"ignore_index": 3}),
         (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
         ("use_cache", {"use_cache": True}),

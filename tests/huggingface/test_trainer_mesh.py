@@ -224,8 +224,8 @@ def refuse_options(folder: str) -> None:
         ({"eval_use_gather_object": True}, None, "eval_use_gather_object=True would"),
         ({"accelerator_config": {"dispatch_batches": True}}, None, "leave them out"),
         ({"train_sampling_strategy": "batch_rebalance"}, None, "leave them out"),
-        ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha scales noise"),
-        ({"use_liger_kernel": True}, None, "use_liger_kernel replaces the forward"),
+        ({"neftune_noise_alpha": 5.0}, None, "^neftune_noise_alpha scales .* holds; leave it out$"),
+        ({"use_liger_kernel": True}, None, "^use_liger_kernel replaces the forward"),
         ({"average_tokens_across_devices": False}, None, "weight tokens by the batch they are in"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -235,6 +235,9 @@ def refuse_options(folder: str) -> None:
                 mesh=mesh,
                 compute_loss_func=function,
             )
+    asked_by_environment = mock.patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "true"})
+    with asked_by_environment, pytest.raises(ValueError, match=r"do not ask .* the environment do"):
+        ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh)
     options = arguments(folder, BATCH)
     options.deepspeed = "deepspeed.json"
     with pytest.raises(ValueError, match="shard with FSDP2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import MethodType, SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_ring import Mask, SequenceAxis
+from dtensor_ring import Mask, RingError, SequenceAxis
 from tests.dense import dense_attention
 from tests.pool import Pool
 from tests.torchtitan.test_torchtitan_parts import _on_cpu
@@ -151,6 +152,32 @@ def test_as_dense(pool: Pool, later: bool) -> None:
     """Windows, sinks, documents, by the strategy of each kind, also compiled."""
     for error in pool.run(2, _on_cpu, _run, later):
         assert error < 1e-5
+
+
+def _swap(is_kernel: bool) -> str:
+    """What ranks are told, of which one calls two layers in another order."""
+    from parallel_plans.torchtitan import Documents, RingAttention
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda name, **_: mesh[name])
+    config = _kernel(False).Config() if is_kernel else RingAttention.Config(layout="contiguous")
+    layers, q = [config.build() for _ in range(2)], torch.randn(8, 2, 8)
+    for layer in layers:
+        layer.parallelize(dims)
+    given = _metadata() if is_kernel else Documents(torch.tensor([0, 16], dtype=torch.int32))
+    inputs = (q if is_kernel else q[None],) * 3
+    order = layers if dist.get_rank() else layers[::-1]
+    with pytest.raises(RingError) as told:
+        [layer(*inputs, attention_masks=given) for layer in order]
+    return str(told.value)
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_another_order_of_layers(pool: Pool, is_kernel: bool) -> None:
+    for told in pool.run(2, _on_cpu, _swap, is_kernel):
+        assert re.search(r"layer: \w+ (0 on rank 1, \w+ 1 on rank 0|1 on rank 0, \w+ 0)", told), (
+            told
+        )
 
 
 def _refuse() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtensor_ring.transport.process_group import ABORT_TAG
-from dtensor_ring.transport.word import MAX_BYTES, Word, differences
+from dtensor_ring.transport.word import MAX_BYTES, Where, Word, differences
 
 FIELDS = {"scale": "0.5", "mask": "Mask(left=None, right=0)", "cu_seqlens": "[0, 3, 8]"}
 
@@ -38,8 +38,12 @@ def test_what_does_not_fit_counts_too() -> None:
 
 
 def test_places_are_named() -> None:
-    one, other, unknown = (Word(FIELDS).message(1, 0, x) for x in ("a.py:1 in f", "x" * 200, ""))
-    assert differences(one, other) == [("place of the call", "a.py:1 in f", "x" * 96)]
+    one, other, unknown = (
+        Word(FIELDS).message(1, 0, Where(place, layer))
+        for place, layer in (("a.py:1 in f", "0"), ("x" * 200, "y" * 200 + "1"), ("", ""))
+    )
+    differing = [("place of the call", "a.py:1 in f", "x" * 96), ("layer", "0", "y" * 63 + "1")]
+    assert differences(one, other) == differing
     assert differences(one, unknown) == differences(unknown, one) == []
 
 

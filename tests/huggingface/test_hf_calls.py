@@ -1,0 +1,73 @@
+"""Calls that the stock model accepts are right under the plan, in what they return, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
+
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from tests import families, multimodal
+from tests.pool import Pool
+
+LABELS, CACHE, TUPLE = {"labels": None}, {"use_cache": True}, {"return_dict": False}
+CALLS: dict[str, dict[str, Any]] = {
+    "a cache beside labels": LABELS | CACHE,
+    "a tuple": TUPLE,
+    "a tuple with labels": LABELS | TUPLE | {"output_hidden_states": True},
+    "a tuple beside labels and a cache": LABELS | TUPLE | CACHE,
+    "positions of a cache": LABELS | {"cache_position": None},
+    "a tuple with a cache": TUPLE | CACHE | {"cache_position": None},
+}
+MODELS = ("Llama", "LFM2", "Qwen2.5-VL")
+"""Attention, layers with a state beside it, and images around it."""
+
+
+def model_and_batch(family: str) -> tuple[Any, dict[str, Tensor]]:
+    if family in multimodal.FAMILIES:
+        batch = multimodal.batch_of(family, "one image")
+        return multimodal.small_model(family), batch
+    tokens = torch.arange(2, 28).view(2, 13)
+    return families.small_model(family), {"input_ids": tokens}
+
+
+def called(model: Any, batch: dict[str, Any], call: dict[str, Any]) -> Any:
+    """What a call returns, recorded where it has a loss."""
+    tokens = batch["input_ids"]
+    given = {"labels": tokens, "cache_position": torch.arange(tokens.shape[1])}
+    batch = {name: x for name, x in batch.items() if name != "labels"}
+    with torch.set_grad_enabled("labels" in call):
+        return model(**batch, **{name: given.get(name, x) for name, x in call.items()})
+
+
+def check_calls(family: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    stock, batch = model_and_batch(family)
+    ours, _ = model_and_batch(family)
+    parallelize_module(ours, mesh, context_parallel_plan(ours, unshard_outputs=True))
+    for name, call in CALLS.items():
+        caches = call.get("use_cache") and "labels" not in call
+        if caches and family in families.HYBRIDS:  # its states have no cache
+            continue
+        expected = called(stock, batch, call | {"use_cache": bool(caches)})
+        found = called(ours, batch, call)
+        assert type(found) is type(expected), name
+        assert len(found) == len(expected) or not isinstance(found, tuple), name
+        if caches:
+            *found, cache = found
+            *expected, _ = expected
+            assert isinstance(cache, ContextParallelCache), name
+        if "return_dict" not in call:  # what it has is known by name
+            found, expected = found.loss, expected.loss
+        torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_calls_of_the_stock_model(pool: Pool, family: str) -> None:
+    pool.run(2, check_calls, family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -164,6 +165,17 @@ class KeptLayer(CacheLayerMixin):
         super().__init__()
         self._memory, self._number = memory, number
         self.is_sliding = bool(size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptLayer:
+        if self._memory.is_running:
+            raise ValueError(
+                "the model copies layers of its cache in its forward, as those do that run a layer "
+                "several times, which is not supported over a sharded sequence; generate with "
+                "use_cache=False, or with the stock model"
+            )
+        made = memo[id(self)] = copy(self)
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: memory comes with the first tokens."""

@@ -123,6 +123,15 @@ def check_misused() -> None:
     assert cache.get_seq_length() == 13
     again = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
     assert torch.equal(again[0], angles[0]), "not those of the turn that failed"
+    hook = layer.register_forward_pre_hook(lambda *_: deepcopy(cache.layers[1]))
+    with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
+        ours(tokens(1), cache=cache)
+    hook.remove()
+    with (
+        mock.patch.object(cache.layers[1], "update", lambda *new, **_: new[:2]),
+        pytest.raises(ValueError, match=r"attends to 1 keys per rank where .* use_cache=False"),
+    ):
+        ours(tokens(1), cache=cache)
     # A copy goes on by itself, as one of transformers does.
     copied = deepcopy(cache)
     second = ours(tokens(2), cache=copied).logits

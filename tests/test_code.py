@@ -136,7 +136,7 @@ CONSTRUCTORS = {
 CONSTRUCTORS |= {"causal", "full", "index", "join", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
 TABLES = {"LAYOUTS", "ROUTES", "_SCHEMA_TYPES", "_TENSORS", "DEALT", "__all__"}
-TABLES |= {"FILLED", "SAME", "SHAPES"}
+TABLES |= {"FILLED", "SAME", "SHAPES", "TESTED"}
 """Module-level dicts, sets and lists that are read only."""
 
 

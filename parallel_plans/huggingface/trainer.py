@@ -28,6 +28,7 @@ from parallel_plans.huggingface.trainer_options import (
     check_weights,
     fsdp_plugin,
 )
+from parallel_plans.tested import warn_untested
 
 
 class ContextParallelTrainer(Trainer):
@@ -76,6 +77,7 @@ class ContextParallelTrainer(Trainer):
         plan: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        warn_untested("accelerate")
         self._given_mesh, self._plan = mesh, plan
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())

@@ -13,6 +13,7 @@ import pytest
 
 from parallel_plans import tested
 from parallel_plans.tested import TESTED, warn_untested
+from tests.seams import SEAMS
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,6 +69,12 @@ def test_a_version_that_was_not_tested_warns_once(installed: str, match: str | N
             warn_untested("transformers")
     assert len(record) == (match is not None)
     assert match is None or re.search(match, str(record[0].message))
+
+
+def test_the_seams_are_there() -> None:
+    for file, names in SEAMS.items():
+        code = (ROOT / "tests" / file).read_text()
+        assert all(f"\ndef {name}(" in code for name in names), file
 
 
 def test_nothing_is_said_of_what_has_no_version() -> None:

@@ -36,7 +36,7 @@ def test_a_cache_gets_the_name_that_the_forward_has(kind: type, given: str) -> N
     assert found == {"input_ids": 1, NAMES[kind]: 2}
 
 
-def test_a_forward_that_names_none_hands_on_what_its_parts_name() -> None:
+def test_a_forward_that_names_none_hands_on_its_parts_name() -> None:
     assert parameter_of_cache(Without.forward) is None
     assert cache_name(Without()) == parameter_of_cache(LlamaModel.forward)
 

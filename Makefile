@@ -26,8 +26,8 @@ test: $(VENV)/.installed ## run the tests
 test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we test
 	$(OLDEST)/bin/python -m pytest $(ARGS)
 
-# Installed by name, without our bounds: also what we would not allow yet. The package comes last and
-# brings nothing, else its bounds would take back what is newer.
+# The libraries by their names, without our bounds: also what we do not allow yet. The package comes
+# last and brings nothing, else its bounds would take back what is newer.
 LIBRARIES := torch transformers accelerate trl peft torchtitan diffusers
 TOOLS := numpy rich pytest hypothesis expecttest
 

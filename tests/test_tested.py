@@ -48,6 +48,11 @@ def test_what_is_pinned_was_tested(name: str) -> None:
     assert pins["transformers"] == ".".join(map(str, extreme))
 
 
+def test_the_page_of_models_is_of_the_newest() -> None:
+    page, pins = ((ROOT / x).read_text() for x in ("docs/models.md", "constraints.txt"))
+    assert re.findall(r"transformers (\d\S+),", page) == re.findall(r"(?m)^transformers==(.*)", pins)
+
+
 SAID = {
     "5.25.0": r"transformers 5\.25\.0 is newer than 5\.24, the newest that dtensor_ring was tested",
     "6.0.0.dev0": r"6\.0\.0\.dev0 is newer than 5\.24, .*'transformers>=5\.23,<5\.25'",

@@ -29,7 +29,7 @@ test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we
 # The libraries by their names, without our bounds: also what we do not allow yet. The package comes
 # last and brings nothing, else its bounds would take back what is newer.
 LIBRARIES := torch transformers accelerate trl peft torchtitan diffusers
-TOOLS := numpy rich pytest hypothesis expecttest
+TOOLS := numpy rich matplotlib pytest hypothesis expecttest
 
 test-newest: ## run the tests that cross a library's seam, with the newest release of each library
 	@$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NEWEST)

@@ -4,15 +4,16 @@ ARGS ?=
 VENV := .venv
 GPU_PYTHON ?= $(VENV)/bin/python
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 PACKAGED := out/packaged
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format docs package bench census soak gpu-check clean
+.PHONY: help demo test test-oldest test-newest lint format docs package bench census soak gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
-	@echo '  ARGS="..." is passed on to demo, test, test-oldest, bench, census, soak and gpu-check.'
+	@echo '  ARGS="..." is passed on to demo, test, test-oldest, test-newest, bench, census, soak and gpu-check.'
 	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
 	@echo '  GPU_PYTHON=python3 makes gpu-check use an environment of yours, as it is.'
 
@@ -24,6 +25,21 @@ test: $(VENV)/.installed ## run the tests
 
 test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we test
 	$(OLDEST)/bin/python -m pytest $(ARGS)
+
+# The libraries by their names, without our bounds: also what we do not allow yet. The package comes
+# last and brings nothing, else its bounds would take back what is newer.
+LIBRARIES := torch transformers accelerate trl peft torchtitan diffusers
+TOOLS := numpy rich matplotlib pytest hypothesis expecttest
+
+test-newest: ## run the tests that cross a library's seam, with the newest release of each library
+	@$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check \
+		--upgrade --upgrade-strategy eager $(LIBRARIES) $(TOOLS)
+	@$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--config-settings editable_mode=compat -e .
+	@$(NEWEST)/bin/python -c 'from importlib.metadata import version; from sys import argv; \
+		print(*(f"{name} {version(name)}" for name in argv[1:]), sep="\n")' $(LIBRARIES)
+	$(NEWEST)/bin/python -m pytest --seams $(ARGS)
 
 lint: $(VENV)/.installed ## check style, format and types
 	$(VENV)/bin/ruff check

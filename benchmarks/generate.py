@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface.versions import cache_name
 
 WORLD_SIZE = 2
 HEADS, KEY_HEADS, HEAD_DIM, LAYERS = 16, 8, 64, 2
@@ -73,8 +74,8 @@ def generate(model: Any, cache: Any, prompt: Tensor) -> tuple[list[int], float, 
     """Greedy tokens, seconds to the first one, and seconds of each other one."""
     tokens, times, given = [], [time.perf_counter()], prompt
     for _ in range(STEPS + 1):
-        logits = model(input_ids=given, past_key_values=cache, logits_to_keep=1).logits
-        given = logits[:, -1:].argmax(-1)
+        output = model(input_ids=given, logits_to_keep=1, **{cache_name(model): cache})
+        given = output.logits[:, -1:].argmax(-1)
         tokens.append(int(given))
         times.append(time.perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]

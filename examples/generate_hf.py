@@ -33,6 +33,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface.versions import cache_name
 
 RESULT = "generated.json"
 TRAINED_LENGTH = 512
@@ -181,10 +182,10 @@ def generate(model: Any, cache: Any, title: str, options: argparse.Namespace) ->
     found = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
         max_new_tokens=options.new,
         do_sample=False,
         streamer=streamer,
+        **{cache_name(model): cache},
     )
     first, *others = streamer.times[1:]
     milliseconds = 1000 * (others[-1] - first) / len(others)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
+from parallel_plans.tested import warn_untested
 
 
 def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None = None) -> None:
@@ -33,6 +34,7 @@ def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None 
 
     Call it once, then `model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))`.
     """
+    warn_untested("diffusers")
     registry, native = _registry()
     _register(RingBackend(_stock(registry._backends[native]), kernel, policy))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
+from tests.seams import is_seam
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-images", action="store_true", help="of all models that see images")
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
+    parser.addoption("--seams", action="store_true", help="a sample of those at other libraries")
     parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")
 
 
@@ -61,8 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = list(items)
     if not config.getoption("--all-cases"):
         kept = [item for item in kept if not _is_marked(item, "repeats")]
+    if config.getoption("--seams"):
+        kept = _sample([item for item in kept if is_seam(item.nodeid)])
     if config.getoption("--quick"):
-        kept = _sample(kept)
+        kept = _sample([item for item in kept if not _is_marked(item, "slow")])
     if processes := config.getoption("--processes"):
         kept = [item for item in kept if _has_workers(item) == (processes == "many")]
     left = {id(item) for item in kept}
@@ -86,12 +90,10 @@ def _has_workers(item: pytest.Item) -> bool:
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first case of each test, and a fifth of the others, always the same; nothing slow."""
+    """The first case of each test, and a fifth of the others, always the same."""
     seen: set[str] = set()
     kept = []
     for item in items:
-        if _is_marked(item, "slow"):
-            continue
         test = item.nodeid.partition("[")[0]
         if test not in seen or crc32(item.nodeid.encode()) % 5 == 0:
             kept.append(item)

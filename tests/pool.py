@@ -150,6 +150,7 @@ def settle() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+    warnings.filterwarnings("ignore", ".* that dtensor_ring was tested with")
 
 
 def _stacks_file(folder: Path, pid: int) -> Path:

@@ -147,6 +147,7 @@ TABLES |= {
     "NAMES",
     "UNUSED",
     "KINDS",
+    "TESTED",
 }
 """Module-level dicts, sets and lists that are read only."""
 

@@ -34,6 +34,7 @@ from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec, takes_tuple
 from parallel_plans.huggingface.sharding import Sharding, has_content
 from parallel_plans.huggingface.tower import install_tower
+from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
@@ -100,7 +101,7 @@ class Around:
             ValueError: if its cache is another one than this model's.
         """
         cache = cache_of(model, self._sharding, given)
-        for name in ("past_key_values", "use_cache"):
+        for name in (*NAMES_OF_CACHE, "use_cache"):
             given.pop(name, None)
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
         # At every call: a rank without images would not wait for the others, and be wrong. Text
@@ -160,7 +161,7 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
     def run(self: nn.Module, given: dict[str, Any]) -> Any:
         try:
             with around.call(self, given) as call:
-                how = {} if call.cache is None else {"past_key_values": call.cache}
+                how = {} if call.cache is None else {cache_name(self): call.cache}
                 output = plain(self, **given, **how, use_cache=call.cache is not None)
         finally:
             losses = take_losses(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ class ContextParallelCache(Cache):
     yours to go on from what was generated:
 
         chat = ContextParallelCache(model)
-        answer = model.generate(prompt, past_key_values=chat)
-        answer = model.generate(torch.cat([answer, question], 1), past_key_values=chat)
+        answer = model.generate(prompt, cache=chat)
+        answer = model.generate(torch.cat([answer, question], 1), cache=chat)
 
-    A forward by hand takes it as `past_key_values=`, and `use_cache=True` returns a new one; then
-    logits and hidden states are whole, plain tensors on every rank. All ranks call alike: they
-    compare the tokens of each dealt turn, and those of a decode step in the message of a layer, if
-    some layer sees everything.
+    A forward by hand takes it as `cache=`, and `use_cache=True` returns a new one; then logits and
+    hidden states are whole, plain tensors on every rank. Both also take the cache by the name that
+    it had in transformers before 5.24, `past_key_values=`. All ranks call alike: they compare the
+    tokens of each dealt turn, and those of a decode step in the message of a layer, if some layer
+    sees everything.
 
     Args:
         model: that the plan was applied to.
@@ -59,7 +61,7 @@ class ContextParallelCache(Cache):
         >>> model = LlamaForCausalLM(config)
         >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
         >>> chat = ContextParallelCache(model)
-        >>> answer = model.generate(torch.ones(1, 5, dtype=int), past_key_values=chat, max_length=8)
+        >>> answer = model.generate(torch.ones(1, 5, dtype=int), cache=chat, max_length=8)
         >>> chat.get_seq_length()
         7
     """
@@ -156,10 +158,24 @@ class ContextParallelCache(Cache):
 class KeptLayer(CacheLayerMixin):
     """A layer of a `ContextParallelCache`, as models see it."""
 
+    is_croppable = True
+    """Windows keep what they need for it: assisted decoding asks."""
+
     def __init__(self, memory: CacheMemory, number: int, size: int) -> None:
         super().__init__()
         self._memory, self._number = memory, number
         self.is_sliding = bool(size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptLayer:
+        if self._memory.is_running:
+            raise ValueError(
+                "the model copies layers of its cache in its forward, as those do that run a layer "
+                "several times, which is not supported over a sharded sequence; generate with "
+                "use_cache=False, or with the stock model"
+            )
+        made = memo[id(self)] = copy(self)
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: memory comes with the first tokens."""

@@ -26,6 +26,7 @@ from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding import Sharding
 from parallel_plans.huggingface.turn import Turn
+from parallel_plans.huggingface.versions import cache_name, given_cache, without_cache
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
@@ -38,7 +39,7 @@ UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 def asks_cache(given: dict[str, Any]) -> bool:
     """Whether a call is given a cache, or wants a new one; beside labels nobody goes on from it."""
     asks_new = bool(given.get("use_cache")) and given.get("labels") is None
-    return given.get("past_key_values") is not None or asks_new
+    return given_cache(given) is not None or asks_new
 
 
 def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
@@ -49,31 +50,30 @@ def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextPa
     """
     if not asks_cache(given):
         return None
-    cache = given.get("past_key_values")
+    cache, name = given_cache(given), cache_name(model)
     from parallel_plans.huggingface.cache import ContextParallelCache
 
     if cache is None or (sharding.generates and _is_fresh(cache)):
-        _replace(cache, sharding)
+        _replace(cache, name, sharding)
         return ContextParallelCache(model)
     if not isinstance(cache, ContextParallelCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, whose keys and values are not sharded "
-            "along the sequence; give a ContextParallelCache(model), or use_cache=True for a new "
-            "one"
+            f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
+            "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
         )
     if cache.sharding is not sharding:
         raise ValueError(
-            "past_key_values is a ContextParallelCache of another model; make one of this model"
+            f"{name} is a ContextParallelCache of another model; make one of this model"
         )
     return cache
 
 
-def _replace(cache: Any, sharding: Sharding) -> None:
+def _replace(cache: Any, name: str, sharding: Sharding) -> None:
     """Refuse a cache that another one stands for already: what that one has would be forgotten."""
     if cache in sharding.replaced:
         raise ValueError(
-            "past_key_values is the DynamicCache that generate began with, which a sharded one has "
-            "replaced; go on with that, output.past_key_values of the forward before"
+            f"{name} is the DynamicCache that generate began with, which a sharded one has "
+            f"replaced; go on with that, output.{name} of the forward before"
         )
     if cache is not None:
         sharding.replaced.add(cache)
@@ -120,8 +120,8 @@ def call_with_cache(
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not of the new tokens.
     """
-    batch = dict(given)
-    for name in ("past_key_values", "use_cache", "output_logits"):
+    batch = without_cache(given)
+    for name in ("use_cache", "output_logits"):
         batch.pop(name, None)
     mask = batch.pop("attention_mask", None)
     _check(model, batch, mask)
@@ -145,10 +145,10 @@ def call_with_cache(
         ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
         # Layers find theirs in a dict by their type.
         by_type = seen if isinstance(seen, dict) else ones
-        how = {"past_key_values": cache, "use_cache": True, "attention_mask": by_type, "ring": ring}
+        how = {"use_cache": True, "attention_mask": by_type, "ring": ring}
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # it may ask for a loss
-        output = plain(model, **batch | how)
+        output = plain(model, **batch | how, **{cache_name(model): cache})
     parts = output.items()
     return type(output)(
         **{name: _whole(x, turn, kept if name == of_kept else None) for name, x in parts}
@@ -164,8 +164,8 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
             )
     if torch.is_grad_enabled():
         raise ValueError(
-            "a cache (use_cache=True, past_key_values) is for inference over a sharded sequence; "
-            "call the model under torch.no_grad(), or leave it out"
+            "a cache (given, or by use_cache=True) is for inference over a sharded sequence; call "
+            "the model under torch.no_grad(), or leave it out"
         )
     if model.training and model.is_activation_checkpointing:
         raise ValueError(

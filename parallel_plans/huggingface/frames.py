@@ -61,7 +61,16 @@ class Decoded:
         """From queries `(B, N, M, H)`, the same on all ranks, to outputs, the same on all ranks.
 
         Keys stay where they are, whatever the strategy is.
+
+        Raises:
+            ValueError: if the layer brings other keys than those of its cache.
         """
+        if key.shape[2] < self.num_columns:
+            raise ValueError(
+                f"a layer attends to {key.shape[2]} keys per rank where its cache has "
+                f"{self.num_columns}, which is not supported over a sharded sequence; generate "
+                "with use_cache=False"
+            )
         key, value = (x.narrow(2, 0, self.num_columns) for x in (key, value))
         return decode_attention(
             *(query, key, value),

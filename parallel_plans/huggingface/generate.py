@@ -19,6 +19,7 @@ from dtensor_ring.dtensor.annotation import axis_group
 from parallel_plans.huggingface.batch import described
 from parallel_plans.huggingface.cached import cache_of
 from parallel_plans.huggingface.sharding import Sharding, whole_outputs
+from parallel_plans.huggingface.versions import given_cache, with_cache
 
 SAME_CALL = (
     "generate from the same prompt with the same options and, with do_sample, from the same "
@@ -40,6 +41,7 @@ def install_generate(model: Any, sharding: Sharding) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = axis_group(sharding.axis.mesh)
         try:
+            kwargs = with_cache(self, kwargs)
             _check(self, sharding, _asked(plain, self, args, kwargs))
             with whole_outputs(self), _generating(sharding):
                 result = type(self).generate(self, *args, **kwargs)
@@ -88,7 +90,7 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
     """
     # First: ranks that come late would take an error of those before them for a failure.
     check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
-    if asked.get("past_key_values") is not None:
+    if given_cache(asked) is not None:
         cache_of(model, sharding, asked)
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]
     if limits or _option(model, asked, "max_time") is not None:

@@ -122,6 +122,11 @@ class CacheMemory:
         for window in self._windows.values():
             window.take_back()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the model runs on new tokens now."""
+        return self._turn is not None
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """This rank's columns of a layer, past and new."""
         assert self._turn is not None, "outside of a forward"

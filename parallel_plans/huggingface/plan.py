@@ -48,6 +48,7 @@ from parallel_plans.huggingface.stateful import attention_layers, relay_states, 
 from parallel_plans.huggingface.tower import check_dealing
 from parallel_plans.huggingface.twin import small_twin
 from parallel_plans.strategies import Given, Strategies
+from parallel_plans.tested import warn_untested
 
 
 def context_parallel_plan(
@@ -112,6 +113,7 @@ def context_parallel_plan(
         >>> output.loss.shape, unshard_sequence(output.logits, 1).shape
         (torch.Size([]), torch.Size([1, 8, 8]))
     """
+    warn_untested("transformers")
     check_model(model)
     check_layout(model, as_layout(DEFAULT if layout is None else layout))
     check_dealing(model, deal_images)

@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from dtensor_ring.ops.caller import within_layer
 from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.scan import going_on, scans
+from parallel_plans.huggingface.versions import parameter_of_cache
 
 UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 """What layers with a state call of their cache."""
-
-CACHES = ("cache_params", "past_key_values")
-"""Names of the parameter that the cache comes in."""
 
 StateKey = tuple[str, int]
 """Whether a convolution or a recurrence has the state, and its number within the layer."""
@@ -134,8 +132,7 @@ def _cache_parameter(module: nn.Module) -> str | None:
     """The name of the parameter that a module's cache comes in, if it tells that its state."""
     if set(UPDATES).isdisjoint(_names_in_forward(module)):
         return None
-    parameters = signature(type(module).forward).parameters
-    return next((name for name in CACHES if name in parameters), None)
+    return parameter_of_cache(type(module).forward)
 
 
 def required_parameters(layer: nn.Module) -> list[str]:

@@ -36,6 +36,7 @@ from parallel_plans.huggingface.trainer_options import (
     check_options,
     check_weights,
 )
+from parallel_plans.tested import warn_untested
 
 
 class ContextParallelTrainer(Trainer):
@@ -84,6 +85,7 @@ class ContextParallelTrainer(Trainer):
         plan: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        warn_untested("accelerate")
         self._given_mesh, self._plan = mesh, plan
         self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)

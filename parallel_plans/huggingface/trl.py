@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding import Sharding, shardings_of
 from parallel_plans.huggingface.trainer import ContextParallelTrainer, base_of
+from parallel_plans.tested import warn_untested
 
 SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -49,6 +50,7 @@ class ContextParallelMixin(ContextParallelTrainer):
     _deals_tokens = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        warn_untested("trl")
         if not isinstance(self, tuple(getattr(trl, name) for name in self._served)):
             raise TypeError(
                 f"{_mixin(self)} is for TRL's {', '.join(self._served)}, got "

@@ -54,6 +54,7 @@ COMPUTED = ("attention_hidden_size", "attention_head_dim", "hybrid_layer_ids")
 SAME = {
     "num_key_value_heads": ("num_attention_heads",),
     "head_dim": ("qk_rope_head_dim", "qk_head_dim"),
+    "codebook_dim": ("hidden_size",),
 }
 """Options that stay equal to others, if they are."""
 SHARED = "num_kv_shared_layers"

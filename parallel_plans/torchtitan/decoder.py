@@ -18,6 +18,7 @@ from torchtitan.protocols.module import Module
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.planning.layouts.spelling import as_layout
 from parallel_plans.strategies import Strategies
+from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention, mask_of
 from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
 
@@ -48,6 +49,7 @@ def use_ring(
         ValueError: if there is no such layout, kernel or strategy, the model has no layers of a
             kind, or a ring cannot replace an attention.
     """
+    warn_untested("torchtitan")
     as_layout(layout)
     check_kernel(kernel)
     strategies = Strategies.of(strategy)

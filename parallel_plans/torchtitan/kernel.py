@@ -25,6 +25,7 @@ from torchtitan.protocols.module import Module
 from dtensor_ring import SequenceAxis
 from dtensor_ring.dtensor.layer import number_layer
 from parallel_plans.strategies import Strategies
+from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan.attention import (
     RingAttention,
     attend,
@@ -58,6 +59,7 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
         >>> Kernel.Config(window_size=(127, 0), strategy={"sliding": "ring"}).build().strategy
         'ring'
     """
+    warn_untested("torchtitan")
     # A version of the capability may have a config, too. Only one of the bases can have slots.
     bases = tuple(x.Config for x in (capability, attention) if hasattr(x, "Config"))
     name = f"Ring{attention.__name__}"

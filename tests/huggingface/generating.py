@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface.versions import parameter_of_cache
 from tests.families import ENCODERS, FAMILIES, VOCABULARY, small_model
 
 CAUSAL = tuple(family for family in FAMILIES if family not in ENCODERS)
 NUM_NEW, PROMPT = 6, 13
 SEND_WORD = ProcessGroupTransport.send_word
+CACHE = parameter_of_cache(LlamaForCausalLM.forward)
+"""The name of a cache in models and their outputs, in this version of transformers."""
 
 
 def tokens(num_tokens: int = PROMPT, rows: int = 2) -> Tensor:
@@ -84,7 +88,7 @@ class Collectives(TorchDispatchMode):
 def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
     """Messages of this rank, by step, of tokens after a prompt; words carry all of them."""
     cache, counts = ContextParallelCache(model), []
-    model(**prompt, past_key_values=cache)
+    model(**prompt, cache=cache)
     for _ in range(3):
         with (
             mock.patch.object(ProcessGroupTransport, "send_word", autospec=True) as send_word,
@@ -92,7 +96,7 @@ def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
             Collectives() as collectives,
         ):
             send_word.side_effect = SEND_WORD
-            model(tokens(1), past_key_values=cache)
+            model(tokens(1), cache=cache)
         started = [
             message for call in start.call_args_list for side in call.args for message in side
         ]

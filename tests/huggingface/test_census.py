@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import transformers
 
 from parallel_plans.huggingface.attention import attention
 from tests.census import PAGE, Verdict, page, rows_of, verdict
@@ -65,6 +66,8 @@ def test_refusals_and_models_that_are_not_built(pool: Pool) -> None:
 
 def test_the_page_lists_every_type() -> None:
     text = PAGE.read_text()
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the page is of the transformers in constraints.txt")
     rows = rows_of(text)
     assert page(rows) == text
     for kind in KINDS:

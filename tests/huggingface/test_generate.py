@@ -131,7 +131,7 @@ def check_turns(family: str, layout: str, num_padding: int) -> None:
         new = {name: x[:, end : end + num_tokens] for name, x in batch.items()}
         end += num_tokens
         seen = {"attention_mask": mask[:, :end].long()} if num_padding else {}
-        parts.append(ours(**new, **seen, past_key_values=cache).logits)
+        parts.append(ours(**new, **seen, cache=cache).logits)
         assert cache.get_seq_length() == end
     found = torch.cat(parts, 1)
     check_bits(found)

@@ -14,7 +14,13 @@ from transformers import DynamicCache
 
 from dtensor_ring import RingError
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
-from tests.huggingface.generating import check_bits, decode_messages, exact_softmax, generate
+from tests.huggingface.generating import (
+    CACHE,
+    check_bits,
+    decode_messages,
+    exact_softmax,
+    generate,
+)
 from tests.multimodal import FAMILIES, IMAGE, batch_of, small_model
 from tests.pool import Pool
 
@@ -135,7 +141,7 @@ def check_turns(family: str, decode_tokens: int) -> None:
         }
         if turn < len(IMAGES_OF_TURNS):
             new |= {name: _some(x, IMAGES_OF_TURNS[turn]) for name, x in images.items()}
-        parts.append(ours(**new, past_key_values=cache).logits)
+        parts.append(ours(**new, cache=cache).logits)
         assert cache.get_seq_length() == end
     check_bits(torch.cat(parts, 1))
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-6)
@@ -169,21 +175,21 @@ def check_differing(family: str) -> None:
     fewer = batch | {"pixel_values": batch["pixel_values"][rank:]}
     with pytest.raises(ValueError, match="differ in pixel_values"):
         generate(ours, **fewer)
-    cache = ours(**batch, use_cache=True).past_key_values
+    cache = ours(**batch, use_cache=True)[CACHE]
     with pytest.raises(RingError, match="differ in agree"):
-        ours(batch["input_ids"][:, :1] + rank, past_key_values=cache)
+        ours(batch["input_ids"][:, :1] + rank, cache=cache)
 
 
 @torch.no_grad()
 def check_fewer(family: str) -> None:
     """A rank that brings fewer images in a later turn, which is not dealt."""
     ours, batch = planned(family), prompt(family, "one image")
-    cache = ours(**batch, use_cache=True).past_key_values
+    cache = ours(**batch, use_cache=True)[CACHE]
     pixels = batch["pixel_values"][dist.get_rank() :]
     types = batch["token_type_ids"].repeat(1, 2)
     again = {"input_ids": batch["input_ids"], "token_type_ids": types, "pixel_values": pixels}
     with pytest.raises(RingError, match="differ in pixel_values"):
-        ours(**again, past_key_values=cache)
+        ours(**again, cache=cache)
 
 
 def check_refused(family: str) -> None:
@@ -194,11 +200,11 @@ def check_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
         ours(**batch, use_cache=True)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
-            ours(**batch, past_key_values=DynamicCache())
+        with pytest.raises(ValueError, match=f"{CACHE} is a DynamicCache"):
+            ours(**batch, cache=DynamicCache())
         cache = ContextParallelCache(ours)
         with pytest.raises(ValueError, match="labels is not supported together with a cache"):
-            ours(**batch, labels=batch["input_ids"], past_key_values=cache)
+            ours(**batch, labels=batch["input_ids"], cache=cache)
     asked = {"max_new_tokens": 2, "min_new_tokens": 2}
     assert generate(ours, **batch, **asked).sequences.shape[1] == batch["input_ids"].shape[1] + 2
 

@@ -119,9 +119,9 @@ def check_other_turn(name: str) -> None:
     ours, is_last = sharded("Gemma 3"), dist.get_rank() == dist.get_world_size() - 1
     first, last, match = OTHER_TURNS[name]
     cache = ContextParallelCache(ours)
-    ours(tokens(), past_key_values=cache)
+    ours(tokens(), cache=cache)
     with pytest.raises(RingError, match=match):
-        ours(tokens(last).flip(1) if is_last else tokens(first), past_key_values=cache)
+        ours(tokens(last).flip(1) if is_last else tokens(first), cache=cache)
     assert cache.get_seq_length() == 13
 
 

@@ -16,11 +16,21 @@ from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, Sta
 
 from dtensor_ring import ShardedCache
 from parallel_plans.huggingface import ContextParallelCache, window
+from parallel_plans.huggingface.versions import with_cache
 from parallel_plans.huggingface.window import Window
 from tests.families import SMALL
-from tests.huggingface.generating import NUM_NEW, check_bits, generate, sharded, stock, tokens
+from tests.huggingface.generating import (
+    CACHE,
+    NUM_NEW,
+    check_bits,
+    generate,
+    sharded,
+    stock,
+    tokens,
+)
 from tests.pool import Pool
 
+NAMES = ("cache", "past_key_values")
 LEFT = torch.ones(2, 13, dtype=torch.long)
 HOLE = LEFT.index_fill(1, torch.tensor(4), 0)
 RIGHT = LEFT.index_fill(1, torch.tensor(12), 0)
@@ -33,15 +43,13 @@ GENERATE: dict[str, dict[str, Any]] = {
     "cache_implementation='paged' is not": {"cache_implementation": "paged"},
     "output_attentions is not": {"output_attentions": True},
     "no padding but on the left": {"attention_mask": HOLE},
-    "past_key_values is a DynamicCache": {"past_key_values": DynamicCache()},
+    f"{CACHE} is a DynamicCache": {"cache": DynamicCache()},
+    "cache and past_key_values are names of one": dict.fromkeys(NAMES, DynamicCache()),
 }
 FORWARD: dict[str, dict[str, Any]] = {
-    "past_key_values is a DynamicCache, .* ContextParallelCache.model": {
-        "past_key_values": DynamicCache()
-    },
-    "is a EncoderDecoderCache": {
-        "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())
-    },
+    f"{CACHE} is a DynamicCache, .* ContextParallelCache.model": {"cache": DynamicCache()},
+    "is a EncoderDecoderCache": {"cache": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+    "cache and past_key_values are names of one": dict.fromkeys(NAMES, DynamicCache()),
     "tokenizer.padding_side": {"use_cache": True, "attention_mask": RIGHT},
     r"attention_mask must be \(B, 13\), of all": {
         "use_cache": True,
@@ -66,8 +74,8 @@ def check_refused() -> None:
         with pytest.raises(ValueError, match=match):
             generate(ours, **{"input_ids": tokens()} | changes)
     static = StaticCache(config=ours.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
-        generate(ours, input_ids=tokens(), past_key_values=static)
+    with pytest.raises(ValueError, match=f"{CACHE} is a StaticCache"):
+        generate(ours, input_ids=tokens(), cache=static)
     ours.generation_config.cache_implementation = "static"
     with pytest.raises(ValueError, match='say "dynamic" if it comes from'):
         generate(ours, input_ids=tokens())
@@ -76,10 +84,10 @@ def check_refused() -> None:
         for match, changes in FORWARD.items():
             with pytest.raises(ValueError, match=match):
                 ours(**{"input_ids": tokens()} | changes)
-        with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
-            ours(tokens(), past_key_values=static)
+        with pytest.raises(ValueError, match=f"{CACHE} is a StaticCache"):
+            ours(tokens(), cache=static)
         with pytest.raises(ValueError, match="labels is not supported together with a cache"):
-            ours(tokens(), labels=tokens(), past_key_values=ContextParallelCache(ours))
+            ours(tokens(), labels=tokens(), cache=ContextParallelCache(ours))
     with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
         ours(tokens(), use_cache=True)
     assert generate(ours, input_ids=tokens()).sequences.shape == (2, 13 + NUM_NEW)
@@ -93,16 +101,16 @@ def check_misused() -> None:
         nothing(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     angles = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
-    first = ours(tokens(), past_key_values=cache).logits
+    first = ours(tokens(), past_key_values=cache).logits  # the name before 5.24
     wrong: tuple[tuple[str, Any], ...] = (
-        ("of another model", lambda: other(tokens(), past_key_values=cache)),
-        ("a cache of 2 rows got 3", lambda: ours(tokens(5, 3), past_key_values=cache)),
+        ("of another model", lambda: other(tokens(), cache=cache)),
+        ("a cache of 2 rows got 3", lambda: ours(tokens(5, 3), cache=cache)),
         ("crop takes 0 to 13 tokens", lambda: cache.crop(-14)),
         ("crop takes .* got 2", lambda: cache.crop(2)),
         ("decode_tokens must be from 1 to 64", lambda: ContextParallelCache(ours, decode_tokens=0)),
         ("block must", lambda: ContextParallelCache(ours, block=0)),
         ("one model under a context_parallel_plan", lambda: ContextParallelCache(stock("Llama"))),
-        ("must be from 0 to 31", lambda: ours(tokens(1) + 99, past_key_values=cache)),
+        ("must be from 0 to 31", lambda: ours(tokens(1) + 99, cache=cache)),
     )
     for match, call in wrong:
         with pytest.raises(ValueError, match=match):
@@ -111,20 +119,29 @@ def check_misused() -> None:
     hook = layer.register_forward_pre_hook(_fail)
     for new in (1, 70):  # neither a decoded nor a dealt turn leaves anything behind
         with pytest.raises(ZeroDivisionError):
-            ours(tokens(new), past_key_values=cache)
+            ours(tokens(new), cache=cache)
     hook.remove()
     assert cache.get_seq_length() == 13
     again = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
     assert torch.equal(again[0], angles[0]), "not those of the turn that failed"
+    hook = layer.register_forward_pre_hook(lambda *_: deepcopy(cache.layers[1]))
+    with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
+        ours(tokens(1), cache=cache)
+    hook.remove()
+    with (
+        mock.patch.object(cache.layers[1], "update", lambda *new, **_: new[:2]),
+        pytest.raises(ValueError, match=r"attends to 1 keys per rank where .* use_cache=False"),
+    ):
+        ours(tokens(1), cache=cache)
     # A copy goes on by itself, as one of transformers does.
     copied = deepcopy(cache)
-    second = ours(tokens(2), past_key_values=copied).logits
+    second = ours(tokens(2), cache=copied).logits
     assert (cache.get_seq_length(), copied.get_seq_length()) == (13, 15)
-    torch.testing.assert_close(ours(tokens(2), past_key_values=cache).logits, second)
+    torch.testing.assert_close(ours(tokens(2), cache=cache).logits, second)
     cache.crop(-2)
-    torch.testing.assert_close(ours(tokens(2), past_key_values=cache).logits, second)
+    torch.testing.assert_close(ours(tokens(2), cache=cache).logits, second)
     cache.reset()
-    assert torch.equal(ours(tokens(), past_key_values=cache).logits, first)
+    assert torch.equal(ours(tokens(), cache=cache).logits, first)
     assert cache.batch_size == 2
 
 
@@ -141,7 +158,7 @@ def check_half_done() -> None:
             window,
             "_last",
             2,
-            lambda x, cache: x(tokens(2), past_key_values=cache),
+            lambda x, cache: x(tokens(2), cache=cache),
         ),
         ("Gemma 3", ShardedCache, "select", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
         ("Gemma 3", Window, "selected", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
@@ -149,20 +166,20 @@ def check_half_done() -> None:
     for family, owner, name, number, call in cases:
         ours = sharded(family)
         cache = ContextParallelCache(ours)
-        ours(tokens(), past_key_values=cache)
-        expected = ours(tokens(2), past_key_values=deepcopy(cache)).logits
+        ours(tokens(), cache=cache)
+        expected = ours(tokens(2), cache=deepcopy(cache)).logits
         plain, calls = getattr(owner, name), count(1)
         fails = lambda *args: _fail() if next(calls) == number else plain(*args)  # noqa: B023, E731
         with mock.patch.object(owner, name, fails), pytest.raises(ZeroDivisionError):
             call(ours, cache)
-        assert torch.equal(ours(tokens(2), past_key_values=cache).logits, expected), name
+        assert torch.equal(ours(tokens(2), cache=cache).logits, expected), name
 
 
 def check_lookup() -> None:
     """More tokens are proposed, and taken back, than a decode step takes."""
     ours, theirs = sharded("Gemma 3"), stock("Gemma 3")
     options = {"input_ids": tokens(4, rows=1).repeat(1, 4), "prompt_lookup_num_tokens": 3}
-    found = generate(ours, **options, past_key_values=ContextParallelCache(ours, decode_tokens=1))
+    found = generate(ours, **options, cache=ContextParallelCache(ours, decode_tokens=1))
     assert torch.equal(found.sequences, generate(theirs, **options).sequences)
 
 
@@ -176,7 +193,7 @@ def check_usage() -> None:
     pair, window = 2 * 2 * 2 * 8 * 8, 4  # rows, heads, keys and values, head dim, bytes; tokens
     assert sum(usage.used) == pair * (39 + NUM_NEW + size * window)
     assert max(usage.held) <= pair * (-(-(39 + NUM_NEW) // size) + 2 * 4 + window)
-    assert result.past_key_values is chat
+    assert result[CACHE] is chat
 
 
 @torch.no_grad()
@@ -190,14 +207,14 @@ def check_rows() -> None:
             (theirs, DynamicCache(config=theirs.config)),
         ):
             cache.activate_past_recording()
-            model(tokens(20, 3), past_key_values=cache, logits_to_keep=4)
+            model(tokens(20, 3), logits_to_keep=4, **with_cache(model, {"cache": cache}))
             cache.crop(-3)
             cache.batch_select_indices(torch.tensor([2, 0]))
             cache.batch_repeat_interleave(2)
             cache.reorder_cache(torch.tensor([3, 1, 0, 0]))
             pairs.append((model, cache))
         found, expected = (
-            [model(tokens(n, 4), past_key_values=cache).logits for n in (1, 3, 1)]
+            [model(tokens(n, 4), **with_cache(model, {"cache": cache})).logits for n in (1, 3, 1)]
             for model, cache in pairs
         )
         for here, there in zip(found, expected, strict=True):
@@ -220,9 +237,8 @@ def check_turns_of_a_chat() -> None:
             for question in (0, 2, 7):  # the last is dealt to the ranks
                 said = torch.cat([said, tokens(question)], 1) if question else said
                 mask = torch.ones_like(said)  # what looks like padding here and there is none
-                said = generate(
-                    model, input_ids=said, attention_mask=mask, past_key_values=chat
-                ).sequences
+                given = with_cache(model, {"attention_mask": mask, "cache": chat})
+                said = generate(model, input_ids=said, **given).sequences
             answers.append(said)
         assert torch.equal(*answers), (family, answers)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.huggingface.generating import generate, sharded, stock, tokens
+from tests.huggingface.generating import CACHE, generate, sharded, stock, tokens
 from tests.pool import Pool
 
 NUM_NEW = 4
@@ -18,10 +18,10 @@ def loop(goes_on: bool) -> Any:
     """A `custom_generate` that goes on with the cache of the forward before, or the first one."""
 
     def generated(model: Any, input_ids: Tensor, **given: Any) -> Tensor:
-        cache, new = given["past_key_values"], input_ids
+        cache, new = given[CACHE], input_ids
         for _ in range(NUM_NEW):
-            output = model(new, past_key_values=cache)
-            cache = output.past_key_values if goes_on else cache
+            output = model(new, **{CACHE: cache})
+            cache = output[CACHE] if goes_on else cache
             new = output.logits[:, -1:].argmax(-1)
             input_ids = torch.cat([input_ids, new], 1)
         return input_ids
@@ -38,7 +38,7 @@ def check_loops() -> None:
 
     expected = run(theirs, goes_on=False)  # its cache grows in place
     assert torch.equal(run(ours, goes_on=True), expected)
-    with pytest.raises(ValueError, match=r"go on with that, output\.past_key_values"):
+    with pytest.raises(ValueError, match=rf"go on with that, output\.{CACHE}"):
         run(ours, goes_on=False)
 
 

@@ -1,0 +1,54 @@
+"""The versions of other libraries that the plans were tested with."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class Tested(NamedTuple):
+    """Minor releases of a library."""
+
+    oldest: tuple[int, int]
+    newest: tuple[int, int]
+
+
+TESTED = {
+    "accelerate": Tested((1, 15), (1, 15)),
+    "diffusers": Tested((0, 42), (0, 42)),
+    "torchtitan": Tested((0, 3), (0, 3)),
+    "transformers": Tested((5, 23), (5, 24)),
+    "trl": Tested((1, 16), (1, 16)),
+}
+"""As the extras of pyproject.toml allow them, which may not be what is installed."""
+
+
+@cache
+def warn_untested(library: str) -> None:
+    """Warn once in a process, if a library has a version that the plans were not tested with."""
+    try:
+        found = version(library)
+    except PackageNotFoundError:  # imported from a folder of its own
+        return
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None:
+        return
+    minor = int(numbers[1]), int(numbers[2])
+    oldest, newest = TESTED[library]
+    if minor < oldest or minor > newest:
+        than = f"newer than {_spelled(newest)}, the newest"
+        if minor < oldest:
+            than = f"older than {_spelled(oldest)}, the oldest"
+        known = f"{library}>={_spelled(oldest)},<{_spelled((newest[0], newest[1] + 1))}"
+        warnings.warn(
+            f"{library} {found} is {than} that dtensor_ring was tested with: what differs between "
+            f"them may end in errors or wrong numbers; pip install '{known}' gets a tested one",
+            stacklevel=3,
+        )
+
+
+def _spelled(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.dtensor.style import _positions
+from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.layouts.spelling import as_layout
 from tests.dense import dense_attention
@@ -276,3 +277,20 @@ def _check_refusals() -> None:
     for wrong in (None, [torch.zeros(1, 2, 4, 8)]):
         with pytest.raises(TypeError, match=r"key must be a tensor or a DTensor, .* got "):
             flat(torch.zeros(1, 2, 4, 8), wrong, torch.zeros(1, 2, 4, 8))
+
+
+class Fails(nn.Module):
+    def forward(self, query: Any, key: Any, value: Any) -> None:
+        raise KeyError(CALLER.layer)
+
+
+def test_the_name_of_a_layer_that_fails_is_forgotten(pool: Pool) -> None:
+    pool.run(1, _check_name)
+
+
+def _check_name() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    module = parallelize_module(Fails(), mesh, ContextParallel())
+    with pytest.raises(KeyError, match="Fails 0"):
+        module(*(torch.randn(1, 2, 4, 4) for _ in range(3)))
+    assert not CALLER.layer

@@ -143,6 +143,7 @@ def call_within_a_call(log: Log, direction: str) -> tuple[Failure | None, Failur
 
     with at_launch(direction, 1, call_once):
         first = failure_in_step(mesh)
+    assert told, first  # else the first call did not get as far
     return first, told[0]
 
 

@@ -103,8 +103,7 @@ class ContextParallel(ParallelStyle):
             partial(_shard_inputs, shard=shard, positions=positions, names=self.inputs),
             with_kwargs=True,
         )
-        # Also where forward raises: the name of the layer would stay that of later calls.
-        module.register_forward_hook(_local_outputs, always_call=True)
+        module.register_forward_hook(_local_outputs)
         return module
 
 

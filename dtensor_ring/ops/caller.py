@@ -50,6 +50,9 @@ def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
     CALLER.place = place_of(frame)
     try:
         return run(*arguments)
+    except BaseException:
+        CALLER.layer = ""  # no hook after the layer's forward comes to it
+        raise
     finally:
         CALLER.place = ""
 

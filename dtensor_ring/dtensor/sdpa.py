@@ -73,10 +73,10 @@ def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Han
 def _forward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = arguments_of(op, args, kwargs)
-        if not _is_ours(bound):
+        query, key, value = inputs = [bound[name] for name in INPUTS]
+        if not _is_sharded(inputs):
             return as_before(previous, op, args, kwargs)
         _refuse(bound)
-        query, key, value = bound["query"], bound["key"], bound["value"]
         if query.ndim != 4:  # only the composite op takes these
             return _fused(bound)
         attend, call = (
@@ -119,9 +119,10 @@ def _serve_unfused() -> None:
 
 
 def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    bound = arguments_of(UNFUSED_OP, args, kwargs)
-    if not _is_ours(bound):
+    # Plain tensors come here, too: no more than a look at them. The first three have no default.
+    if not _is_sharded(args[:3]):
         return UNFUSED_OP.decompose(*args, **kwargs)
+    bound = arguments_of(UNFUSED_OP, args, kwargs)
     _refuse(bound)
     return _fused(bound), None  # nobody reads the weights
 
@@ -135,10 +136,10 @@ def _fused(bound: dict[str, Any]) -> Any:
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
-def _is_ours(bound: dict[str, Any]) -> bool:
+def _is_sharded(inputs: Iterable[Any]) -> bool:
     """Whether a sequence is sharded over an axis that has a layout."""
     # Any of the three: if only keys are sharded, the error is ours.
-    return any(on_annotated_axis(x, x.ndim - 2) for x in (bound[name] for name in INPUTS))
+    return any(on_annotated_axis(x, x.ndim - 2) for x in inputs)
 
 
 def _is_decoding(query: Any, key: Any) -> bool:

@@ -155,9 +155,9 @@ def _whole(name: str, bound: dict[str, Any]) -> Tensor:
     """Boundaries, which each rank has whole."""
     x = bound[name]
     if isinstance(x, DTensor) and all(where == Replicate() for where in x.placements):
-        return x._local_tensor
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        given = x.placements if isinstance(x, DTensor) else x
+        x = x._local_tensor
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.ndim != 1:
+        given = x.placements if isinstance(x, DTensor) else getattr(x, "shape", x)
         raise ValueError(
             f"{name} must be a tensor (D+1,) that each rank has whole, the boundaries of documents "
             f"in the whole sequence, got {given}"

@@ -149,6 +149,9 @@ def _check_refused() -> None:
         r"cu_seq_k must be a tensor \(D\+1,\) that each rank has whole": lambda: varlen_attn(
             *(*placed, QUERIES, sharded, LENGTH, LENGTH)
         ),
+        r"got torch.Size\(\[1, 5\]\)": lambda: varlen_attn(
+            *(*placed, QUERIES[None], KEYS[None], LENGTH, LENGTH)
+        ),
         r"query, key and value must all be DTensors": lambda: varlen_attn(
             *(placed[0], *whole[1:], *bounds)
         ),

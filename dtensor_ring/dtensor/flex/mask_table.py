@@ -1,15 +1,14 @@
 """The op that makes slices of a block mask, where a graph calls `flex_attention`.
 
 Note [Known block masks]: all layers of a model pass the same block mask. What was made of one is
-kept as long as its indices live, and used while its tensors and its function are the same and
-nothing was written into them.
+kept as long as its indices live, and used while its function is the same and the content of its
+tensors. Their versions would not do: collectives write into tensors without raising them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
@@ -40,23 +39,24 @@ block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
 class _Known(NamedTuple):
     """Slices that were made of a block mask, and what they were made of."""
 
-    tensors: tuple[ref[Tensor] | None, ...]
-    versions: tuple[int, ...]
+    contents: tuple[Tensor | None, ...]
+    """Copies of its tensors, and of those that its function captures."""
     others: tuple[Any, ...]
     numbers: np.ndarray
 
     def is_of(self, tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> bool:
-        """Whether these are the same tensors, unchanged, and the rest is equal."""
-        are_same = len(self.tensors) == len(tensors) and all(
-            x is (None if known is None else known())
-            for known, x in zip(self.tensors, tensors, strict=True)
+        """Whether these have the same content, and the rest is equal."""
+        return (
+            self.others == others
+            and len(self.contents) == len(tensors)
+            and all(map(_is_same, self.contents, tensors))
         )
-        return are_same and self.others == others and self.versions == _versions(tensors)
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """What torch counts up when it writes into a tensor."""
-    return tuple(x._version for x in tensors if x is not None)
+def _is_same(known: Tensor | None, x: Tensor | None) -> bool:
+    if known is None or x is None:
+        return known is x
+    return known.dtype == x.dtype and known.device == x.device and torch.equal(known, x)
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -119,8 +119,9 @@ def _block_mask_slices(
     if num_slices > capacity:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {capacity:,} are possible with "
-            f"{lengths[0]:,} queries in blocks of {block_size[0]}: it is no union of a few bands; "
-            f"slices_of_block_mask and ring_attention take up to {MAX_SLICES:,}"
+            f"{lengths[0]:,} queries in blocks of {block_size[0]}; if it is a union of few bands, "
+            "as documents are, make it with a smaller BLOCK_SIZE, or pass slices_of_block_mask to "
+            f"ring_attention, which takes up to {MAX_SLICES:,}"
         )
     table = np.zeros((len(partial_counts), capacity, NUM_FIELDS), dtype=np.int32)
     table[:, :num_slices] = found
@@ -131,12 +132,10 @@ def _known(
     blocks: Blocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
 ) -> np.ndarray:
     """The slices of blocks, `(N, 6)` or `(B, N, 6)`, made once; see Note [Known block masks]."""
-    if any(x is not None and x.is_inference() for x in tensors):  # nothing tells of writes
-        return _numbers(blocks)
     known = _KNOWN.get(blocks.partial_indices)
     if known is None or not known.is_of(tensors, others):
-        refs = tuple(None if x is None else ref(x) for x in tensors)
-        known = _Known(refs, _versions(tensors), others, _numbers(blocks))
+        contents = tuple(None if x is None else x.detach().clone() for x in tensors)
+        known = _Known(contents, others, _numbers(blocks))
         _KNOWN[blocks.partial_indices] = known
     return known.numbers
 

@@ -44,7 +44,7 @@ def _check_refused() -> None:
         ),
         (
             lambda: flex_attention(*placed, block_mask=sparse, **gqa),
-            "at most 72 are possible with 42 queries in blocks of 128: it is no union",
+            "at most 72 are possible with 42 queries in blocks of 128; if it is a union",
         ),
         (lambda: flex_attention(*placed, block_mask=by_head, **gqa), "was made for 4 heads"),
         (lambda: op(*placed, *of_op, {"OUTPUT_MAX": True}), "max_scores cannot be served"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.layer import number_layer
@@ -47,7 +48,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask: must be `None`.
             need_weights: must be `False`.
             attn_mask: not looked at beside `is_causal`; without, it must be `None`.
-            average_attn_weights: of weights, so it has no say.
+            average_attn_weights: ignored.
             is_causal: whether a token sees none after it, of the whole sequence.
 
         Returns:
@@ -60,6 +61,11 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         is_padded = key_padding_mask is not None or query.is_nested
         self._refuse(is_padded, need_weights, attn_mask is not None and not is_causal)
         inputs = query, key, value
+        if any(isinstance(x, DTensor) for x in inputs):
+            raise ValueError(
+                "nn.MultiheadAttention under ContextParallel takes this rank's tokens, got "
+                "DTensors; pass x.to_local()"
+            )
         if any(x.ndim != 3 for x in inputs):
             raise ValueError(
                 "query, key and value must be (B, L, E), or (L, B, E) without batch_first, got "
@@ -126,4 +132,4 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
 
 
 def _no_fast_path(module: nn.Module, args: Any) -> None:
-    """Nothing: that it is there is enough."""
+    """Do nothing; its presence turns the fast path off."""

@@ -113,7 +113,7 @@ def _serve_unfused() -> None:
     """
     for device in ("CPU", "CUDA", "Meta"):
         key = f"Autograd{device}"
-        # Once: it has none of its own, as it is made of other ops.
+        # Registered once: PyTorch has no kernel there.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(UNFUSED_OP.name(), key):
             torch.library.impl(UNFUSED_OP.name(), key, _unfused)
 

@@ -1,8 +1,8 @@
 """Runs `torch.nn.attention.varlen.varlen_attn` on DTensors of an annotated mesh as ring attention.
 
 Its tensors are `(T, N, H)`, the documents of a batch one after the other: the ring takes them as
-one batch row, `(1, N, T, H)`, which is a view. The rules are registered by the names of its ops, as
-they come to be when that module of PyTorch is imported, which takes a second.
+one batch row, `(1, N, T, H)`, which is a view. The rules are registered by the names of its ops,
+which exist only after PyTorch's module is imported; importing it takes a second.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dtensor_ring.planning.masks.tables import NUM_FIELDS
 TOKENS, HEADS, HEAD_DIM = 0, 1, 2
 """The dims of a tensor `(T, N, H)`."""
 
-AS_BATCH = {Shard(TOKENS): Shard(2), Shard(HEADS): Shard(1), Shard(HEAD_DIM): Shard(3)}
-AS_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
-AS_TOKENS = {batch: tokens for tokens, batch in AS_BATCH.items()}
-OF_LSE = {lse: batch for batch, lse in AS_LSE.items()}
+TOKENS_TO_BATCH = {Shard(TOKENS): Shard(2), Shard(HEADS): Shard(1), Shard(HEAD_DIM): Shard(3)}
+BATCH_TO_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
+BATCH_TO_TOKENS = {batch: tokens for tokens, batch in TOKENS_TO_BATCH.items()}
+LSE_TO_BATCH = {lse: batch for batch, lse in BATCH_TO_LSE.items()}
 
 _ALIGNED = "dtensor_ring::aligned_slices"
 torch.library.define(
@@ -77,7 +77,7 @@ def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
 def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
     out, lse = ring_forward_dtensor(query, key, value, _call(bound))
-    lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], AS_LSE)
+    lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], BATCH_TO_LSE)
     # The state of a dropout that does not happen, in the form of the op.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return _tokens_of(out), lse, state
@@ -87,7 +87,7 @@ def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
     names = "grad_out", "query", "key", "value", "out"
     grad_out, query, key, value, out = (_batch_of(bound[name]) for name in names)
     lse = bound["lse"]
-    lse = _moved(lse, lse._local_tensor[None], (1, *lse.shape), OF_LSE)
+    lse = _moved(lse, lse._local_tensor[None], (1, *lse.shape), LSE_TO_BATCH)
     inputs = query, key, value, out, lse
     *grads, _ = ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
     return tuple(map(_tokens_of, grads))
@@ -104,14 +104,14 @@ def _batch_of(x: DTensor) -> DTensor:
     """`(1, N, T, H)` of `(T, N, H)`, without a copy."""
     num_tokens, num_heads, head_dim = x.shape
     local = x._local_tensor.transpose(0, 1)[None]
-    return _moved(x, local, (1, num_heads, num_tokens, head_dim), AS_BATCH)
+    return _moved(x, local, (1, num_heads, num_tokens, head_dim), TOKENS_TO_BATCH)
 
 
 def _tokens_of(x: DTensor) -> DTensor:
     """The opposite of `_batch_of`."""
     _, num_heads, num_tokens, head_dim = x.shape
     local = x._local_tensor[0].transpose(0, 1)
-    return _moved(x, local, (num_tokens, num_heads, head_dim), AS_TOKENS)
+    return _moved(x, local, (num_tokens, num_heads, head_dim), BATCH_TO_TOKENS)
 
 
 def _moved(x: DTensor, local: Tensor, shape: Sequence[int], placements: dict[Any, Any]) -> DTensor:

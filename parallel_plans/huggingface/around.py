@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from dtensor_ring.dtensor.agreement import meeting
 from dtensor_ring.dtensor.annotation import axis_group
-from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described
+from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described, has_content
 from parallel_plans.huggingface.cached import GROWS, asks_cache, cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
 from parallel_plans.huggingface.outputs import OutputSpec, takes_tuple
-from parallel_plans.huggingface.sharding import Sharding, has_content
+from parallel_plans.huggingface.sharding import Sharding
 from parallel_plans.huggingface.tower import install_tower
 from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name
 

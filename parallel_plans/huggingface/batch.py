@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,15 @@ SAME_BATCH = (
     "data-parallel ranks only) and have the same weights (seeded before the model is made, or "
     "loaded, and gradients averaged over them)"
 )
+
+
+def has_content(batch: dict[str, Any]) -> bool:
+    """Whether its tensors are real, and can be compared with those of other ranks."""
+    # A graph cannot raise, and what transforms of torch.func make of a tensor has no memory.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    tensors = [x for x in batch.values() if isinstance(x, Tensor)]
+    return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:

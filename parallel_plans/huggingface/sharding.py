@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.dtensor.agreement import meeting
@@ -24,6 +23,7 @@ from parallel_plans.huggingface.batch import (
     LOGITS_TO_KEEP,
     check_batch,
     described,
+    has_content,
     local_batch,
     next_tokens,
     num_items,
@@ -92,11 +92,10 @@ class Sharding(Outputs):
         """The arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
         found = dict(zip(self._names, args, strict=False)) | kwargs
+        unread = {"cache_position"} - {*self._names}  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            found.pop("labels", None)  # those of the model around a base model
-        if "cache_position" not in self._names:
-            found.pop("cache_position", None)  # that of transformers 4, which nothing reads
-        return {name: x for name, x in found.items() if x is not None}
+            unread.add("labels")  # those of the model around a base model
+        return {name: x for name, x in found.items() if x is not None and name not in unread}
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """This rank's part of the batch, all by keyword."""
@@ -287,15 +286,6 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
     finally:
         for sharding, were in zip(shardings, before, strict=True):
             sharding.unshards_outputs, sharding.returns_logits = were
-
-
-def has_content(batch: dict[str, Any]) -> bool:
-    """Whether its tensors are real, and can be compared with those of other ranks."""
-    # A graph cannot raise, and what transforms of torch.func make of a tensor has no memory.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    tensors = [x for x in batch.values() if isinstance(x, Tensor)]
-    return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
 
 
 def _tokens(batch: dict[str, Any]) -> Tensor:

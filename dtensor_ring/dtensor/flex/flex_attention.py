@@ -1,11 +1,10 @@
 """Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
 
-Note [The way of a flex_attention call]: outside of a compiled graph PyTorch compiles the call by
-itself. Dynamo traces `score_mod` and the mask's function into small graphs, and puts a higher-order
+Note [How a call of flex_attention gets here]: outside of a compiled graph PyTorch compiles the call
+by itself. Dynamo traces `score_mod` and the mask's function into small graphs, and puts a higher-order
 op into its own graph, which runs eagerly or is compiled on. That op asks its kernel for autograd
 first: ours takes the call over there, with the DTensors of the user, so that the ring's own
-autograd holds. Where autograd is off altogether, as in inference mode, the op asks for a rule for
-the tensor subclass.
+autograd holds. In inference mode the op asks for a rule for the tensor subclass.
 
 Dynamo traces both functions with indices that it makes by `query.new_empty([])`. Of a DTensor that
 is a DTensor, which cannot index the plain tensors that mask functions capture, such as the number
@@ -27,6 +26,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_attent
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from dtensor_ring.dtensor.arguments import scores_of
 from dtensor_ring.dtensor.attention import attend
@@ -34,7 +34,7 @@ from dtensor_ring.dtensor.dispatch import arguments_of
 from dtensor_ring.dtensor.flex.block_mask import Blocks
 from dtensor_ring.dtensor.flex.mask_function import leaves_scores, shows_all
 from dtensor_ring.dtensor.flex.mask_table import table_of
-from dtensor_ring.dtensor.placement import SEQUENCE, describe, on_annotated_axis
+from dtensor_ring.dtensor.placement import BATCH, SEQUENCE, describe, on_annotated_axis
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.tile import FULL
@@ -92,10 +92,10 @@ def _ring_attention(
         ValueError: if scores are modified, the largest ones are asked for, or the mask is no union
             of a few slices.
     """
-    # Dynamo only asks for shapes, and would wrap the error: it comes when the call is made.
-    if not isinstance(query, DTensor) or not isinstance(query._local_tensor, FakeTensor):
+    batch = Batch()
+    if not _has_shapes_only(query):
         _refuse(score_mod, kernel_options)
-    batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
+        batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
     call = Call(batch, scores_of(query, FULL, scale, 0.0, None, None), ON_DTENSORS)
     out, lse = attend(query, key, value, call, bool(kernel_options.get("OUTPUT_LOGSUMEXP", True)))
     unused = torch.empty(0, device=query.device)
@@ -104,6 +104,15 @@ def _ring_attention(
     # FlexAttention multiplies by it what its kernels return, but for one of them.
     is_natural = kernel_options.get("BACKEND") == "FLASH"
     return out, lse if is_natural else lse / log(2), unused
+
+
+def _has_shapes_only(query: Tensor) -> bool:
+    """Whether Dynamo asks for shapes: it would wrap errors, which come when the call is made.
+
+    A tensor that records what is done with it, for a graph, is more than its shape.
+    """
+    local = query._local_tensor if isinstance(query, DTensor) else query
+    return isinstance(local, FakeTensor) and get_proxy_mode() is None
 
 
 def _refuse(score_mod: Callable[..., Tensor], kernel_options: dict[str, Any]) -> None:
@@ -129,6 +138,11 @@ def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...
             f"block_mask must be of the whole sequence, {lengths[0]} queries and {lengths[1]} "
             f"keys, got one of {blocks.lengths[0]} and {blocks.lengths[1]}"
         )
+    if blocks.partial_counts.shape[0] not in (1, query.shape[BATCH]):
+        raise ValueError(
+            f"block_mask must be one for all batch rows or have {query.shape[BATCH]}, as the query "
+            f"has, got {blocks.partial_counts.shape[0]}"
+        )
     if any(isinstance(x, DTensor) for x in captured):
         raise ValueError(
             "the function of block_mask must capture plain tensors, which each rank has whole, got "
@@ -138,13 +152,13 @@ def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...
 
 
 def _new_empty_handler(previous: Handler | None) -> Handler:
-    """Plain indices for Dynamo, see Note [The way of a flex_attention call]."""
+    """Plain indices for Dynamo, see Note [How a call of flex_attention gets here]."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = arguments_of(op, args, kwargs)
         x, size = bound["self"], bound["size"]
         is_index = not len(size) and TracingContext.try_get() is not None
-        if is_index and on_annotated_axis(x, x.ndim - 2):
+        if is_index and on_annotated_axis(x, x.ndim - 2) and _has_shapes_only(x):
             return x._local_tensor.new_empty([], **kwargs)
         return as_before(previous, op, args, kwargs)
 

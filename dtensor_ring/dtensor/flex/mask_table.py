@@ -60,7 +60,7 @@ def _is_same(known: Tensor | None, x: Tensor | None) -> bool:
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By the indices of partial blocks, see Note [Known block masks]."""
+"""By the tensor that has the indices of partial blocks, see Note [Known block masks]."""
 
 
 def table_of(blocks: Blocks, captured: tuple[Any, ...]) -> Tensor:
@@ -92,9 +92,9 @@ def _bound(function: MaskFunction, captured: Sequence[Any]) -> MaskFunction:
     return lambda *indices: function(*indices, *captured)
 
 
-def _capacity(counts: Tensor) -> int:
+def _capacity(num_queries: int) -> int:
     """How many slices the table of a row has room for: graphs need a shape without the values."""
-    return min(MAX_SLICES, 64 + 8 * counts.shape[-1])
+    return min(MAX_SLICES, 64 + num_queries // 4)
 
 
 @torch.library.impl(_OP, "CompositeExplicitAutograd")
@@ -115,13 +115,12 @@ def _block_mask_slices(
     sizes = (lengths[0], lengths[1]), (block_size[0], block_size[1])
     blocks = Blocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
     found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
-    num_slices, capacity = found.shape[-2], _capacity(partial_counts)
+    num_slices, capacity = found.shape[-2], _capacity(lengths[0])
     if num_slices > capacity:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {capacity:,} are possible with "
-            f"{lengths[0]:,} queries in blocks of {block_size[0]}; if it is a union of few bands, "
-            "as documents are, make it with a smaller BLOCK_SIZE, or pass slices_of_block_mask to "
-            f"ring_attention, which takes up to {MAX_SLICES:,}"
+            f"{lengths[0]:,} queries: it is no union of a few bands, or one of many short ones; "
+            f"slices_of_block_mask and ring_attention take up to {MAX_SLICES:,}"
         )
     table = np.zeros((len(partial_counts), capacity, NUM_FIELDS), dtype=np.int32)
     table[:, :num_slices] = found
@@ -151,6 +150,6 @@ def _numbers(blocks: Blocks) -> np.ndarray:
 
 @torch.library.register_fake(_OP)
 def _fake(lengths: Any, partial_counts: Tensor, partial_indices: Tensor, *rest: Any) -> Tensor:
-    num_rows, capacity = partial_counts.shape[0], _capacity(partial_counts)
+    num_rows, capacity = partial_counts.shape[0], _capacity(lengths[0])
     shape = (capacity, NUM_FIELDS) if num_rows == 1 else (num_rows, capacity, NUM_FIELDS)
     return torch.empty(shape, dtype=torch.int32, device="cpu")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dtensor_ring import SequenceAxis
 from tests.dtensor.flex.flex_calls import quiet
-from tests.dtensor.flex.flex_masks import LENGTH, causal
+from tests.dtensor.flex.flex_masks import DOCUMENTS, LENGTH, causal
 from tests.meshes import random_inputs
 from tests.pool import Pool
 
@@ -33,6 +33,12 @@ def _check_refused() -> None:
         lambda b, h, q, k: (q // 2 + k // 2) % 2 == 0, None, None, *sizes, device="cpu"
     )
     by_head = create_block_mask(lambda b, h, q, k: q - k >= h, None, 4, *sizes, device="cpu")
+    three_rows = create_block_mask(causal, 3, None, *sizes, device="cpu")
+    replicated = DTensor.from_local(DOCUMENTS, axis.mesh, [Replicate()])
+    of_dtensor = BlockMask.from_kv_blocks(
+        *(sparse.kv_num_blocks, sparse.kv_indices),
+        **{"mask_mod": lambda b, h, q, k: replicated[q] == replicated[k], "seq_lengths": sizes},
+    )
     op: Any = torch.ops.higher_order.flex_attention
     short = create_block_mask(causal, None, None, 40, 40, device="cpu")
     of_op = flex_module._identity, short.as_tuple(), 1.0
@@ -44,7 +50,15 @@ def _check_refused() -> None:
         ),
         (
             lambda: flex_attention(*placed, block_mask=sparse, **gqa),
-            "at most 72 are possible with 42 queries in blocks of 128; if it is a union",
+            "at most 74 are possible with 42 queries: it is no union of a few bands",
+        ),
+        (
+            lambda: flex_attention(*placed, block_mask=three_rows, **gqa),
+            "block_mask must be one for all batch rows or have 2, as the query has, got 3",
+        ),
+        (
+            lambda: flex_attention(*placed, block_mask=of_dtensor, **gqa),
+            "must capture plain tensors, which each rank has whole, got a DTensor",
         ),
         (lambda: flex_attention(*placed, block_mask=by_head, **gqa), "was made for 4 heads"),
         (lambda: op(*placed, *of_op, {"OUTPUT_MAX": True}), "max_scores cannot be served"),

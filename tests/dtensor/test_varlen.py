@@ -57,8 +57,13 @@ def test_exchange(pool: Pool) -> None:
     pool.run(2, _check_compiled, "zigzag", "ulysses", CALLS[4:6])
 
 
-@pytest.mark.parametrize(("world_size", "layout"), cases((2, "zigzag")))
-def test_compiled(pool: Pool, world_size: int, layout: str) -> None:
+def test_compiled(pool: Pool) -> None:
+    pool.run(2, _check_compiled, "zigzag", "ring", CALLS[1:8])
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize(("world_size", "layout"), cases())
+def test_all_compiled(pool: Pool, world_size: int, layout: str) -> None:
     pool.run(world_size, _check_compiled, layout, "ring", CALLS)
 
 

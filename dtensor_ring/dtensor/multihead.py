@@ -14,7 +14,7 @@ from dtensor_ring.ops.caller import within_layer
 from dtensor_ring.planning.masks.mask import Mask
 
 NO_PADDING = (
-    "leave it out where is_causal hides what is behind a sequence, else attend by "
+    "leave it out where is_causal hides the padding after a sequence, else attend by "
     "dtensor_ring.ring_attention with cu_seqlens"
 )
 NO_MASK = (

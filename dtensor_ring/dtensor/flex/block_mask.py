@@ -20,7 +20,7 @@ MAX_SLICES = 10_000
 """More would take longer to plan than to attend."""
 
 CHUNK = 1 << 24
-"""The function of a mask is asked for so many pairs at once, one byte each."""
+"""The most pairs that the function of a mask is asked for at once, one byte each."""
 
 Ranges = tuple[Tensor, Tensor]
 """First keys, and those after the last, of the ranges of each query: `(Q, R)`, the rest empty."""

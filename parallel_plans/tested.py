@@ -31,7 +31,7 @@ def warn_untested(library: str) -> None:
     """Warn once in a process, if a library has a version that the plans were not tested with."""
     try:
         found = version(library)
-    except PackageNotFoundError:  # imported from a folder of its own
+    except PackageNotFoundError:  # imported from a folder, not installed
         return
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers is None:

@@ -111,7 +111,7 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
     """Make the module attend over an axis.
 
     Raises:
-        ValueError: if it is of another class, or has keys of its own, beside those of tokens.
+        ValueError: if it is of another class, or adds keys to those of the tokens.
     """
     if type(module) is not nn.MultiheadAttention:
         raise ValueError(

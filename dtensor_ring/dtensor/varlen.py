@@ -95,8 +95,8 @@ def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
 
 def _into_memory(bound: dict[str, Any]) -> Any:
     raise ValueError(
-        "varlen_attn_out cannot be served over a sharded sequence, as a ring writes into memory of "
-        "its own; use varlen_attn"
+        "varlen_attn_out cannot be served over a sharded sequence, as a ring allocates its "
+        "output; use varlen_attn"
     )
 
 

@@ -1,6 +1,6 @@
 """What differs between the versions of transformers that the plans work with.
 
-Read from what is there, not from version numbers: a model of a user's may follow an older version.
+Read from signatures, not from version numbers: a user's own model may follow an older version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES_OF_CACHE = ("cache", "past_key_values", "cache_params")
 
 @lru_cache(maxsize=256)  # each token asks, and a signature takes 0.1 ms to read
 def parameter_of_cache(forward: Callable[..., Any]) -> str | None:
-    """The name of the parameter that the cache comes in, `None` if there is none."""
+    """The name of the parameter that takes the cache, `None` if there is none."""
     parameters = signature(forward).parameters
     return next((name for name in NAMES_OF_CACHE if name in parameters), None)
 
@@ -32,7 +32,7 @@ def cache_name(model: Any) -> str:
 
 
 def given_cache(given: dict[str, Any]) -> Any:
-    """The cache among the arguments of a call, by whichever name; `None` if there is none.
+    """The cache among the arguments of a call, under any of its names; `None` without one.
 
     Raises:
         ValueError: if there are two.

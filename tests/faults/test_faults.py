@@ -185,7 +185,7 @@ def suffer(log: Log, fault: Fault) -> Told:
 
 
 def live_on(num_ranks: int) -> None:
-    """Until so many ranks are here, too."""
+    """Wait until that many ranks are here."""
     store = dist.distributed_c10d._get_default_store()
     store.add("told", 1)
     while store.add("told", 0) < num_ranks:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
-from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence
+from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence
 
 SHAPE = 1, 4, 16, 8
 DOCUMENTS = torch.tensor([0, 3, 9, 16], dtype=torch.int32)
@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     about = origin()
     costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
     dist.destroy_process_group()

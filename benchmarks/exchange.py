@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import exchange, set_sequence_layout
+from dtensor_ring import SequenceAxis, exchange
 
 SEQ_LEN = 16384
 LAYOUTS = "contiguous", "zigzag"
@@ -109,7 +109,7 @@ def cases(quick: bool, rates: tuple[int | None, ...]) -> list[Case]:
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     # An axis has one layout for good, so each case has processes of its own.
-    set_sequence_layout(mesh, case.layout)
+    SequenceAxis(mesh, case.layout)
     shards = random_shards(group.rank(), case.seq_len // case.world_size)[:NUM_TENSORS]
     contenders = {"ours": exchange_stages(shards, mesh), "bare": bare_stages(shards, group)}
     ours = contenders["ours"]

@@ -26,10 +26,10 @@ from docs.marked import table_row, write_part
 from dtensor_ring import (
     Balanced,
     Mask,
+    SequenceAxis,
     TransferPolicy,
     ring_attention,
     sequence_runs,
-    set_sequence_layout,
     shard_sequence,
 )
 
@@ -208,7 +208,7 @@ def work(rank: int, folder: str) -> None:
         mesh = init_device_mesh("cpu", (world_size,))  # a world's axis is configured once
         if grad_dtype is not None:
             policy = TransferPolicy(grad_dtype=getattr(torch, grad_dtype))
-            set_sequence_layout(mesh, layout, policy=policy)
+            SequenceAxis(mesh, layout, policy=policy)
         for (title, problem), dtype in product(PROBLEMS.items(), DTYPES):
             found = measure(problem, dtype, layout, mesh)
             rows.append(asdict(Row(title, dtype, world_size, layout, found, grad_dtype)))

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Mask, ring_attention, set_sequence_layout
+from dtensor_ring import Mask, SequenceAxis, ring_attention
 from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order
 
 ATTENTIONS = {
@@ -153,7 +153,7 @@ def ours(case: Case, strategy: str, mesh: DeviceMesh, shards: list[Tensor]) -> S
 
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     shards = shards_of(case, group.rank())
     contenders = {name: ours(case, name, mesh, shards) for name in case.strategies}
     # PyTorch's rings know causal masks, and as many key heads as query heads, only.

@@ -3,7 +3,7 @@
 from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
-from dtensor_ring.dtensor.axis import SequenceAxis, set_sequence_layout
+from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.exchange import exchange
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sum_over_sequence
@@ -68,7 +68,6 @@ __all__ = [
     "sequence_layout",
     "sequence_runs",
     "sequence_slices",
-    "set_sequence_layout",
     "shard_sequence",
     "slices_of_block_mask",
     "sum_over_sequence",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.command.model import Asked, Model
+from dtensor_ring.extension import MetaModel, ModelRequest
 
 
-def load(spelling: str, mesh: DeviceMesh, asked: Asked) -> Model:
+def load(spelling: str, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
     """A model of transformers by its config, or of torchtitan by a config function.
 
     Args:

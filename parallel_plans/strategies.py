@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.strategy import as_strategy, check_strategy
+from dtensor_ring import Mask
+from dtensor_ring.extension import check_strategy
 
 SUFFIX = "_attention"
 """With which the `layer_types` of Hugging Face configs end; here they are named without it."""
@@ -64,7 +64,7 @@ class Strategies:
                 f"model have {', '.join(sorted(kinds))}"
             )
         for strategy in self.by_kind.values() if world_size else ():
-            as_strategy(strategy, world_size or 1)
+            check_strategy(strategy, world_size)
 
     def named(self, mask: Mask) -> str | None:
         """The strategy of a layer with that mask; `None` if it is as the axis says."""

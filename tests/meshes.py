@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dtensor_ring import Balanced, Contiguous, set_sequence_layout, unshard_sequence
+from dtensor_ring import Balanced, Contiguous, SequenceAxis, unshard_sequence
 from dtensor_ring.compute.memory import in_order, order_of
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.planning.layouts.layout import Layout
@@ -25,7 +25,7 @@ def annotated_mesh(
     """A mesh whose axis of the sequence has that layout."""
     names = tuple(f"axis{axis}" for axis in range(len(sizes)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    set_sequence_layout(mesh[names[list(placements).index(SEQUENCE)]], layout)
+    SequenceAxis(mesh[names[list(placements).index(SEQUENCE)]], layout)
     return mesh
 
 

@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
+import dtensor_ring
+from dtensor_ring import extension
 from tests.test_public import ROOT
 
-LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference", "command")
+LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference")
+LAYERS += ("extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
+DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
+"""What plans may import of the package: modules, and the names of each."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
 OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "trl"}
@@ -70,6 +75,57 @@ def test_imports_go_down() -> None:
             others = {imported.partition(".")[0] for imported in _imports(tree)} - {"dtensor_ring"}
             assert others <= {"numpy", *sys.stdlib_module_names}, f"{name} needs no torch"
     TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def _past_the_door(tree: ast.AST) -> list[str]:
+    """What a source takes of the package that `DOOR` does not have, in functions and for types too.
+
+    Ops are reached by `torch.ops`, and `import dtensor_ring` registers them.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name != "dtensor_ring"]
+        elif isinstance(node, ast.ImportFrom):
+            known = DOOR.get(str(node.module), ())
+            found += [f"{node.module}.{x.name}" for x in node.names if x.name not in known]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dtensor_ring":
+            found += [f"dtensor_ring.{node.attr}"] * (node.attr not in dtensor_ring.__all__)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("dtensor_ring."):
+            found.append(str(node.value))  # for `import_module`
+    return [name for name in found if name.partition(".")[0] == "dtensor_ring"]
+
+
+@pytest.mark.parametrize("name", [x for x in TREES if x.partition(".")[0] == "parallel_plans"])
+def test_plans_import_by_the_door(name: str) -> None:
+    assert not _past_the_door(TREES[name])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from dtensor_ring.ops.parts import gather_parts_op",
+        "from dtensor_ring.dtensor import gather",
+        "from dtensor_ring import dtensor",
+        "from dtensor_ring.extension import CALLER",
+        "import dtensor_ring.extension",
+        "import dtensor_ring\ndtensor_ring.ring.ring_forward",
+        "def late():\n    from dtensor_ring.ring import ring_forward",
+        "if TYPE_CHECKING:\n    from dtensor_ring.planning.plan import Plan",
+        "import_module('dtensor_ring.command.main')",
+    ],
+)
+def test_the_door_is_the_only_way(source: str) -> None:
+    assert _past_the_door(ast.parse(source))
+
+
+@pytest.mark.parametrize("target", ["dtensor_ring.extension", "dtensor_ring.command"])
+def test_nobody_below_imports(target: str) -> None:
+    """Importing `dtensor_ring` loads neither what plans need nor the command line."""
+    inside = {name for name in TREES if name.startswith("dtensor_ring")}
+    for name in inside - {"dtensor_ring.__main__"}:
+        if not name.startswith(target):
+            assert not [x for x in _imports(TREES[name]) if x.startswith(target)], name
 
 
 def _part(module: str) -> str:

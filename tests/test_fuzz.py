@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dtensor_ring import Balanced, ring_attention, sequence_runs, set_sequence_layout
+from dtensor_ring import Balanced, SequenceAxis, ring_attention, sequence_runs
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.dtensor.traded import traded_attention
 from dtensor_ring.ops.autograd import ring_op
@@ -169,7 +169,7 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
     """`(out, lse)` of this rank, from DTensors over a mesh of two rings."""
     ring = case.ring
     annotation_of(mesh["cp"].get_group()).config = None  # each case has an axis of its own
-    set_sequence_layout(mesh["cp"], ring.layout, strategy=ring.route, policy=case.policy)
+    SequenceAxis(mesh["cp"], ring.layout, strategy=ring.route, policy=case.policy)
     places: list[Placement] = [Shard(0) if case.batch % 2 == 0 else Replicate(), Shard(2)]
     wholes = [local(x, torch.arange(x.shape[2])) for x in case.inputs()[:3]]
     tensors = [

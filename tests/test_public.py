@@ -251,9 +251,6 @@ ring_attention(query: 'Tensor', key: 'Tensor', value: 'Tensor', *, mask: 'Mask |
 sequence_layout(mesh: 'DeviceMesh') -> 'Layout | None'
 sequence_runs(layout: 'Balanced') -> 'Tensor'
 sequence_slices(slices: 'Slices', num_slices: 'int | None' = None) -> 'Tensor'
-set_sequence_layout(mesh: 'DeviceMesh', layout: 'Layout | str', *, strategy: 'str | None' =
-        None, kernel: 'str | None' = None, policy: 'TransferPolicy | None' = None) ->
-        'SequenceAxis'
 shard_sequence(tensor: 'Tensor', mesh: 'DeviceMesh', dim: 'int', layout: 'Layout | str | None' =
         None) -> 'DTensor'
 slices_of_block_mask(block_mask: 'BlockMask') -> 'Slices'

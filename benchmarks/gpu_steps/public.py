@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Mask, ring_attention, set_sequence_layout
+from dtensor_ring import Mask, SequenceAxis, ring_attention
 from gpu_steps.graphs import captured, no_waiting
 from gpu_steps.machine import Finding, Machine
 
@@ -67,7 +67,7 @@ def documents(seed: int) -> Tensor:
 
 def public(machine: Machine) -> Iterator[Finding]:
     with machine.connected() as mesh:
-        set_sequence_layout(mesh, "zigzag")
+        SequenceAxis(mesh, "zigzag")
         ways = {
             "eager": _eager,
             "autocast": _autocast,

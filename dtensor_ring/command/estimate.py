@@ -14,7 +14,8 @@ from torch import nn
 
 from dtensor_ring.command.footprint import Attention, Footprint
 from dtensor_ring.command.layers import checkpoint_layers, layers_of
-from dtensor_ring.command.model import Asked, Load, Model, alone
+from dtensor_ring.command.mesh import alone
+from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 
 OPTIMIZER = 2
 """Numbers that AdamW keeps for each parameter."""
@@ -75,7 +76,7 @@ class Estimate:
 
 
 def estimate(
-    load: Load,
+    load: LoadModel,
     model: str,
     seq_len: int,
     mesh: Mapping[str, int],
@@ -87,7 +88,7 @@ def estimate(
     as_json: bool,
 ) -> int:
     """Print what a training step takes on one rank; returns the exit status."""
-    asked = Asked(seq_len, batch, layout or "zigzag", strategy, dtype)
+    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype)
     try:
         found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
     except (ImportError, ValueError) as error:
@@ -101,10 +102,10 @@ def estimate(
 
 
 def estimated(
-    load: Load,
+    load: LoadModel,
     spelling: str,
     mesh: Mapping[str, int],
-    asked: Asked,
+    asked: ModelRequest,
     *,
     is_checkpointed: bool = False,
 ) -> Estimate:
@@ -157,7 +158,7 @@ class _Forward(NamedTuple):
     """Bytes that all else keeps."""
 
 
-def _run(model: Model) -> tuple[Footprint, _Forward]:
+def _run(model: MetaModel) -> tuple[Footprint, _Forward]:
     """A step, and its forward.
 
     Raises:

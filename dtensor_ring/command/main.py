@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from dtensor_ring.command.compare import compare
 from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.estimate import estimate
-from dtensor_ring.command.model import Load
 from dtensor_ring.command.schedule import schedule
 from dtensor_ring.command.spelling import (
     dtype_of,
@@ -23,10 +22,11 @@ from dtensor_ring.command.spelling import (
     numbers,
 )
 from dtensor_ring.command.versions import version_of
+from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.strategy import Strategy
 
 
-def main(load: Load, arguments: Sequence[str] | None = None) -> int:
+def main(load: LoadModel, arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 
 
-def _parser(load: Load) -> argparse.ArgumentParser:
+def _parser(load: LoadModel) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
     )
@@ -109,7 +109,7 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
 
 
-def _add_estimate(commands: argparse._SubParsersAction[Any], load: Load) -> None:
+def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:
     text = "tell what a training step of a model takes on one rank: memory, messages and hops"
     command = commands.add_parser("estimate", help=text, description=text)
     command.set_defaults(run=partial(estimate, load))

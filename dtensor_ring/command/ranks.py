@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.transport.process_group import urgent
+from dtensor_ring.transport.process_group import axis_group_options
 
 SECONDS = 60
 """After them, a rank that does not come is told of."""
@@ -44,7 +44,7 @@ def connected() -> Iterator[Ranks]:
     )
     try:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
-        options = urgent(device.type)
+        options = axis_group_options(device.type)
         mesh = init_device_mesh(
             *(device.type, (dist.get_world_size(),)),
             mesh_dim_names=("cp",),

@@ -13,7 +13,7 @@ from dtensor_ring.command.finding import Finding
 from dtensor_ring.command.overlap import overlap
 from dtensor_ring.command.ranks import Ranks, connected
 from dtensor_ring.dtensor.attention import ring_attention
-from dtensor_ring.dtensor.axis import set_sequence_layout
+from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
 from dtensor_ring.planning.masks.mask import Mask
 
@@ -33,7 +33,7 @@ def self_test(kernel: str | None = None, layout: str = "zigzag") -> list[Finding
     masks = {"causal": Mask.causal(), "window": Mask.sliding(TOKENS // 3)}
     try:
         with connected() as ranks:
-            set_sequence_layout(ranks.mesh, layout, kernel=kernel)
+            SequenceAxis(ranks.mesh, layout, kernel=kernel)
             rings = [_ring(ranks, name, mask) for name, mask in masks.items()]
             is_right = not any(ring.is_bad for ring in rings)
             timed = [overlap(ranks, kernel, layout)] if is_right and ranks.mesh.size() > 1 else []

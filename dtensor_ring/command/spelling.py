@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from dtensor_ring.command.model import AXES
+from dtensor_ring.command.mesh import AXES
 from dtensor_ring.planning.balancing.hybrid import Hybrid
 from dtensor_ring.planning.masks.mask import Mask
 

@@ -181,7 +181,7 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
         >>> sequence_layout(mesh)
-        >>> axis = set_sequence_layout(mesh, "striped")
+        >>> axis = SequenceAxis(mesh, "striped")
         >>> sequence_layout(mesh)
         Striped()
     """
@@ -287,5 +287,5 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
                 return group
     raise ValueError(
         f"the process group of {mesh} over ranks {list(ranks)} was destroyed: make the mesh anew, "
-        "and annotate it with set_sequence_layout"
+        "and annotate it with SequenceAxis"
     )

@@ -125,7 +125,7 @@ def ring_attention(
         kernel: name of the block kernel; by default the axis's, else the first of
             `available_kernels()` that can.
         mesh: the 1-D mesh of the ring, for local shards, of equal length without `key_runs`. Its
-            layout is that of `set_sequence_layout`, contiguous without.
+            layout is that of `SequenceAxis`, contiguous without.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
             (float64 for float64), -inf for a row that sees nothing. Differentiable; with head dims
             that are the largest of a kernel by `reference`, see `docs/rounding.md`. If lse leaves a

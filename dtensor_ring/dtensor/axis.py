@@ -40,14 +40,18 @@ from dtensor_ring.transport.protocol import Transport
 class SequenceAxis:
     """A mesh axis that sequences are sharded over: layout, strategy, kernel and transfer policy.
 
-    To make one configures the axis: from then on `ring_attention`, attention on DTensors whose
-    dimension 2 is sharded over it, `ContextParallel` and the plans for models all run as it says.
-    Make it before the first tensor is sharded over the axis.
+    To make one configures the axis: from then on `ring_attention`, `ContextParallel` and the plans
+    for models run as it says, and so does `torch.nn.functional.scaled_dot_product_attention` on
+    DTensors whose dimension 2 is sharded over it, of this mesh or of the one it was sliced from;
+    that refuses `attn_mask` and dropout. Make the object before the first tensor is sharded over
+    the axis. Tokens have to be dealt in its order, as `shard` does: `distribute_tensor` and
+    `redistribute` know contiguous shards only.
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
         layout: how tokens are dealt: a layout or its spelling ("contiguous", "striped", "zigzag",
-            "block_cyclic:128"); "balanced", or a `Balanced` one, if it belongs to a batch.
+            "block_cyclic:128"); "balanced", or a `Balanced` one, if it belongs to a batch: then
+            attention is `ring_attention(..., runs=...)` or `attention` with `runs` only.
         strategy: how attention is made parallel. Keys and values travel: "ring" takes whichever of
             "around" (from neighbour to neighbour) and "direct" (straight to the ranks that see
             them) moves less, "all_gather" brings all that is seen at once. "ulysses" trades tokens
@@ -257,43 +261,3 @@ class SequenceAxis:
         # One batch's layout would answer for another batch.
         layout = PerBatch() if self.layout.per_batch else self.layout
         return local_positions(self.mesh, layout, seq_len)
-
-
-def set_sequence_layout(
-    mesh: DeviceMesh,
-    layout: Layout | str,
-    *,
-    strategy: str | None = None,
-    kernel: str | None = None,
-    policy: TransferPolicy | None = None,
-) -> SequenceAxis:
-    """Annotate a 1-D mesh: sequences sharded over it are in this layout.
-
-    Annotate before the first tensor is sharded over the axis. From then on
-    `torch.nn.functional.scaled_dot_product_attention` on DTensors whose dimension 2 is sharded over
-    this axis, of this mesh or of the one it was sliced from, runs as ring attention. `attn_mask`
-    and dropout are refused. Tokens have to be dealt in this order, as `shard_sequence` does:
-    `distribute_tensor` and `redistribute` know contiguous shards only.
-
-    Args:
-        mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
-        layout: a layout or its spelling, see `SequenceAxis`; with "balanced", or the `Balanced`
-            one of a batch, attention is `ring_attention(..., runs=...)` only.
-        strategy: how attention is made parallel, see `SequenceAxis`.
-        kernel: name of the block kernel.
-        policy: the dtypes in which messages travel.
-
-    Returns:
-        The axis, configured.
-
-    Raises:
-        TypeError: if the mesh or the layout is of another type.
-        ValueError: if the mesh is not 1-D, a value is unknown, or another was set before for an
-            axis of these ranks.
-
-    Example:
-        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> set_sequence_layout(mesh, "zigzag").layout
-        ZigZag()
-    """
-    return SequenceAxis(mesh, layout, strategy=strategy, kernel=kernel, policy=policy)

@@ -74,6 +74,22 @@ PER_BATCH: AxisConfig = AxisConfig(PerBatch())
 """The same, where the call brings the runs of its batch."""
 
 
+def check_axis_options(
+    layout: Layout,
+    *,
+    strategy: str | None = None,
+    kernel: str | None = None,
+    policy: TransferPolicy | None = None,
+) -> None:
+    """Refuse options that no axis takes, before there is one; `None` is the default.
+
+    Raises:
+        TypeError: if one is of another type.
+        ValueError: if one is unknown.
+    """
+    configured(layout, strategy=strategy, kernel=kernel, policy=policy)
+
+
 def configured(layout: Layout, **how: Any) -> AxisConfig:
     """The configuration of a layout, strategy, kernel and policy, where `None` is the default.
 

@@ -42,7 +42,7 @@ def exchange(
     Args:
         tensors: local shards `(B, N, L, H)`, such as query, key and value, of one batch size and
             one length; or what `to="heads"` made of them. Head dims and dtypes may differ.
-        mesh: the 1-D mesh of the axis. Its layout is that of `set_sequence_layout`, contiguous
+        mesh: the 1-D mesh of the axis. Its layout is that of `SequenceAxis`, contiguous
             without.
         to: what this rank gets, "heads" or "tokens".
         heads: consecutive ranks of a group, which share the heads; all ranks by default.

@@ -66,7 +66,7 @@ def relayout(
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> axis = set_sequence_layout(mesh, "zigzag")
+        >>> axis = SequenceAxis(mesh, "zigzag")
         >>> hidden = torch.randn(2, 8, 16)  # (B, L, features), in zigzag order
         >>> in_order = relayout(hidden, mesh, 1)
         >>> back = relayout(in_order, mesh, 1, "zigzag", layout="contiguous")

@@ -37,7 +37,7 @@ def shard_sequence(
         tensor: the global tensor, the same on every rank of the mesh, with S tokens in `dim`.
         mesh: the 1-D mesh of the ring.
         dim: the dimension of the sequence.
-        layout: annotates the mesh, see `set_sequence_layout`. By default the mesh's own layout,
+        layout: annotates the mesh, see `SequenceAxis`. By default the mesh's own layout,
             contiguous if it has none. A `Balanced` one is for this tensor, the next may differ, so
             it has to be given each time.
 

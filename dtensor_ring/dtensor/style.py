@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.dtensor.axis import SequenceAxis
-from dtensor_ring.dtensor.axis_config import configured
+from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.layer import number_layer
 from dtensor_ring.dtensor.multihead import shard_multihead
 from dtensor_ring.dtensor.placement import SEQUENCE
@@ -76,7 +76,8 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         how = {"strategy": strategy, "kernel": kernel, "policy": policy}
         self.layout, self.how = as_layout(layout), how
-        configured(self.layout, **how)  # which refuses them here, not where the plan is applied
+        # Refused here, where the user wrote them, and not where the plan is applied.
+        check_axis_options(self.layout, **how)
         self.inputs = _names(inputs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

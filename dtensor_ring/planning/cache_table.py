@@ -253,3 +253,20 @@ class _Rows:
 def _width(num_runs: int) -> int:
     """Runs that a table of so many has room for: few sizes, so that few shapes are compiled."""
     return max(FEWEST_RUNS, 1 << (num_runs - 1).bit_length())
+
+
+def turn_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
+    """The runs of neighbouring positions that each rank has of a turn dealt by a layout.
+
+    Args:
+        layout: how the turn is dealt.
+        num_tokens: the length of the turn, which the layout must be able to deal.
+        world_size: the number of ranks, W.
+
+    Returns:
+        Start and length of each run, `(W, R, 2)`, int32; runs of no token fill it up.
+
+    >>> turn_runs(ZigZag(), 8, 2)[:, :2].tolist()
+    [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    """
+    return CacheTable.empty(world_size).append_dealt(layout, num_tokens).numbers

@@ -82,14 +82,21 @@ def as_strategy(strategy: Strategy | str, world_size: int) -> Strategy:
     return Strategy(heads, way if heads < world_size or heads == 1 else Strategy.default)
 
 
-def check_strategy(spelling: str) -> None:
-    """Refuse what spells no strategy for an axis of any size.
+def check_strategy(spelling: str, world_size: int | None = None) -> None:
+    """Refuse what spells no strategy for an axis.
+
+    Args:
+        spelling: what `as_strategy` reads.
+        world_size: the number of ranks of the axis; `None` is an axis of any size.
 
     Raises:
-        ValueError: if no strategy is spelled so.
-        TypeError: if it is not a string.
+        ValueError: if no strategy is spelled so, or its groups do not divide the axis.
+        TypeError: if the spelling is not a string.
     """
-    _spelled(spelling)
+    if world_size is None:
+        _spelled(spelling)
+    else:
+        as_strategy(spelling, world_size)
 
 
 def is_traded(spelling: str) -> bool:

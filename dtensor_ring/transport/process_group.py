@@ -86,7 +86,7 @@ def is_plain(transport: Transport, device: torch.device) -> bool:
     return transport.keeps_tags(device) and type(transport) is ProcessGroupTransport
 
 
-def urgent(device_type: str) -> dist.ProcessGroupNCCL.Options | None:
+def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None:
     """Options of a new group for the messages of an axis; `None` where NCCL does not connect ranks.
 
     Its kernels take the next multiprocessor that attention leaves, before attention's own blocks

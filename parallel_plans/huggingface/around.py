@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.dtensor.agreement import meeting
-from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.extension import axis_group, meeting
 from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described, has_content
 from parallel_plans.huggingface.cached import GROWS, asks_cache, cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents

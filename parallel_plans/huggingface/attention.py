@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.ops.caller import within_layer
+from dtensor_ring.extension import within_layer
 from parallel_plans.huggingface.dropout import no_dropout
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.given import GivenMask, ModelMask

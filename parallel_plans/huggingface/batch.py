@@ -13,10 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import next_token_labels
-from dtensor_ring.dtensor.labels import IGNORE_INDEX
-from dtensor_ring.dtensor.sequence import local_tokens
-from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided, local_tokens
 from parallel_plans.huggingface.language_model import has_axes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

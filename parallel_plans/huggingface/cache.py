@@ -18,8 +18,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from dtensor_ring.inference.cache import CacheUsage
-from dtensor_ring.ops.decode_options import MAX_QUERIES
+from dtensor_ring.extension import MAX_QUERIES, CacheUsage
 from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.memory import CacheMemory
 from parallel_plans.huggingface.sharding import shardings_of

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.dtensor.gather import gathered
-from dtensor_ring.dtensor.sequence import local_tokens
+from dtensor_ring.extension import axis_group, gathered, local_tokens
 from parallel_plans.huggingface.attention import RingInputs
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,

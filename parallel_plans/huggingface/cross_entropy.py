@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.dtensor.labels import IGNORE_INDEX
-from dtensor_ring.ops.autocast import autocast_dtype
-from dtensor_ring.ops.transforms import register_gradient
+from dtensor_ring.extension import IGNORE_INDEX, autocast_dtype, register_gradient
 
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring import Mask
 from parallel_plans.boundaries import boundaries
 from parallel_plans.huggingface.patterns import AXES_WITH_TEXT, LayerMask
 

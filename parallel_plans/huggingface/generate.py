@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import RingError
-from dtensor_ring.dtensor.agreement import check_agreement, meeting
-from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.extension import axis_group, check_agreement, meeting
 from parallel_plans.huggingface.batch import described
 from parallel_plans.huggingface.cached import cache_of
 from parallel_plans.huggingface.sharding import Sharding, whole_outputs

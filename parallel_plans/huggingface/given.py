@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.planning.balancing.areas import visible_pairs
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring import Slices
+from dtensor_ring.extension import visible_pairs
 from parallel_plans.huggingface.patterns import MaskFunction, Pattern, cut, is_pattern, pattern_of
 
 FEW = 512

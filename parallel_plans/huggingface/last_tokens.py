@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.extension import Layout
 
 
 class LastTokens(NamedTuple):

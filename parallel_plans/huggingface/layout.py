@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dtensor_ring.planning.balancing.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring import Mask
+from dtensor_ring.extension import Hybrid, HybridComparison, compare_hybrid_layouts
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.stateful import attention_layers, stateful_layers
 
@@ -43,7 +42,7 @@ def compared_layouts(
         max(masks, key=masks.count, default=Mask.causal()),
         getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN,
         world_size,
-        strategy or Strategy.default,
+        strategy,
     )
     _LOG.info("layouts of %s: %s", type(model).__name__, found)
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.dtensor.labels import IGNORE_INDEX
+from dtensor_ring.extension import IGNORE_INDEX
 from parallel_plans.huggingface.language_model import takes_labels
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 

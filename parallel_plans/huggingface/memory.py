@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
-from dtensor_ring.inference.cache import CacheUsage
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.extension import CacheUsage, Layout, as_layout
 from parallel_plans.huggingface.frames import Decoded, Frame
 from parallel_plans.huggingface.turn import Turn
 from parallel_plans.huggingface.window import Pair, Window

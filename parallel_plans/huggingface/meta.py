@@ -10,14 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring.command.model import Asked, Model
+from dtensor_ring.extension import MetaModel, ModelRequest
 from parallel_plans.huggingface.plan import context_parallel_plan
 
 KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 """Classes of which the first that has the model makes it."""
 
 
-def model_of_config(path: Path, mesh: DeviceMesh, asked: Asked) -> Model:
+def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
     """The model of a `config.json`, with its sequence over a mesh.
 
     Raises:
@@ -32,7 +32,7 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: Asked) -> Model:
     plan = context_parallel_plan(model, asked.layout, strategy=asked.strategy)
     module: Any = parallelize_module(model, mesh, plan)
     tokens = torch.zeros(asked.batch, asked.seq_len, dtype=torch.long, device="meta")
-    return Model(
+    return MetaModel(
         type(model).__name__,
         module,
         lambda: module(input_ids=tokens, labels=tokens, use_cache=False).loss,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Balanced, SequenceAxis, unshard_sequence
-from dtensor_ring.dtensor.sequence import from_local_tokens
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.extension import Layout, from_local_tokens
 from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.loss import token_loss
 from parallel_plans.huggingface.router import OF_ROUTERS, RouterSpec, load_balancing_loss

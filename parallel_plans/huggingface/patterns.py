@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring import Mask
 from parallel_plans.huggingface.first_attention import first_attention, two_tokens
 from parallel_plans.huggingface.language_model import has_axes
 from parallel_plans.strategies import Strategies

@@ -15,10 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.dtensor.axis_config import configured
-from dtensor_ring.ops.caller import name_layer
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.extension import Layout, as_layout, check_axis_options, name_layer
 from parallel_plans.huggingface.around import install_around
 from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
 from parallel_plans.huggingface.cached import asks_cache, forward_with_cache
@@ -138,7 +135,8 @@ class ShardedModel(ParallelStyle):
         self.strategies = strategies
         self.is_picked, self.how = layout is None, how
         self.layout = as_layout(DEFAULT if layout is None else layout)
-        configured(self.layout, **how)  # which refuses them here, not where the plan is applied
+        # Refused here, where the user wrote them, and not where the plan is applied.
+        check_axis_options(self.layout, **how)
         self.unshard_outputs = unshard_outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

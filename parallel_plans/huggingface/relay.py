@@ -8,11 +8,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring import SequenceAxis, relayout
-from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.ops.state import attached, receive_op, send_op
-from dtensor_ring.planning.layouts.layout import Contiguous, Layout
-from dtensor_ring.planning.layouts.spelling import LAYOUTS
+from dtensor_ring import Contiguous, SequenceAxis, relayout
+from dtensor_ring.extension import Layout, layout_names, receive_state, send_state
 from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.probe import frozen
 from parallel_plans.huggingface.stateful import (
@@ -99,7 +96,6 @@ class AxisRelay:
         self, axis: SequenceAxis, specs: StateSpecs, order: Layout | str = Contiguous.name
     ) -> None:
         self._axis, self._specs, self._order = axis, specs, order
-        self._group_name = axis_group(axis.mesh).group_name
         self._last: Pieces | None = None
         self._alive: WeakSet[Pieces] = WeakSet()
 
@@ -148,7 +144,7 @@ class AxisRelay:
         specs = self._specs[number]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
         anchor = x.detach().requires_grad_() if needs_own else x
-        flat = receive_op(anchor, 1, sum(sizes), 1, self._group_name)
+        flat = receive_state(anchor, 1, sum(sizes), self._axis.mesh)
         parts = zip(specs, flat.split(sizes, 1), strict=True)
         states = {spec.key: part.reshape(1, *spec.shape).to(spec.dtype) for spec, part in parts}
         outs = []
@@ -160,9 +156,7 @@ class AxisRelay:
             outs.append(first(output))
         wide = torch.promote_types(x.dtype, torch.float32)
         after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
-        # Sent after what was received, backward too, where a document begins in between.
-        token = send_op(attached(after, flat), 1, self._group_name)
-        out = attached(torch.cat(outs, 1), token)
+        out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
     def _pieces(self, call: Call) -> Pieces:
@@ -210,7 +204,7 @@ def check_layout(model: nn.Module, layout: Layout) -> None:
     if not layers or not layout.per_batch:
         return
     name = next(name for name, x in model.named_modules() if x is layers[0])
-    known = ", ".join(repr(x.name) for x in LAYOUTS.values() if not x.parameters)
+    known = ", ".join(map(repr, layout_names()))
     raise ValueError(
         f"{name} ({type(layers[0]).__name__}) carries a state from token to token, which a rank "
         f"gets from the one with the tokens before its own; the layout {layout.spec!r} belongs to "

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
-from dtensor_ring.dtensor.agreement import meeting
-from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.dtensor.sequence import local_tokens
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.extension import Layout, axis_group, local_tokens, meeting
 from parallel_plans.huggingface.attention import RingInputs, check_implementation
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.ops.caller import within_layer
+from dtensor_ring.extension import within_layer
 from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.scan import going_on, scans
 from parallel_plans.huggingface.versions import parameter_of_cache

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.ops.parts import gather_parts_op
+from dtensor_ring.extension import gather_rows
 from parallel_plans.huggingface.images import Images, shared_out
 from parallel_plans.huggingface.probe import frozen
 
@@ -165,11 +164,10 @@ class Tower:
         assert self._embeddings is not None
         rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
         assert rows is not None and tokens is not None
-        rank, group = self._axis.mesh.get_local_rank(), axis_group(self._axis.mesh)
         layers = [*_rows(merged)]
         own = torch.cat(layers, 1)
-        own = own if rows[rank] else own[:0]
-        whole = gather_parts_op(own, rows, rank, group.group_name)
+        own = own if rows[self._axis.mesh.get_local_rank()] else own[:0]
+        whole = gather_rows(own, rows, self._axis.mesh)
         parts = iter(whole.split([x.shape[1] for x in layers], 1))
         return {name: _formed(x, parts, tokens) for name, x in merged.items()}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.transport.process_group import urgent
+from dtensor_ring.extension import axis_group_options
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """In the order of accelerate, whose data loaders take ranks that share a batch for neighbours."""
@@ -82,7 +82,7 @@ def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     sizes = _sizes(config)
     _check_ranks(sizes, "parallelism config")
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "cp"}
-    options = urgent(device_type)
+    options = axis_group_options(device_type)
     return init_device_mesh(
         *(device_type, tuple(kept.values())),
         mesh_dim_names=tuple(kept),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.dtensor.agreement import check_agreement
+from dtensor_ring.extension import check_agreement
 from parallel_plans.huggingface.batch import NO_ALORA, has_alora
 from parallel_plans.huggingface.weights import checksum
 

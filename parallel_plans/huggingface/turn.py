@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
-from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.extension import Layout, turn_runs
 from parallel_plans.huggingface.documents import Documents, cached_documents
 from parallel_plans.huggingface.frames import Dealt, Decoded, Frame
 
@@ -71,9 +70,7 @@ class Turn:
             return Decoded(self.axis, self.documents(0), key_runs, starts, columns, None)
         # Each rank brings its slice of what all have. Positions count from the first of those.
         size = self.axis.mesh.size()
-        runs = torch.tensor(
-            CacheTable.empty(size).append_dealt(self.layout, self.dealt_length).numbers
-        )
+        runs = torch.tensor(turn_runs(self.layout, self.dealt_length, size))
         runs[..., 0] += num_held * (runs[..., 1] > 0)  # runs of no token stay at 0
         held = [window_slice(rank, size, num_held) for rank in range(size)]
         slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.dtensor.agreement import check_agreement
+from dtensor_ring.extension import check_agreement
 from parallel_plans.huggingface.batch import SAME_BATCH, described
 
 WORD = 8

@@ -19,8 +19,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
-from dtensor_ring.dtensor.layer import number_layer
-from dtensor_ring.ops.caller import within_layer
+from dtensor_ring.extension import number_layer, within_layer
 from parallel_plans.torchtitan.documents import Documents
 
 UNBOUNDED = -1

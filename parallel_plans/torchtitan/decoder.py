@@ -15,8 +15,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from dtensor_ring.compute.kernels import check_kernel
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.extension import as_layout, check_kernel
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention, mask_of

@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring.dtensor.sequence import layout_order, sequence_runs
-from dtensor_ring.planning.balancing.balanced import Balanced
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring import Balanced, Mask, sequence_runs
+from dtensor_ring.extension import Layout, as_layout, layout_order
 from parallel_plans.boundaries import boundaries
 
 DEALT = {"input", "positions"}

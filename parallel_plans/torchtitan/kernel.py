@@ -23,7 +23,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.dtensor.layer import number_layer
+from dtensor_ring.extension import number_layer
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan.attention import (

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.command.model import Asked, Model
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.extension import MetaModel, ModelRequest, as_layout
 from parallel_plans.torchtitan.attention import RingAttention
 from parallel_plans.torchtitan.decoder import use_ring
 from parallel_plans.torchtitan.documents import Documents
 
 
-def model_of_function(module: str, function: str, mesh: DeviceMesh, asked: Asked) -> Model:
+def model_of_function(
+    module: str, function: str, mesh: DeviceMesh, asked: ModelRequest
+) -> MetaModel:
     """The model of a function that returns a training config, with its sequence over a mesh.
 
     Args:
@@ -41,7 +42,7 @@ def model_of_function(module: str, function: str, mesh: DeviceMesh, asked: Asked
             part.axis = SequenceAxis(mesh, part.layout, kernel=part.kernel, policy=part.policy)
     rank, size = mesh.get_local_rank(), mesh.size()
     num_local = as_layout(asked.layout).num_tokens(rank, size, asked.seq_len)
-    return Model(type(model).__name__, model, lambda: _loss(model, asked, num_local))
+    return MetaModel(type(model).__name__, model, lambda: _loss(model, asked, num_local))
 
 
 def _config(module: str, function: str) -> Any:
@@ -60,7 +61,7 @@ def _config(module: str, function: str) -> Any:
         ) from error
 
 
-def _loss(model: Any, asked: Asked, num_local: int) -> Tensor:
+def _loss(model: Any, asked: ModelRequest, num_local: int) -> Tensor:
     """The loss of this rank's tokens, as torchtitan computes it."""
     tokens = torch.zeros(asked.batch, num_local, dtype=torch.long, device="meta")
     documents = Documents(torch.tensor([0, asked.seq_len], dtype=torch.int32))

@@ -111,7 +111,6 @@ FUNCTIONS |= {
     name: Function(without_mesh(getattr(ring, name)), right, check)
     for name, right, check in (
         ("SequenceAxis", MESH | AXIS | {"transport": just(None)}, nothing),
-        ("set_sequence_layout", MESH | AXIS, nothing),
         ("sequence_layout", MESH, nothing),
         (
             "ShardedCache",

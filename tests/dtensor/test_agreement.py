@@ -20,7 +20,6 @@ from dtensor_ring import (
     SequenceAxis,
     TransferPolicy,
     ring_attention,
-    set_sequence_layout,
 )
 from dtensor_ring.dtensor import agreement
 from dtensor_ring.transport.protocol import P2P, Transport, Work
@@ -287,7 +286,7 @@ def test_axes_that_are_configured_differently(pool: Pool) -> None:
 def _check_policies() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     policy = TransferPolicy(grad_dtype=torch.bfloat16) if dist.get_rank() == 0 else None
-    set_sequence_layout(mesh, "zigzag", policy=policy)
+    SequenceAxis(mesh, "zigzag", policy=policy)
     told = r"policy: .*grad_dtype=torch.bfloat16, .*\) on \[0\], .*=torch.float32, .*\) on \[1\]$"
     with pytest.raises(ValueError, match=BEGINNING + told):
         ring_attention(x, x, x, mesh=mesh, validate=True)

@@ -16,12 +16,12 @@ from dtensor_ring import (
     Balanced,
     Contiguous,
     Mask,
+    SequenceAxis,
     Striped,
     ZigZag,
     ring_attention,
     sequence_layout,
     sequence_runs,
-    set_sequence_layout,
     shard_sequence,
     unshard_sequence,
 )
@@ -41,11 +41,11 @@ def test_one_layout_per_axis(pool: Pool) -> None:
 def _check_one_layout() -> None:
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
     assert sequence_layout(mesh["cp"]) is None
-    set_sequence_layout(mesh["cp"], "zigzag")
-    set_sequence_layout(mesh["cp"], ZigZag())  # the same again
+    SequenceAxis(mesh["cp"], "zigzag")
+    SequenceAxis(mesh["cp"], ZigZag())  # the same again
     assert sequence_layout(mesh["cp"]) == ZigZag()
     assert sequence_layout(mesh["dp"]) is None
-    set_sequence_layout(mesh["dp"], Contiguous())
+    SequenceAxis(mesh["dp"], Contiguous())
     assert sequence_layout(mesh["dp"]) == Contiguous()
 
     # DTensor may put an equal mesh in the place of this one.
@@ -53,7 +53,7 @@ def _check_one_layout() -> None:
     assert sequence_layout(equal["cp"]) == ZigZag()
     for axis in (mesh["cp"], equal["cp"]):
         with pytest.raises(ValueError, match="is annotated zigzag, it cannot become striped"):
-            set_sequence_layout(axis, Striped())
+            SequenceAxis(axis, Striped())
     assert sequence_layout(mesh["cp"]) == ZigZag()
 
 
@@ -64,10 +64,10 @@ def test_one_rank_has_any_order(pool: Pool) -> None:
 def _check_any_order() -> None:
     mesh = init_device_mesh("cpu", (1,))
     for layout in ("zigzag", "striped"):
-        set_sequence_layout(mesh, layout)
+        SequenceAxis(mesh, layout)
     assert sequence_layout(mesh) == Striped()
     with pytest.raises(ValueError, match="is annotated striped, it cannot become balanced"):
-        set_sequence_layout(mesh, BALANCED)
+        SequenceAxis(mesh, BALANCED)
 
 
 def test_forgotten_with_the_world(pool: Pool) -> None:
@@ -78,7 +78,7 @@ def test_forgotten_with_the_world(pool: Pool) -> None:
 def _check_forgotten(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sequence_layout(mesh) is None
-    set_sequence_layout(mesh, layout)
+    SequenceAxis(mesh, layout)
 
 
 def test_groups_are_those_of_the_mesh(pool: Pool) -> None:
@@ -122,9 +122,9 @@ def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
     if first is None:
         config_of_call(mesh.get_group(), with_runs=False)
     else:
-        set_sequence_layout(mesh, first)
+        SequenceAxis(mesh, first)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        set_sequence_layout(mesh, second)
+        SequenceAxis(mesh, second)
     assert sequence_layout(mesh) == (first if message else second)
 
 
@@ -157,7 +157,7 @@ def _check_used_with_runs() -> None:
     with pytest.raises(ValueError, match=r"makes it balanced, .* pass the Balanced layout"):
         unshard_sequence(sharded, 2)
     with pytest.raises(ValueError, match=r"makes it balanced, it cannot become zigzag"):
-        set_sequence_layout(mesh, "zigzag")
+        SequenceAxis(mesh, "zigzag")
 
 
 NEEDS_RUNS = r"is annotated balanced, .*call ring_attention\(\.\.\., runs=sequence_runs\(layout\)\)"
@@ -180,7 +180,7 @@ def test_layout_of_a_call(pool: Pool, name: str) -> None:
 def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout | str) -> None:
     mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(3, 1, 2, 16, 4)
     if annotated:
-        set_sequence_layout(mesh, annotated)
+        SequenceAxis(mesh, annotated)
     layout = Contiguous() if isinstance(expected, str) else expected
     mine = layout.positions(dist.get_rank(), 2, 16)
     local = [x[:, :, mine].clone() for x in whole]
@@ -203,7 +203,7 @@ def test_unmodified_attention_has_no_runs(pool: Pool) -> None:
 
 def _check_unmodified() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, BALANCED)
+    SequenceAxis(mesh, BALANCED)
     x = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [SEQUENCE], run_check=False)
     for mode in (nullcontext, torch.no_grad, torch.inference_mode):
         for options in ({}, {"is_causal": True}):
@@ -228,7 +228,7 @@ def _check_refusal(axes: Any, layout: Any, error: type[Exception], message: str)
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES if axes else None)
     axis = mesh[axes] if isinstance(axes, str) else mesh
     with pytest.raises(error, match=message):
-        set_sequence_layout(axis, layout)
+        SequenceAxis(axis, layout)
     if axis.ndim == 1:
         assert sequence_layout(axis) is None
     else:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import (
     Mask,
+    SequenceAxis,
     TransferPolicy,
     ring_attention,
-    set_sequence_layout,
 )
 from dtensor_ring.planning.layouts.spelling import as_layout
 from tests.dense import dense_attention
@@ -53,7 +53,7 @@ def _check_case(layout: str | None, options: dict[str, Any]) -> None:
     options = dict(options)
     policy = options.pop("policy", None)
     if layout:
-        set_sequence_layout(mesh, layout, policy=policy)
+        SequenceAxis(mesh, layout, policy=policy)
     mine = as_layout(layout or "contiguous").positions(dist.get_rank(), world_size, SEQ_LEN)
     *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
     grad_lse = torch.randn(grad_out.shape[:3])
@@ -87,7 +87,7 @@ def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype]
     """Dtypes of the messages of backward, and the error of the gradient of the key."""
     mesh = init_device_mesh("cpu", (3,))
     policy = None if grad_dtype is None else TransferPolicy(grad_dtype=grad_dtype)
-    set_sequence_layout(mesh, "contiguous", policy=policy)
+    SequenceAxis(mesh, "contiguous", policy=policy)
     *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
     mine = as_layout("contiguous").positions(dist.get_rank(), 3, SEQ_LEN)
     local = [x[:, :, mine].clone().requires_grad_() for x in inputs]

@@ -13,7 +13,6 @@ from dtensor_ring import (
     SequenceAxis,
     TransferPolicy,
     sequence_layout,
-    set_sequence_layout,
 )
 from tests.dtensor.test_axis import POLICY
 from tests.pool import Pool
@@ -26,7 +25,7 @@ def test_configured_once(pool: Pool) -> None:
 def _check_once() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
-    again = set_sequence_layout(mesh, "block_cyclic:4")
+    again = SequenceAxis(mesh, "block_cyclic:4")
     assert (again.kernel, again.policy, again.strategy) == ("reference", POLICY, "ring")
     assert repr(again) == repr(axis)
     assert sequence_layout(mesh) == BlockCyclic(4)

@@ -20,11 +20,11 @@ from torch.distributed.tensor import Placement, Replicate
 
 from dtensor_ring import (
     Mask,
+    SequenceAxis,
     TransferPolicy,
     ZigZag,
     decode_attention,
     ring_attention,
-    set_sequence_layout,
 )
 from dtensor_ring.dtensor.annotation import Annotation, constants_of
 from dtensor_ring.dtensor.axis_config import UNANNOTATED
@@ -62,7 +62,7 @@ def _check_layout(layout: str, attend: Callable[..., Any], seq_len: int, in_thre
     """The number of graphs that came from the cache."""
     counters.clear()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, layout)
+    SequenceAxis(mesh, layout)
     if in_thread:
         with ThreadPoolExecutor(1) as executor:
             executor.submit(_check, attend, mesh, [SEQUENCE], seq_len).result()
@@ -78,7 +78,7 @@ def test_ranks_have_graphs_of_their_own(pool: Pool) -> None:
 
 def _check_rings() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    set_sequence_layout(mesh["cp"], "zigzag")
+    SequenceAxis(mesh["cp"], "zigzag")
     for ring in range(2):
         if ring == mesh.get_local_rank("dp"):
             _check(_ring, mesh, [Replicate(), SEQUENCE], seq_len=16)
@@ -104,7 +104,7 @@ def _check_worlds(folder: Path, layouts: tuple[str | None, ...]) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         if layout:
-            set_sequence_layout(mesh, layout)
+            SequenceAxis(mesh, layout)
         _compare(attend, mesh, [SEQUENCE], seq_len=16)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import (
     ContextParallel,
+    SequenceAxis,
     ring_attention,
-    set_sequence_layout,
     shard_sequence,
 )
 from tests.pool import Pool
@@ -46,7 +46,7 @@ def test_export(pool: Pool) -> None:
 
 def _check() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     heads = shard_sequence(torch.randn(1, 4, 8, 4), mesh, 2)
     multihead = nn.MultiheadAttention(4, 2, batch_first=True)
     parts = {"attend": parallelize_module(multihead, mesh, ContextParallel())}

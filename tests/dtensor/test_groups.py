@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring import Mask, ring_attention, set_sequence_layout, shard_sequence, unshard_sequence
+from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence, unshard_sequence
 from tests.dense import dense_attention
 from tests.meshes import annotated_mesh, place, random_inputs
 from tests.pool import Pool
@@ -33,7 +33,7 @@ def new_mesh() -> DeviceMesh:
     """An annotated axis over a new group."""
     group = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     return mesh
 
 
@@ -108,7 +108,7 @@ def _check_compiled() -> None:
     for world in ("first", "second", "third"):
         mesh = init_device_mesh("cpu", (1,))
         if world != "first":
-            set_sequence_layout(mesh, "zigzag")
+            SequenceAxis(mesh, "zigzag")
         attend = _double if world == "first" else _attend_doubled
         inputs = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
         placed = [DTensor.from_local(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in inputs]
@@ -140,7 +140,7 @@ def test_tensors_are_saved_without_groups(pool: Pool) -> None:
 
 def _check_saved() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
     out = ring_attention(*inputs)
     loaded = pickle.loads(pickle.dumps(out))

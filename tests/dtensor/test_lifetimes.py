@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring import (
+    SequenceAxis,
     decode_attention,
     exchange,
     merge_attention,
     relayout,
     ring_attention,
-    set_sequence_layout,
     shard_sequence,
     sum_over_sequence,
     unshard_sequence,
@@ -68,7 +68,7 @@ def test_nothing_is_kept(pool: Pool, way: str) -> None:
 def _kept(way: str) -> int:
     """Tensors of a call, forward and backward, whose memory is taken after it."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     gc.collect()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring import ring_attention, set_sequence_layout, shard_sequence
+from dtensor_ring import SequenceAxis, ring_attention, shard_sequence
 from tests.meshes import random_inputs
 from tests.pool import Pool
 
@@ -33,7 +33,7 @@ def test_outputs_change_in_place(pool: Pool, change: str) -> None:
 def _check_change(change: str) -> None:
     """As those of PyTorch's attention in one process: the next backward sees that they did."""
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     whole = [x.requires_grad_() for x in random_inputs(kv_heads=4)[:3]]
     shards = [shard_sequence(x.detach(), mesh, 2) for x in whole]
     placed = [x.requires_grad_() for x in shards]

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring import (
     Balanced,
     Mask,
+    SequenceAxis,
     Striped,
     exchange,
     relayout,
-    set_sequence_layout,
     shard_sequence,
 )
 from dtensor_ring.planning.layouts.layout import Layout
@@ -48,7 +48,7 @@ def _positions(layout: Any) -> list[int]:
 
 def _relayout() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     whole = torch.arange(24 * 6.0).view(2, 24, 3)
     for layout, to in TURNS:
         before, after = whole[:, _positions(layout)], whole[:, _positions(to)]
@@ -78,7 +78,7 @@ def _dtensors(mesh: Any, whole: Tensor) -> None:
     in_order.square().sum().backward()
     assert torch.equal(sharded.grad.to_local(), 2 * sharded.to_local())
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    set_sequence_layout(both["cp"], "zigzag")
+    SequenceAxis(both["cp"], "zigzag")
     order = [x for rank in range(2) for x in as_layout("zigzag").positions(rank, 2, 24)]
     local = whole.chunk(2)[both.get_local_rank(0)][:, order].chunk(2, 1)[both.get_local_rank(1)]
     two = DTensor.from_local(local, both, [Shard(0), Shard(1)])
@@ -91,7 +91,7 @@ def test_exchange(pool: Pool) -> None:
 
 def _exchange() -> None:
     mesh, rank = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), dist.get_rank()
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     whole = [torch.randn(2, heads, 24, 3) for heads in (8, 2)]
     dist.broadcast(whole[0], 0), dist.broadcast(whole[1], 0)
     query, key = (x[:, :, _positions(None)] for x in whole)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor_ring import set_sequence_layout
+from dtensor_ring import SequenceAxis
 from dtensor_ring.dtensor import sdpa
 from tests.dtensor.test_sdpa import GPU_OPS
 from tests.meshes import (
@@ -57,7 +57,7 @@ def _check_as_before() -> None:
     query, key, value, _ = random_inputs(4, 8, 4, 4)
     with handlers_of_others():
         before = list(_outcomes(mesh["dp"], query, key, value))
-        set_sequence_layout(mesh["cp"], "zigzag")
+        SequenceAxis(mesh["cp"], "zigzag")
         _clear_sharding_prop_cache()  # what the first half has left would be looked up
         assert all(getattr(HANDLERS[op], "is_ours", False) for op in sdpa.FORWARD_OPS)
         after = list(_outcomes(mesh["dp"], query, key, value))
@@ -129,8 +129,8 @@ def _check_chain() -> None:
     with handlers_of_others():
         ops = sdpa.FORWARD_OPS
         HANDLERS.update(dict.fromkeys(ops, theirs))
-        set_sequence_layout(mesh, "zigzag")
-        set_sequence_layout(mesh, "zigzag")
+        SequenceAxis(mesh, "zigzag")
+        SequenceAxis(mesh, "zigzag")
         for op in ops[:4]:
             options = (None, True) if "attn_bias" in str(op._schema) else ()
             assert op(*other, *options)[1] is other[0]

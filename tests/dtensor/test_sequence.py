@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import (
     Balanced,
     Mask,
+    SequenceAxis,
     Slices,
     sequence_layout,
     sequence_runs,
     sequence_slices,
-    set_sequence_layout,
     shard_sequence,
     unshard_sequence,
 )
@@ -176,7 +176,7 @@ def test_all_lengths_compile_twice(pool: Pool) -> None:
 
 def _check_lengths() -> None:
     mesh, counter = init_device_mesh("cpu", (2,)), CompileCounter()
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     deal = torch.compile(shard_sequence, fullgraph=True, backend=counter)
     for whole in map(torch.arange, (16, 24, 22, 40)):
         dealt = shard_sequence(whole, mesh, 0)
@@ -190,7 +190,7 @@ def test_unshard_on_more_axes(pool: Pool) -> None:
 
 def _check_more_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    set_sequence_layout(mesh["cp"], "zigzag")
+    SequenceAxis(mesh["cp"], "zigzag")
     whole = torch.randn(4, 9, 2)
     local = shard_sequence(whole, mesh["cp"], 1).to_local()
     rows = local.chunk(2)[mesh["dp"].get_local_rank()]
@@ -227,7 +227,7 @@ def _check_refusals() -> None:
         ValueError, match="multiple of the 2 ranks of the ring, got 9; pad it to 10"
     ):
         shard_sequence(tokens, mesh["dp"], 0, "striped")
-    set_sequence_layout(mesh["cp"], "zigzag")
+    SequenceAxis(mesh["cp"], "zigzag")
     with pytest.raises(ValueError, match="is annotated zigzag, it cannot become contiguous"):
         shard_sequence(tokens, mesh["cp"], 0, "contiguous")
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
@@ -263,7 +263,7 @@ def _check_refusals() -> None:
     line = init_device_mesh("cpu", (4,))
     shard_sequence(tokens, line, 0)
     with pytest.raises(ValueError, match=r"contiguous, it cannot become zigzag: .* annotate"):
-        set_sequence_layout(line, "zigzag")
+        SequenceAxis(line, "zigzag")
     for tensor in ([0, 1], shard_sequence(tokens, line, 0)):
         with pytest.raises(
             TypeError, match="tensor must be a plain tensor that every rank holds wh"

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_ring import (
     ContextParallel,
     Mask,
+    SequenceAxis,
     compare_strategies,
     ring_attention,
-    set_sequence_layout,
     shard_sequence,
     unshard_sequence,
 )
@@ -44,7 +44,7 @@ def _all_ways() -> dict[str, float]:
     """By way and result, how far it is from dense attention."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    set_sequence_layout(mesh, "zigzag", strategy=f"ulysses:{max(2, size // 2)}")
+    SequenceAxis(mesh, "zigzag", strategy=f"ulysses:{max(2, size // 2)}")
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, 16, 4) for heads in (8, 4, 4)]
     sinks, grad = torch.randn(8), torch.randn(2, 8, 16, 4)
@@ -171,7 +171,7 @@ def test_what_was_exchanged_lives_as_long_as_lse(pool: Pool) -> None:
 
 def _lives() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, "zigzag", strategy="ulysses")
+    SequenceAxis(mesh, "zigzag", strategy="ulysses")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
     made: list[ref[Tensor]] = []
     exchanged = traded_module.Exchanged
@@ -197,7 +197,7 @@ def _lives() -> None:
 def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict[str, list[int]]:
     """By way, the bytes that this rank sends forward and backward."""
     mesh, sent = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    set_sequence_layout(mesh, "zigzag", strategy=strategy)
+    SequenceAxis(mesh, "zigzag", strategy=strategy)
     start, found = ProcessGroupTransport.start, {}
 
     def counting(self: Any, receives: Any, sends: Any) -> Any:
@@ -232,7 +232,7 @@ def test_too_few_heads_are_refused(pool: Pool) -> None:
 
 def _too_few_heads() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
-    set_sequence_layout(mesh["cp"], "zigzag", strategy="ulysses")
+    SequenceAxis(mesh["cp"], "zigzag", strategy="ulysses")
     for num_heads, num_key_heads in ((0, 0), (4, 0), (4, 3)):
         query, key = torch.randn(1, num_heads, 4, 8), torch.randn(1, num_key_heads, 4, 8)
         with pytest.raises(ValueError, match="the query heads must be a multiple of the key heads"):

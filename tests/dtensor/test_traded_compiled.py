@@ -15,9 +15,9 @@ from dtensor_ring import (
     Balanced,
     Mask,
     RingError,
+    SequenceAxis,
     ring_attention,
     sequence_runs,
-    set_sequence_layout,
     shard_sequence,
 )
 from dtensor_ring.planning.layouts.run_table import RunTable
@@ -57,7 +57,7 @@ def test_compiled_code_has_groups_of_equal_lengths(pool: Pool) -> None:
 def _with_runs(table: RunTable, is_compiled: bool) -> tuple[str | None, float]:
     """What this rank is told, and how far output and gradients are from dense ones."""
     mesh = init_device_mesh("cpu", (4,))
-    set_sequence_layout(mesh, "balanced", strategy="ulysses:2")
+    SequenceAxis(mesh, "balanced", strategy="ulysses:2")
     torch.manual_seed(0)
     whole, grad = [torch.randn(1, 4, 16, 4) for _ in range(3)], torch.randn(1, 4, 16, 4)
     positions = torch.tensor(table.positions(dist.get_rank(), 4, 16))
@@ -88,7 +88,7 @@ def _compiled() -> tuple[list[list[str]], float]:
     backend, errors = capturing(graphs), []
     compiled = torch.compile(ring_attention, backend=backend, fullgraph=True)
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, "balanced", strategy="ulysses")
+    SequenceAxis(mesh, "balanced", strategy="ulysses")
     for end in (6, 10, 13, 22, 32):
         inputs = [torch.randn(2, heads, 16, 4, requires_grad=True) for heads in (4, 2, 2)]
         layout = Balanced(Mask.causal(), 32, 2, (0, end, 32), block=2)

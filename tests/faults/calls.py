@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring import (
     Balanced,
     Mask,
+    SequenceAxis,
     TransferPolicy,
     ring_attention,
     sequence_runs,
-    set_sequence_layout,
 )
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.run_table import RunTable
@@ -238,7 +238,7 @@ def configure(call: Call, mesh: DeviceMesh) -> None:
     """Annotate the axis as this rank has it."""
     policy = TransferPolicy(call.kv_dtype, call.grad_dtype, call.num_parts)
     layout = call.layout_on(mesh.size())
-    set_sequence_layout(mesh, layout, strategy=call.strategy, policy=policy)
+    SequenceAxis(mesh, layout, strategy=call.strategy, policy=policy)
 
 
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:

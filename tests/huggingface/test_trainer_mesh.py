@@ -259,7 +259,7 @@ def test_meshes_that_are_made_here_take_them(
     """`init_device_mesh` gives them to the axis of the ring only."""
     made: list[Any] = []
     config = ParallelismConfig(**RING_CONFIG)
-    monkeypatch.setattr(trainer_mesh, "urgent", lambda device_type: options)
+    monkeypatch.setattr(trainer_mesh, "axis_group_options", lambda device_type: options)
     monkeypatch.setattr(trainer_mesh, "_check_ranks", lambda sizes, what: None)
     takes = signature(trainer_mesh.init_device_mesh)
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtensor_ring import ShardedCache, set_sequence_layout
+from dtensor_ring import SequenceAxis, ShardedCache
 from tests.inference.caches import BLOCK, LAYERS, World, own, tokens
 from tests.pool import Pool
 from tests.rings import fake_group
@@ -104,7 +104,7 @@ def default_layout() -> None:
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
         assert ShardedCache(mesh, 1).layout.name == "zigzag"
-        set_sequence_layout(mesh, "contiguous")
+        SequenceAxis(mesh, "contiguous")
         assert ShardedCache(mesh, 1).layout.name == "contiguous"
 
 

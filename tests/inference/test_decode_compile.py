@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtensor_ring import Mask, ShardedCache, ZigZag, decode_attention, set_sequence_layout
+from dtensor_ring import Mask, SequenceAxis, ShardedCache, ZigZag, decode_attention
 from dtensor_ring.ops.autograd import decode_op
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
 from dtensor_ring.planning.masks.slices import Slices
@@ -46,7 +46,7 @@ def _generate() -> tuple[int, int, float]:
         return module.forward
 
     mesh, error = init_device_mesh("cpu", (2,)), 0.0
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     counter = CompileCounterWithBackend(capture)
     whole = torch.randn(2, 1, 2, NUM_STEPS + 8, 8)
     cache = ShardedCache(mesh, 1, "zigzag", block=16)

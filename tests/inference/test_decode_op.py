@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_ring import Mask, decode_attention, set_sequence_layout
+from dtensor_ring import Mask, SequenceAxis, decode_attention
 from dtensor_ring.planning.layouts.layout import Layout
 from tests.decoding import Decode, Outputs, check
 from tests.layouts import LAYOUTS
@@ -72,7 +72,7 @@ def test_layouts_deal_by_default(pool: Pool) -> None:
 
 def _attend_by_layout(case: Decode) -> Outputs:
     mesh = init_device_mesh("cpu", (2,))
-    set_sequence_layout(mesh, case.layout)
+    SequenceAxis(mesh, case.layout)
     query, key, value = case.inputs()
     here = case.positions(dist.get_rank())
     kv = key[:, :, here], value[:, :, here]

@@ -23,7 +23,6 @@ from dtensor_ring import (
     decode_attention,
     merge_attention,
     ring_attention,
-    set_sequence_layout,
     sum_over_sequence,
 )
 from tests.dense import dense_attention
@@ -37,7 +36,7 @@ class Whole:
 
     def __init__(self, strategy: str, samples: int = 0) -> None:
         self.mesh: DeviceMesh = init_device_mesh("cpu", (2,))
-        axis = set_sequence_layout(self.mesh, "zigzag", strategy=strategy)
+        axis = SequenceAxis(self.mesh, "zigzag", strategy=strategy)
         self.mine = axis.positions(LENGTH)
         shape = (*((samples,) if samples else ()), 1, 4, LENGTH, 4)
         self.whole = torch.randn(4, *shape, dtype=torch.float64)

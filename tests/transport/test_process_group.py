@@ -113,7 +113,7 @@ def test_messages_of_gpus_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) 
     ):
         world = SimpleNamespace(WORLD=World(backend))
         monkeypatch.setattr(process_group.dist, "group", world)
-        options = process_group.urgent(device)
+        options = process_group.axis_group_options(device)
         assert (options is not None) == is_urgent
         if options is not None:
             assert options.is_high_priority_stream

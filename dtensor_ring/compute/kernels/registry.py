@@ -48,10 +48,10 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     order on all ranks, before the first attention.
 
     The first launch of each kind is checked: a result whose shape, dtype or device breaks the
-    contract of `dtensor_ring.compute.kernels.Kernel` raises `ValueError`.
+    contract of `dtensor_ring.extension.Kernel` raises `ValueError`.
 
     Args:
-        kernel: an instance of a subclass of `dtensor_ring.compute.kernels.Kernel`.
+        kernel: an instance of a subclass of `dtensor_ring.extension.Kernel`.
         before: name of the kernel that it precedes in the order of preference.
 
     Raises:

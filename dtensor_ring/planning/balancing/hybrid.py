@@ -87,7 +87,7 @@ class HybridComparison:
 
 
 def compare_hybrid_layouts(
-    hybrid: Hybrid, mask: Mask, seq_len: int, world_size: int, strategy: str = Strategy.default
+    hybrid: Hybrid, mask: Mask, seq_len: int, world_size: int, strategy: str | None = None
 ) -> HybridComparison:
     """What each layout costs a model with layers that carry a state.
 
@@ -96,8 +96,8 @@ def compare_hybrid_layouts(
         mask: of layers with attention.
         seq_len: global length, in tokens; it is padded as the layouts need it.
         world_size: ranks of the axis.
-        strategy: of attention; where groups trade tokens for heads, what travels between groups and
-            waits for others is counted.
+        strategy: of attention, `None` for the default; where groups trade tokens for heads, what
+            travels between groups and waits for others is counted.
 
     Raises:
         TypeError: if a number is not an integer.
@@ -111,7 +111,7 @@ def compare_hybrid_layouts(
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     asked = as_count("seq_len", seq_len, 1)
     length = max(layout.padded_length(asked, num_ranks) for layout in WHOLE)
-    heads = as_strategy(strategy, num_ranks).heads
+    heads = as_strategy(strategy or Strategy.default, num_ranks).heads
     rows = [_cost(layout, hybrid, mask, length, num_ranks, heads) for layout in WHOLE]
     return HybridComparison(hybrid, length, num_ranks, tuple(rows))
 

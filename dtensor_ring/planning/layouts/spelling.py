@@ -65,6 +65,11 @@ def _parsed(kind: type[Layout], spelling: str, parameters: str) -> Layout:
         ) from None
 
 
+def layout_names() -> list[str]:
+    """The names of the layouts that take no parameters, for errors that say which there are."""
+    return [name for name, kind in LAYOUTS.items() if not kind.parameters]
+
+
 def _spellings() -> list[str]:
     """The spelling of each known layout, with the names of its parameters."""
     named = {name: ",".join(f"<{x}>" for x in kind.parameters) for name, kind in LAYOUTS.items()}

@@ -1,48 +1,16 @@
-"""A model that can be run without its weights, and the mesh that it would be trained on."""
+"""The mesh that a model would be trained on, with no other rank there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("cp", "dp_shard", "dp_replicate")
 """Ranks that share a sequence, that share the parameters with those of "cp", and that have copies
 of them, as torchtitan calls them."""
-
-
-class Asked(NamedTuple):
-    """What a model is to be run on."""
-
-    seq_len: int
-    """Global length, in tokens."""
-    batch: int
-    """Sequences of a step of these ranks."""
-    layout: str
-    strategy: str
-    dtype: torch.dtype | None
-    """Of the parameters; `None` is that of the config."""
-
-
-class Model(NamedTuple):
-    """A model on the meta device, with context parallelism over a mesh."""
-
-    name: str
-    module: nn.Module
-    loss: Callable[[], Tensor]
-    """Its forward on one batch."""
-
-
-Load = Callable[[str, DeviceMesh, Asked], Model]
-"""Makes the model of a spelling.
-
-Raises ValueError if it is none, or one that context parallelism does not serve.
-"""
 
 
 @contextmanager

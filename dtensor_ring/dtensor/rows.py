@@ -1,0 +1,28 @@
+"""Rows of which each rank of a mesh axis has made some, gathered on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.ops.parts import gather_parts_op
+
+
+def gather_rows(part: Tensor, rows: Sequence[int], mesh: DeviceMesh) -> Tensor:
+    """The rows that all ranks of a 1-D mesh have made, below one another in the order of the ranks.
+
+    Args:
+        part: this rank's rows, `(rows[rank], H)`; there may be none.
+        rows: how many rows each rank has.
+        mesh: the axis.
+
+    Returns:
+        `(sum(rows), H)`, on every rank. Backward sums the gradients of all ranks.
+
+    Raises:
+        RingError: on every rank, if they differ in the rows, the width or the dtype.
+    """
+    return gather_parts_op(part, rows, mesh.get_local_rank(), axis_group(mesh).group_name)

@@ -14,10 +14,9 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.exchanges.exchange import Exchange
 from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.delivery import Incoming, Outgoing
+from dtensor_ring.transport.delivery import Side
 from dtensor_ring.transport.messages import Geometry, Mail, Split, TensorPart, mail_of
-from dtensor_ring.transport.protocol import Transport, Work
-from dtensor_ring.transport.shared_memory import SharedMemory
+from dtensor_ring.transport.protocol import Transport
 
 
 class Arrival(NamedTuple):
@@ -54,7 +53,6 @@ def traded(
     num_key_heads: int,
     geometries: tuple[Geometry, ...],
     is_back: bool = False,
-    sharing: frozenset[int] = frozenset(),
 ) -> Traded:
     """The exchange of tensors; 16 MiB are kept.
 
@@ -64,7 +62,6 @@ def traded(
         num_key_heads: that heads are dealt by.
         geometries: of the tensors before.
         is_back: whether it goes back.
-        sharing: peers that share memory with this rank.
 
     Raises:
         ValueError: if the heads cannot be dealt.
@@ -81,7 +78,7 @@ def traded(
     before, after = exchange.num_tokens
     ways = (receives, sends) if is_back else (sends, receives)
     counts = num_heads if is_back else tuple(map(length, own))
-    return _traded(exchange.rank, *ways, geometries, counts, before if is_back else after, sharing)
+    return _traded(exchange.rank, *ways, geometries, counts, before if is_back else after)
 
 
 def _traded(
@@ -91,7 +88,6 @@ def _traded(
     geometries: tuple[Geometry, ...],
     num_heads: tuple[int, ...],
     num_tokens: int,
-    sharing: frozenset[int],
 ) -> Traded:
     """Plan the messages, and the copies to results that have these heads and tokens."""
     results = tuple(
@@ -106,8 +102,8 @@ def _traded(
             peers.setdefault(part, []).append(split.tokens.peer)
     summed = {(peer, part.number) for part, of in peers.items() if len(of) > 1 for peer in of}
     outgoing, incoming = ([x for x in side if x.tokens.peer != rank] for side in (leaving, coming))
-    sends = mail_of(outgoing, geometries, is_sent=True, sharing=sharing)
-    receives = mail_of(incoming, results, is_sent=False, copied=summed, sharing=sharing)
+    sends = mail_of(outgoing, geometries, is_sent=True)
+    receives = mail_of(incoming, results, is_sent=False, copied=summed)
     staying = [part for split in leaving if split.tokens.peer == rank for part in split.parts]
     sources = {
         part: tuple(
@@ -129,7 +125,6 @@ def exchange_tensors(
     plan: Traded,
     transport: Transport,
     label: Label,
-    memory: SharedMemory | None = None,
 ) -> list[Tensor]:
     """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
 
@@ -140,42 +135,27 @@ def exchange_tensors(
         plan: what leaves, and what comes.
         transport: what moves the messages.
         label: of the exchange, in a profile.
-        memory: what peers lend each other, if some of the plan's share it.
     """
     transport.prepare(tensors[0].device)
     transport.at(label)
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
-    outgoing = Outgoing(plan.sends, tensors, transport, memory)
-    incoming = Incoming(plan.receives, results, transport, memory)
-    loans = incoming.loans()
-    expected = transport.expect(loans) if loans else []
+    outgoing = Side(plan.sends, tensors, transport)
+    incoming = Side(plan.receives, results, transport)
     with label("pack"):
         outgoing.pack()
-    works = [*transport.start(incoming.messages(), outgoing.messages()), *expected]
+    works = transport.start(incoming.messages(), outgoing.messages())
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])
     with label("wait"):
         for work in works:
             work.wait()
-        incoming.borrow()
-    works = _answered(outgoing, incoming, transport, label)
+    transport.at(label)
     with label("unpack"):
         _unpack(results, plan.comes, tensors, incoming.copies)
-    for work in works:
-        work.wait()
     outgoing.free()
     incoming.free()
     return results
-
-
-def _answered(
-    outgoing: Outgoing, incoming: Incoming, transport: Transport, label: Label
-) -> Sequence[Work]:
-    """Start to tell lenders, and to be told by borrowers, that new memory is mapped."""
-    transport.at(label)
-    receives, sends = outgoing.answers(), incoming.answers()
-    return transport.start(receives, sends) if receives or sends else []
 
 
 def _unpack(

@@ -1,10 +1,9 @@
-"""Where the messages of an exchange lie: in tensors, in a buffer, or in the memory of a peer.
+"""Where the messages of an exchange lie: in tensors, or in a buffer.
 
 Note [Copies]: a part of a tensor is copied into its message, or out of it. It needs no copy where
 it travels in pieces and each of them is one piece of memory: then it is sent from there, or
 received there. So hardly anything that comes is copied on the way from tokens to heads, nor what
-leaves on the way back. A peer that shares memory with this rank gets a loan of the copy, see the
-Note [Loans].
+leaves on the way back.
 
 Where all of it lies is known from shapes and strides. It is planned once, as on 8 ranks one call
 has dozens of messages.
@@ -12,7 +11,7 @@ has dozens of messages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -126,9 +125,7 @@ class Copy(NamedTuple):
     part: TensorPart
     geometry: Geometry
     begin: int
-    """In the buffer, or in what is lent, in bytes."""
-    lender: int | None = None
-    """The peer that lends it; `None` if it is in the buffer of this rank."""
+    """In the buffer, in bytes."""
 
     def pieces(self, spans: Sequence[Span]) -> list[Span]:
         """Where these pieces of all its tokens are in the buffer, in bytes."""
@@ -146,9 +143,7 @@ class Message(NamedTuple):
     number: int | None
     """Of the tensor that it lies in, `None` if that is the buffer."""
     at: Span
-    """In the memory of the tensor, in elements; in the buffer, or in what is lent, in bytes."""
-    is_lent: bool = False
-    """Whether a loan of it travels instead."""
+    """In the memory of the tensor, in elements; in the buffer, in bytes."""
 
 
 class Mail(NamedTuple):
@@ -167,7 +162,6 @@ def mail_of(
     geometries: Sequence[Geometry],
     is_sent: bool,
     copied: Container[tuple[int, int]] = (),
-    sharing: Collection[int] = (),
 ) -> Mail:
     """Where the messages of one side are.
 
@@ -176,20 +170,13 @@ def mail_of(
         geometries: of the tensors that it is a part of.
         is_sent: whether it leaves: then peers that get the same share copies.
         copied: peer and number of tensors that have no place to lie in.
-        sharing: peers that share memory with this rank: each gets a loan, also an empty one.
     """
     sorting = _Sorting(geometries)
     for split in splits:
         peer = split.tokens.peer
-        is_shared = peer in sharing
-        content = (split.tokens.cols, split.heads, is_shared) if is_sent else peer
-        if is_shared:
-            sorting.lend(split, content, None if is_sent else peer)
-            continue
+        content = (split.tokens.cols, split.heads) if is_sent else peer
         is_copied = [(peer, number) in copied for number in range(len(geometries))]
         sorting.add(split, content, is_copied)
-    for peer in sorted(set(sharing).difference(split.tokens.peer for split in splits)):
-        sorting.messages.append(Message(peer, None, (0, 0), is_lent=True))
     copies, messages = tuple(sorting.copies), tuple(sorting.messages)
     return Mail(sorting.num_bytes, copies, messages, sorting.copy_of)
 
@@ -204,11 +191,6 @@ class _Sorting:
         self.copies: list[Copy] = []
         self.copy_of: dict[tuple[int, int], int] = {}
         self.messages: list[Message] = []
-
-    def lend(self, split: Split, content: Hashable, lender: int | None) -> None:
-        """Add what is lent to a peer, or by it; equal contents have the same copies."""
-        peer, parts = split.tokens.peer, self._parts(split)
-        self._post_copies(peer, self._copied(peer, parts, content, lender), parts, is_lent=True)
 
     def add(self, split: Split, content: Hashable, is_copied: Sequence[bool]) -> None:
         """Add the messages of a peer; equal contents have the same copies."""
@@ -234,38 +216,29 @@ class _Sorting:
     def _parts(self, split: Split) -> list[_Part]:
         return [(part, self._lies[part.number].part(part)) for part in split.parts]
 
-    def _copied(
-        self, peer: int, parts: list[_Part], content: Hashable, lender: int | None = None
-    ) -> dict[int, int]:
+    def _copied(self, peer: int, parts: list[_Part], content: Hashable) -> dict[int, int]:
         """The indices of the copies of parts, by number of the tensor."""
         if content not in self._known:
-            self._known[content] = self._place(parts, lender)
+            self._known[content] = self._place(parts)
         index = self._known[content]
         self.copy_of |= {(peer, number): found for number, found in index.items()}
         return index
 
-    def _place(self, parts: list[_Part], lender: int | None) -> dict[int, int]:
-        """Place copies side by side, in the buffer or in what is lent."""
-        index, end = {}, 0 if lender is not None else self.num_bytes
+    def _place(self, parts: list[_Part]) -> dict[int, int]:
+        """Place copies side by side in the buffer."""
+        index, end = {}, self.num_bytes
         # Wide dtypes first: then each begins where it may without gaps.
         for part, geometry in sorted(parts, key=lambda x: -x[1].itemsize):
             index[part.number] = len(self.copies)
-            self.copies.append(Copy(part, geometry, end, lender))
+            self.copies.append(Copy(part, geometry, end))
             end += geometry.num_bytes
-        if lender is None:
-            self.num_bytes = aligned(end)
+        self.num_bytes = aligned(end)
         return index
 
-    def _post_copies(
-        self, peer: int, index: dict[int, int], parts: list[_Part], is_lent: bool = False
-    ) -> None:
+    def _post_copies(self, peer: int, index: dict[int, int], parts: list[_Part]) -> None:
         """All copies as one message."""
         begin = min((self.copies[i].begin for i in index.values()), default=0)
-        at = begin, begin + _num_bytes(parts)
-        if is_lent:
-            self.messages.append(Message(peer, None, at, is_lent))
-        else:
-            self._post(peer, None, [at])
+        self._post(peer, None, [(begin, begin + _num_bytes(parts))])
 
     def _post(self, peer: int, number: int | None, spans: Sequence[Span]) -> None:
         """Nothing empty travels."""

@@ -65,11 +65,6 @@ class Exchange:
     receives: tuple[TokenSplit, ...]
     """With the heads of this rank."""
 
-    @property
-    def peers(self) -> set[int]:
-        """Ranks that this one sends to or receives from, each of which has it as a peer."""
-        return {x.peer for x in self.sends + self.receives} - {self.rank}
-
     def head_shard(self, rank: int, num_key_heads: int) -> HeadShard:
         """The heads of any rank, after the exchange."""
         return head_shard_of(rank % self.heads, self.heads, num_key_heads)

@@ -14,7 +14,7 @@ from dtensor_ring.ops.exchange_options import TRADE_SCHEMA, Trade, unflatten_tra
 from dtensor_ring.ops.schema import check_batch
 from dtensor_ring.ops.word import agreed_exchange
 from dtensor_ring.transport.exchange import exchange_tensors, traded
-from dtensor_ring.transport.messages import Geometry
+from dtensor_ring.transport.messages import TensorShape
 
 EXCHANGE = "dtensor_ring::exchange"
 
@@ -31,8 +31,8 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
         # Within the context: what one rank refuses, or has no memory for, is told to the others.
         trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
-        heads, geometries = tuple(trade.num_heads), tuple(map(Geometry.of, tensors))
-        messages = traded(plan, heads, trade.num_key_heads, geometries, trade.is_back)
+        heads, shapes = tuple(trade.num_heads), tuple(map(TensorShape.of, tensors))
+        messages = traded(plan, heads, trade.num_key_heads, shapes, trade.is_back)
         return exchange_tensors(tensors, messages, transport, Label("exchange", 0, rank))
 
 

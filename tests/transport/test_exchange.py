@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dtensor_ring import RingError, Striped, ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
-from dtensor_ring.transport import delivery, exchange
+from dtensor_ring.transport import exchange
 from dtensor_ring.transport.process_group import ProcessGroupTransport, set_transport
 from tests.ops.test_exchange import CASES, Case
 from tests.pool import Pool
@@ -90,7 +90,7 @@ def _raise_alike() -> None:
     case = CASES["zigzag to zigzag, 2 of 4"]
     for turn in range(1, 4):
         with (
-            patch.object(delivery, "pack", side_effect=MemoryError("none")),
+            patch.object(exchange, "pack", side_effect=MemoryError("none")),
             pytest.raises(MemoryError),
         ):
             exchange_op(case.before(dist.get_rank()), *_options(case))

@@ -156,7 +156,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
         "messages and unpacks them to where heads and tokens belong; bare:\n`all_to_all_single` of "
         "one tensor of as many bytes into a new one, which lie as they travel. The time of the\n"
         "slowest rank. MB/s is the rate of a host's link; without it, ranks are processes of one "
-        "machine, and ours\nunpacks from the memory of its peers.\n"
+        "machine.\n"
     )
     console.print(table(measurements))
 

@@ -196,11 +196,8 @@ Transport()
     .abort(self) -> 'None'
     .allocate(self, num_bytes: 'int', device: 'torch.device') -> 'Tensor'
     .at(self, label: 'Label') -> 'None'
-    .expect(self, receives: 'list[P2P]') -> 'Sequence[Work]'
     .free(self, buffer: 'Tensor') -> 'None'
     .keeps_tags(self, device: 'torch.device') -> 'bool'
-    .memory(self, device: 'torch.device') -> 'SharedMemory | None'
-    .naming(self, message: 'P2P | None') -> 'AbstractContextManager[object]'
     .prepare(self, device: 'torch.device') -> 'None'
     .start(self, receives: 'list[P2P]', sends: 'list[P2P]') -> 'Sequence[Work]'
 ZigZag() -> None

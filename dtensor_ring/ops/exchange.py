@@ -14,8 +14,7 @@ from dtensor_ring.ops.exchange_options import TRADE_SCHEMA, Trade, unflatten_tra
 from dtensor_ring.ops.schema import check_batch
 from dtensor_ring.ops.word import agreed_exchange
 from dtensor_ring.transport.exchange import exchange_tensors, traded
-from dtensor_ring.transport.messages import Geometry
-from dtensor_ring.transport.sharing import sharing_peers
+from dtensor_ring.transport.messages import TensorShape
 
 EXCHANGE = "dtensor_ring::exchange"
 
@@ -32,13 +31,9 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
         # Within the context: what one rank refuses, or has no memory for, is told to the others.
         trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
-        heads, geometries = tuple(trade.num_heads), tuple(map(Geometry.of, tensors))
-        memory, label = transport.memory(tensors[0].device), Label("exchange", 0, rank)
-        sharing = (
-            frozenset() if memory is None else sharing_peers(memory, plan.peers, transport, label)
-        )
-        messages = traded(plan, heads, trade.num_key_heads, geometries, trade.is_back, sharing)
-        return exchange_tensors(tensors, messages, transport, label, memory)
+        heads, shapes = tuple(trade.num_heads), tuple(map(TensorShape.of, tensors))
+        messages = traded(plan, heads, trade.num_key_heads, shapes, trade.is_back)
+        return exchange_tensors(tensors, messages, transport, Label("exchange", 0, rank))
 
 
 torch.library.impl(EXCHANGE, "CompositeExplicitAutograd")(forward)

@@ -18,7 +18,6 @@ from dtensor_ring.transport.process_group import ProcessGroupTransport, is_plain
 from dtensor_ring.transport.protocol import P2P, Chain, Transport, Work
 from dtensor_ring.transport.sent import Answer, Sent
 from dtensor_ring.transport.session import RENEW, Session, session_of
-from dtensor_ring.transport.shared_memory import SharedMemory
 from dtensor_ring.transport.word import NOWHERE, Word, differences, flat
 
 TransportContext = AbstractContextManager[Transport]
@@ -82,7 +81,6 @@ class AgreedTransport(Transport):
         self._answers: dict[int, Answer] = {}  # by peer
         self._words_transport = ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
-        self._expected: list[Sent] = []  # nobody waits for them before they are surely sent
 
     def __enter__(self) -> Self:
         session = self._session
@@ -114,7 +112,7 @@ class AgreedTransport(Transport):
                 self._raised(error)
         finally:
             # Else memory of messages, and the group, would live until a collection.
-            self._words, self._answers, self._in_flight, self._expected = [], {}, [], []
+            self._words, self._answers, self._in_flight = [], {}, []
             self._session.end()
 
     def prepare(self, device: torch.device) -> None:
@@ -128,9 +126,6 @@ class AgreedTransport(Transport):
     def free(self, buffer: Tensor) -> None:
         self._transport.free(buffer)
 
-    def memory(self, device: torch.device) -> SharedMemory | None:
-        return self._session.memory if is_plain(self._transport, device) else None
-
     def at(self, label: Label) -> None:
         self._step = label.step
         self._phase += 1
@@ -143,32 +138,23 @@ class AgreedTransport(Transport):
             receives, sends = [], []
         # Words are waited for first: before anything of a peer is used.
         words, self._words = self._words, []
-        expected, self._expected = self._expected, []
-        sent = self._started(receives, sends)
-        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + expected + sent
-        return words + sent
-
-    def expect(self, receives: list[P2P]) -> Sequence[Work]:
-        sent = self._started(receives, [])
-        self._expected += sent
-        return sent
-
-    def _started(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
         receives, sends = (
             [P2P(x.flat, x.peer, self._tag, x.source) for x in side] for side in (receives, sends)
         )
         messages = receives + sends
         # NCCL has one work for all messages of a hop: an error of it is told of the first.
-        with self.naming(messages[0] if messages else None):
+        with self._naming(messages[0] if messages else None):
             works = zip(self._transport.start(receives, sends), messages, strict=False)
-        return [Sent(self, work, message) for work, message in works]
+        sent = [Sent(self, work, message) for work, message in works]
+        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
+        return words + sent
 
     def _listen(self) -> None:
         """Get ready for the words of others: what is awaited comes without a question before."""
         for index, peer in enumerate(self._neighbours(-1)):
             inbox = self._session.inbox(index)
             message = P2P(inbox.flat, peer)
-            with self.naming(message):
+            with self._naming(message):
                 work = self._words_transport.receive_word(message)
             self._answers[peer] = Answer(self, work, message, inbox)
         self._in_flight = [*self._answers.values()]
@@ -195,13 +181,13 @@ class AgreedTransport(Transport):
         sent = []
         for peer in peers:
             message = P2P(joined[id(carried[peer])] if peer in carried else word, peer)
-            with self.naming(message):
+            with self._naming(message):
                 sent.append(Sent(self, self._words_transport.send_word(message), message))
         self._in_flight += sent
         self._words = [*self._answers.values(), *sent]
 
     @contextmanager
-    def naming(self, message: P2P | None) -> Iterator[None]:
+    def _naming(self, message: P2P | None) -> Iterator[None]:
         """Tell errors of the backend as those of a message that was to be started."""
         try:
             yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from dtensor_ring.planning.exchanges.exchange import Amount, Exchange
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.traffic import Traffic, largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.planning.values.span import length
-from dtensor_ring.transport.messages import aligned, goes_in_pieces
+from dtensor_ring.transport.messages import aligned
 from dtensor_ring.transport.packet import goes_apart
 
 
@@ -25,7 +26,8 @@ class Cost:
     held: int = 0
     """At most at a time: buffers of messages, and what it has while tokens are traded for heads.
 
-    What needs no buffer, as it is large and lies in one piece of memory, counts as if it did.
+    Keys and values that need no buffer, as they are large and lie in one piece of memory, count as
+    if they did.
     """
 
     def __add__(self, other: Cost) -> Cost:
@@ -99,35 +101,19 @@ def traded(
 ) -> Cost:
     """The cost of one exchange; `tensors` are pairs of a number of heads and a head dim."""
     num_key_heads = sizes.heads[1]
-    leaving, coming = dict[int, _Message](), dict[int, _Message]()
+    leaving, coming = Counter[int](), Counter[int]()
     for num_heads, head_dim in tensors:
         there, here = (leaving, coming) if not is_back else (coming, leaving)
         _add(there, exchange.sent(num_heads, num_key_heads), sizes, head_dim)
         _add(here, exchange.received(num_heads, num_key_heads), sizes, head_dim)
-    held = sum(aligned(x.num_bytes) for side in (leaving, coming) for x in side.values())
-    sent, received = (sum(x.num_bytes for x in side.values()) for side in (leaving, coming))
-    return Cost(sent, received, sum(x.number for x in leaving.values()), held)
-
-
-class _Message(NamedTuple):
-    """What goes to a peer, or comes from it, in one message or in pieces."""
-
-    num_bytes: int = 0
-    pieces: int = 0
-
-    @property
-    def number(self) -> int:
-        """Of messages; nothing empty travels."""
-        if goes_in_pieces(*self):
-            return self.pieces
-        return 1 if self.num_bytes else 0
+    held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
+    num_messages = sum(size > 0 for size in leaving.values())  # nothing empty travels
+    return Cost(leaving.total(), coming.total(), num_messages, held)
 
 
 def _add(
-    by_peer: dict[int, _Message], amounts: dict[int, Amount], sizes: Sizes, head_dim: int
+    num_bytes: Counter[int], amounts: Mapping[int, Amount], sizes: Sizes, head_dim: int
 ) -> None:
-    """Add the bytes and the pieces of a tensor."""
-    for peer, (tokens, heads, pieces) in amounts.items():
-        num_bytes = tokens * heads * head_dim * sizes.batch * sizes.itemsize
-        before = by_peer.get(peer, _Message())
-        by_peer[peer] = _Message(before.num_bytes + num_bytes, before.pieces + pieces * sizes.batch)
+    """Add the bytes of a tensor to those of each peer."""
+    for peer, (tokens, heads) in amounts.items():
+        num_bytes[peer] += tokens * heads * head_dim * sizes.batch * sizes.itemsize

@@ -1,4 +1,7 @@
-"""Tensors exchanged between the ranks of an axis: tokens for heads, or one layout for another."""
+"""An all-to-all of tensors between the ranks of an axis: pack, one message for each peer, unpack.
+
+It trades tokens for heads, or one layout for another.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,19 @@ from torch import Tensor
 from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty
 from dtensor_ring.compute.ranges import pack, unpack
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.exchanges.exchange import Exchange
+from dtensor_ring.planning.exchanges.exchange import Exchange, TokenSplit
 from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.delivery import Incoming, Outgoing
-from dtensor_ring.transport.messages import Geometry, Mail, Split, TensorPart, mail_of
-from dtensor_ring.transport.protocol import Transport, Work
-from dtensor_ring.transport.shared_memory import SharedMemory
+from dtensor_ring.transport.messages import Mail, Split, TensorPart, TensorShape, mail_of
+from dtensor_ring.transport.protocol import Transport
 
 
 class Arrival(NamedTuple):
-    """A part of a result, and what it is the sum of, in the order of the ranks."""
+    """A part of a result, and the sources that it is the sum of, in the order of the ranks."""
 
     part: TensorPart
     sources: tuple[int | TensorPart, ...]
-    """Copies that come, and a part that stays on this rank."""
+    """Indices of received copies, and a part that stays on this rank."""
 
 
 class Traded(NamedTuple):
@@ -34,11 +35,11 @@ class Traded(NamedTuple):
     sends: Mail
     receives: Mail
     stays: tuple[Arrival, ...]
-    """Of which nothing comes from other ranks."""
+    """Parts of the results that need no data from other ranks."""
     comes: tuple[Arrival, ...]
-    """But for what is received where it belongs."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the results."""
+    """Parts of the results that are unpacked after the receive."""
+    shapes: tuple[tuple[int, int, int, int], ...]
+    """The shapes of the results."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,9 +53,8 @@ def traded(
     exchange: Exchange,
     num_heads: tuple[int, ...],
     num_key_heads: int,
-    geometries: tuple[Geometry, ...],
+    shapes: tuple[TensorShape, ...],
     is_back: bool = False,
-    sharing: frozenset[int] = frozenset(),
 ) -> Traded:
     """The exchange of tensors; 16 MiB are kept.
 
@@ -62,9 +62,8 @@ def traded(
         exchange: of tokens.
         num_heads: of each tensor, on the side that has all of them.
         num_key_heads: that heads are dealt by.
-        geometries: of the tensors before.
+        shapes: of the tensors.
         is_back: whether it goes back.
-        sharing: peers that share memory with this rank.
 
     Raises:
         ValueError: if the heads cannot be dealt.
@@ -76,60 +75,53 @@ def traded(
 
     own = heads(exchange.rank)
     here = tuple((0, length(span)) for span in own)
-    sends = [Split(tokens, heads(tokens.peer)) for tokens in exchange.sends]
-    receives = [Split(tokens, here) for tokens in exchange.receives]
-    before, after = exchange.num_tokens
-    ways = (receives, sends) if is_back else (sends, receives)
-    counts = num_heads if is_back else tuple(map(length, own))
-    return _traded(exchange.rank, *ways, geometries, counts, before if is_back else after, sharing)
+    ways = [
+        [_split(tokens, heads(tokens.peer)) for tokens in exchange.sends],
+        [_split(tokens, here) for tokens in exchange.receives],
+    ]
+    leaving, coming = reversed(ways) if is_back else ways
+    num_tokens = exchange.num_tokens[0 if is_back else 1]
+    results = tuple(
+        (shape.batch, count, num_tokens, shape.head_dim)
+        for shape, count in zip(shapes, num_heads if is_back else map(length, own), strict=True)
+    )
+    return _traded(exchange.rank, leaving, coming, shapes, results)
+
+
+def _split(tokens: TokenSplit, heads: tuple[Span, ...]) -> Split:
+    """These tokens of all tensors, each with its heads."""
+    parts = (TensorPart(number, tokens.cols, span) for number, span in enumerate(heads))
+    return Split(tokens.peer, tuple(parts))
 
 
 def _traded(
     rank: int,
     leaving: list[Split],
     coming: list[Split],
-    geometries: tuple[Geometry, ...],
-    num_heads: tuple[int, ...],
-    num_tokens: int,
-    sharing: frozenset[int],
+    shapes: tuple[TensorShape, ...],
+    results: tuple[tuple[int, int, int, int], ...],
 ) -> Traded:
-    """Plan the messages, and the copies to results that have these heads and tokens."""
-    results = tuple(
-        Geometry.token_major(
-            (geometry.shape[0], heads, num_tokens, geometry.shape[3]), geometry.itemsize
-        )
-        for geometry, heads in zip(geometries, num_heads, strict=True)
-    )
-    peers = dict[TensorPart, list[int]]()
+    """Plan the messages, and the sources of each part of the results."""
+    outgoing, incoming = ([x for x in side if x.peer != rank] for side in (leaving, coming))
+    receives = mail_of(incoming, shapes, is_sent=False)
+    found: dict[tuple[int, int], int | TensorPart] = {
+        (copy.peer, copy.part.number): index for index, copy in enumerate(receives.copies)
+    }
+    for split in leaving:
+        if split.peer == rank:
+            found |= {(rank, part.number): part for part in split.parts}
+    sources = dict[TensorPart, list[int | TensorPart]]()
     for split in coming:  # on the way back, copies of a key head come from several
         for part in split.parts:
-            peers.setdefault(part, []).append(split.tokens.peer)
-    summed = {(peer, part.number) for part, of in peers.items() if len(of) > 1 for peer in of}
-    outgoing, incoming = ([x for x in side if x.tokens.peer != rank] for side in (leaving, coming))
-    sends = mail_of(outgoing, geometries, is_sent=True, sharing=sharing)
-    receives = mail_of(incoming, results, is_sent=False, copied=summed, sharing=sharing)
-    staying = [part for split in leaving if split.tokens.peer == rank for part in split.parts]
-    sources = {
-        part: tuple(
-            staying[part.number] if peer == rank else receives.copy_of[peer, part.number]
-            for peer in of
-            if peer == rank or (peer, part.number) in receives.copy_of
-        )
-        for part, of in peers.items()
-    }
-    stays = tuple(Arrival(part, found) for part, found in sources.items() if peers[part] == [rank])
-    comes = tuple(
-        Arrival(part, found) for part, found in sources.items() if found and peers[part] != [rank]
-    )
-    return Traded(sends, receives, stays, comes, tuple(x.shape for x in results))
+            sources.setdefault(part, []).append(found[split.peer, part.number])
+    arrivals = [Arrival(part, tuple(of)) for part, of in sources.items()]
+    stays = tuple(x for x in arrivals if all(isinstance(of, TensorPart) for of in x.sources))
+    comes = tuple(x for x in arrivals if any(isinstance(of, int) for of in x.sources))
+    return Traded(mail_of(outgoing, shapes, is_sent=True), receives, stays, comes, results)
 
 
 def exchange_tensors(
-    tensors: Sequence[Tensor],
-    plan: Traded,
-    transport: Transport,
-    label: Label,
-    memory: SharedMemory | None = None,
+    tensors: Sequence[Tensor], plan: Traded, transport: Transport, label: Label
 ) -> list[Tensor]:
     """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
 
@@ -140,42 +132,35 @@ def exchange_tensors(
         plan: what leaves, and what comes.
         transport: what moves the messages.
         label: of the exchange, in a profile.
-        memory: what peers lend each other, if some of the plan's share it.
     """
     transport.prepare(tensors[0].device)
     transport.at(label)
     results = [empty(x, shape, TOKEN_MAJOR) for x, shape in zip(tensors, plan.shapes, strict=True)]
-    outgoing = Outgoing(plan.sends, tensors, transport, memory)
-    incoming = Incoming(plan.receives, results, transport, memory)
-    loans = incoming.loans()
-    expected = transport.expect(loans) if loans else []
+    sent, received = (_buffer(x, tensors, transport) for x in (plan.sends, plan.receives))
     with label("pack"):
-        outgoing.pack()
-    works = [*transport.start(incoming.messages(), outgoing.messages()), *expected]
+        for packed, copy in zip(plan.sends.views(sent, tensors), plan.sends.copies, strict=True):
+            pack(packed, copy.part.heads_of(tensors), copy.part.cols)
+    works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
     with label("unpack"):
         _unpack(results, plan.stays, tensors, [])
     with label("wait"):
         for work in works:
             work.wait()
-        incoming.borrow()
-    works = _answered(outgoing, incoming, transport, label)
+    transport.at(label)
     with label("unpack"):
-        _unpack(results, plan.comes, tensors, incoming.copies)
-    for work in works:
-        work.wait()
-    outgoing.free()
-    incoming.free()
+        _unpack(results, plan.comes, tensors, plan.receives.views(received, tensors))
+    for mail, buffer in ((plan.sends, sent), (plan.receives, received)):
+        if mail.num_bytes:
+            transport.free(buffer)
     return results
 
 
-def _answered(
-    outgoing: Outgoing, incoming: Incoming, transport: Transport, label: Label
-) -> Sequence[Work]:
-    """Start to tell lenders, and to be told by borrowers, that new memory is mapped."""
-    transport.at(label)
-    receives, sends = outgoing.answers(), incoming.answers()
-    return transport.start(receives, sends) if receives or sends else []
+def _buffer(mail: Mail, tensors: Sequence[Tensor], transport: Transport) -> Tensor:
+    """Memory for the messages of a side; a transport is not asked for none."""
+    if mail.num_bytes:
+        return transport.allocate(mail.num_bytes, tensors[0].device)
+    return tensors[0].new_empty(0, dtype=torch.uint8)
 
 
 def _unpack(

@@ -81,7 +81,7 @@ class ProcessGroupTransport(Transport):
 def is_plain(transport: Transport, device: torch.device) -> bool:
     """Whether messages of that device are the process group's own, and nobody changed how they go.
 
-    Then words may carry them, and ranks of one host may lend each other memory instead.
+    Then words may carry them.
     """
     return transport.keeps_tags(device) and type(transport) is ProcessGroupTransport
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.buffers import BUFFERS
-from dtensor_ring.transport.shared_memory import SharedMemory
 
 
 class P2P(NamedTuple):
@@ -61,17 +59,6 @@ class Transport(ABC):
         """Whether messages of that device with other tags never meet; else ranks agree first."""
         return False
 
-    def memory(self, device: torch.device) -> SharedMemory | None:
-        """The memory that ranks of one host lend each other for tensors of that device.
-
-        `None` if everything is sent.
-        """
-        return None
-
-    def naming(self, message: P2P | None) -> AbstractContextManager[object]:
-        """A context that tells errors of the system as those of a message."""
-        return nullcontext()
-
     def at(self, label: Label) -> None:  # noqa: B027 - most need not know
         """Every step of a loop begins with it, and goes on with it after each start of messages.
 
@@ -98,13 +85,6 @@ class Transport(ABC):
         It is not called for messages that an error left in flight.
         """
         BUFFERS.give(buffer)
-
-    def expect(self, receives: list[P2P]) -> Sequence[Work]:
-        """Start to receive messages on the CPU that peers send in their next `start`.
-
-        Small ones come sooner if they are awaited. An error before that `start` leaves them.
-        """
-        return self.start(receives, [])
 
     @abstractmethod
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:

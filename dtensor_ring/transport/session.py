@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dtensor_ring.transport.board import generation_of
 from dtensor_ring.transport.error import RingError
 from dtensor_ring.transport.inbox import Inbox
-from dtensor_ring.transport.shared_memory import SharedMemory
 from dtensor_ring.transport.watch import WATCH
 
 RENEW = (
@@ -44,7 +43,6 @@ class Session:
         self._origins: dict[int, tuple[StorageWeakRef, int]] = {}
         self._max_origins = 16
         self._inboxes: list[Inbox] = []
-        self.memory = SharedMemory()
 
     def begin(self) -> int:
         """Begin a call; returns its number, counted from 1.

@@ -27,7 +27,6 @@ from dtensor_ring import (
 )
 from dtensor_ring.dtensor import traded as traded_module
 from dtensor_ring.dtensor.traded import Exchanged
-from dtensor_ring.transport.agreed import AgreedTransport
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
@@ -209,10 +208,7 @@ def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict
         sent.clear()
         return total
 
-    with (
-        patch.object(ProcessGroupTransport, "start", counting),
-        patch.object(AgreedTransport, "memory", return_value=None),  # as between hosts
-    ):
+    with patch.object(ProcessGroupTransport, "start", counting):
         for way in ways:
             attend, _ = SENDERS[way]
             if way.startswith("compiled"):

@@ -16,7 +16,6 @@ from dtensor_ring import Mask
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.state import receive_op, send_op
 from dtensor_ring.planning.balancing.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.transport.agreed import AgreedTransport
 from dtensor_ring.transport.process_group import ProcessGroupTransport
 from parallel_plans.huggingface.stateful import stateful_layers
 from tests.families import VOCABULARY
@@ -81,10 +80,7 @@ def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:
     tokens = torch.randint(2, VOCABULARY, (1, seq_len))
     with StateCalls() as calls:
         start = calls.starting(ProcessGroupTransport.start)
-        with (
-            patch.object(ProcessGroupTransport, "start", start),
-            patch.object(AgreedTransport, "memory", return_value=None),  # as between hosts
-        ):
+        with patch.object(ProcessGroupTransport, "start", start):
             loss = model(input_ids=tokens, labels=tokens).loss
             forward = calls.sent.copy()
             loss.backward()

@@ -21,11 +21,11 @@ from dtensor_ring.planning.layouts.spelling import as_layout
 from dtensor_ring.planning.routes.route import ROUTES
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport import comparison, messages, packet
+from dtensor_ring.transport import comparison, packet
 from dtensor_ring.transport.comparison import StrategyCost
 from dtensor_ring.transport.cost import Cost, by_field
 from dtensor_ring.transport.exchange import exchange_tensors, traded
-from dtensor_ring.transport.messages import Geometry
+from dtensor_ring.transport.messages import TensorShape
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.protocol import P2P, Work
 from tests.played import PlayedTransport, play
@@ -96,8 +96,8 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     def trade(tensors: list[Tensor], num_heads: list[int], is_back: bool = False) -> list[Tensor]:
         if strategy.heads == 1:
             return tensors
-        geometries = tuple(map(Geometry.of, tensors))
-        plan = traded(exchange, tuple(num_heads), HEADS[1], geometries, is_back)
+        shapes = tuple(map(TensorShape.of, tensors))
+        plan = traded(exchange, tuple(num_heads), HEADS[1], shapes, is_back)
         return exchange_tensors(tensors, plan, transport, Label("exchange", 0, rank))
 
     positions = torch.tensor(dealt.positions(rank, size, SEQ_LEN))
@@ -147,11 +147,7 @@ def test_large_messages_are_counted(
 ) -> None:
     """Whole shards are large, parts of them are not all; no buffer is needed for what lies well."""
     monkeypatch.setattr(packet, "LARGE", 6 * 128)
-    monkeypatch.setattr(messages, "LARGE_PIECE", 100)
-    traded.clear()  # it knows messages
-    both = both_ways(*compared(world_size, strategy, seen, "zigzag"))
-    traded.clear()
-    for found, most in both:
+    for found, most in both_ways(*compared(world_size, strategy, seen, "zigzag")):
         assert replace(found, held=most.held) == most
         assert found.held >= most.held
 

@@ -1,4 +1,4 @@
-"""Exchanges whose messages travel in pieces, from where they lie and to where they belong."""
+"""The messages of an exchange: how they are packed, and from tensors in which order."""
 
 from __future__ import annotations
 
@@ -12,32 +12,14 @@ from dtensor_ring import ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
 from dtensor_ring.planning.exchanges.exchange import exchange_of
-from dtensor_ring.transport import messages
-from dtensor_ring.transport.exchange import traded
-from dtensor_ring.transport.messages import Geometry, goes_in_pieces
-from tests.ops.test_exchange import CASES, Case, check_exchange
+from dtensor_ring.transport.exchange import Traded, traded
+from dtensor_ring.transport.messages import ALIGNED, TensorShape, aligned
+from tests.ops.test_exchange import CASES
 from tests.played_group import PlayedGroup, play_group
-
-pytestmark = pytest.mark.usefixtures("pieces")
-
-
-@pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All pieces are large."""
-    monkeypatch.setattr(messages, "LARGE_PIECE", 1)
-    traded.clear()  # it knows messages
-    yield
-    traded.clear()
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_pieces_go_where_they_belong_and_gradients_come_back(case: Case) -> None:
-    check_exchange(case)
 
 
 @pytest.mark.parametrize("name", ["one key head", "uneven tokens", "dtypes"])
 def test_tensors_may_lie_in_any_order(name: str) -> None:
-    """Pieces are sent from where they lie if that is token by token, else copies of them are."""
     case = CASES[name]
 
     def run(group: PlayedGroup) -> None:
@@ -61,24 +43,42 @@ def orders(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield [torch.stack([x, x], dim).select(dim, 0) for x in tensors]
 
 
-def test_large_tensors_are_not_copied() -> None:
-    """Nothing that comes is copied on the way there, nothing that leaves on the way back."""
+def planned(num_heads: tuple[int, ...], itemsizes: tuple[int, ...], is_back: bool) -> Traded:
+    """Rank 0 of four, with 16 tokens of 64 and two rows; heads have three numbers."""
     plan = exchange_of(ZigZag(), ZigZag(), 4, 0, 4, 64)
-    before = [Geometry.token_major((2, heads, 16, 3), 4) for heads in (8, 4)]
-    after = [Geometry.token_major((2, heads, 64, 3), 4) for heads in (2, 1)]
-    there = traded(plan, (8, 4), 4, tuple(before))
-    back = traded(plan, (8, 4), 4, tuple(after), is_back=True)
-    assert (len(there.sends.copies), len(there.receives.copies)) == (3 * 2, 0)
-    assert (len(back.sends.copies), len(back.receives.copies)) == (0, 3 * 2)
-    # Two rows of two tensors. Tokens of a rank are on both sides of those of the next one; the
-    # last rank has them side by side.
-    assert len(there.receives.messages) == 2 * 2 * (2 + 2 + 1)
-    assert len(there.sends.messages) == 2 * 2 * 2 * 3
+    shapes = tuple(TensorShape(2, 3, itemsize) for itemsize in itemsizes)
+    return traded(plan, num_heads, num_heads[-1], shapes, is_back)
 
 
-def test_many_tokens_apart_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "LARGE_PIECE", 100)
-    assert goes_in_pieces(200, 2)
-    assert not goes_in_pieces(199, 2)
-    assert not goes_in_pieces(10**9, 0), "there are too many"
-    assert not goes_in_pieces(0, 0)
+@pytest.mark.parametrize("is_back", [False, True])
+def test_each_peer_gets_one_message(is_back: bool) -> None:
+    """Messages lie one after the other, and the tensors of one without gaps, the widest first."""
+    found = planned((8, 4), (2, 8), is_back)
+    for mail in (found.sends, found.receives):
+        assert [peer for peer, _ in mail.messages] == [1, 2, 3]
+        for peer, (begin, end) in mail.messages:
+            assert begin % ALIGNED == 0
+            copies = [x for x in mail.copies if x.peer == peer]
+            assert [x.part.number for x in copies] == [1, 0]
+            bounds = [begin, *(x.span[1] for x in copies)]
+            assert [x.span[0] for x in copies] == bounds[:-1]
+            assert bounds[-1] == end
+        assert mail.num_bytes == sum(aligned(end - begin) for _, (begin, end) in mail.messages)
+
+
+def test_peers_that_get_the_same_share_one_copy() -> None:
+    """One head, of which each rank gets a copy: it is packed once, and received from each."""
+    found = planned((1,), (4,), is_back=False)
+    num_bytes = 2 * 16 * 3 * 4
+    assert list(found.sends.messages) == [(peer, (0, num_bytes)) for peer in (1, 2, 3)]
+    assert len(found.sends.copies) == 1
+    assert len(found.receives.copies) == 3
+    back = planned((1,), (4,), is_back=True)
+    assert len(back.receives.copies) == 3, "copies that are summed"
+
+
+def test_nothing_empty_travels() -> None:
+    plan = exchange_of(ZigZag(), ZigZag(), 4, 0, 4, 64)
+    found = traded(plan, (4,), 4, (TensorShape(0, 3, 4),))
+    assert not found.sends.messages + found.receives.messages
+    assert not found.sends.num_bytes + found.receives.num_bytes

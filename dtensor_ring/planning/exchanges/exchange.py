@@ -21,9 +21,6 @@ from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.values.cache import cached_bytes
 from dtensor_ring.planning.values.span import Span, length
 
-MAX_PIECES = 8
-"""Pieces of a message up to which the plan knows them: more are too small to travel alone."""
-
 
 class TokenSplit(NamedTuple):
     """Tokens that go to a rank or come from it, as they are counted in the tensor of this rank.
@@ -33,8 +30,6 @@ class TokenSplit(NamedTuple):
 
     peer: int
     cols: Cols
-    pieces: tuple[Span, ...]
-    """The same tokens, in spans that lie side by side on both ranks; none if they are many."""
 
 
 class Amount(NamedTuple):
@@ -42,15 +37,13 @@ class Amount(NamedTuple):
 
     tokens: int
     heads: int
-    pieces: int
-    """That lie side by side on both ranks, 0 if they are many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Exchange:
     """The messages of one rank; those to itself stay here.
 
-    The k-th token that a rank sends is the k-th token that its peer receives, and so are pieces.
+    The k-th token that a rank sends is the k-th token that its peer receives.
     The way back swaps the two sides: what was received is sent to where it came from, and copies of
     a key head, which went to several ranks, are summed.
     """
@@ -64,11 +57,6 @@ class Exchange:
     """With the heads of the peer."""
     receives: tuple[TokenSplit, ...]
     """With the heads of this rank."""
-
-    @property
-    def peers(self) -> set[int]:
-        """Ranks that this one sends to or receives from, each of which has it as a peer."""
-        return {x.peer for x in self.sends + self.receives} - {self.rank}
 
     def head_shard(self, rank: int, num_key_heads: int) -> HeadShard:
         """The heads of any rank, after the exchange."""
@@ -103,7 +91,7 @@ class Exchange:
 
 
 def _amount(split: TokenSplit, heads: Span) -> Amount:
-    return Amount(len(split.cols), length(heads), len(split.pieces))
+    return Amount(len(split.cols), length(heads))
 
 
 @cached_bytes(2**26, lambda exchange: exchange.num_bytes)
@@ -136,13 +124,13 @@ def exchange_of(
         deal(layout, world_size, seq_len), deal(joined, world_size // heads, seq_len), seq_len
     )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
-    to_groups = _splits(cells.groups, cells.places_after, cells.lengths, mine)
+    to_groups = _splits(cells.groups, cells.lengths, mine)
     sends = [
         split._replace(peer=split.peer * heads + member)
         for split in to_groups
         for member in range(heads)
     ]
-    receives = _splits(cells.owners, cells.places_before, cells.lengths, ours)
+    receives = _splits(cells.owners, cells.lengths, ours)
     num_tokens = int(cells.lengths[mine].sum()), int(cells.lengths[ours].sum())
     return Exchange(rank, heads, num_tokens, tuple(sends), tuple(receives))
 
@@ -155,24 +143,6 @@ class _Cells(NamedTuple):
     """The rank that has them before."""
     groups: np.ndarray
     """The group that has them after."""
-
-    @property
-    def places_before(self) -> np.ndarray:
-        """Numbers that follow one another for cells that lie side by side before."""
-        return _places(self.owners)
-
-    @property
-    def places_after(self) -> np.ndarray:
-        """Numbers that follow one another for cells that lie side by side after."""
-        return _places(self.groups)
-
-
-def _places(holders: np.ndarray) -> np.ndarray:
-    """Where each cell is, if the cells of one holder follow those of another."""
-    order = np.argsort(holders, kind="stable")
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return places
 
 
 def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
@@ -204,27 +174,22 @@ def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
     return positions[order], np.repeat(dealing.owners, counts)[order]
 
 
-def _splits(
-    peers: np.ndarray, places: np.ndarray, lengths: np.ndarray, own: np.ndarray
-) -> list[TokenSplit]:
+def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[TokenSplit]:
     """The tokens of each peer, of cells that lie side by side in a tensor.
 
     Args:
         peers: of each cell, the rank or the group that has it on the other side.
-        places: of each cell, on the other side.
         lengths: of the cells, in tokens.
         own: which of them this rank has.
     """
-    peers, places, ends = peers[own], places[own], np.cumsum(lengths[own])
+    peers, ends = peers[own], np.cumsum(lengths[own])
     firsts = ends - lengths[own]
     result = []
     for peer in np.unique(peers).tolist():
         at = peers == peer
         begins, stops = firsts[at], ends[at]
         touches = begins[1:] == stops[:-1]
-        pieces = _joined(begins, stops, touches & (np.diff(places[at]) == 1))
-        cols = Cols(_joined(begins, stops, touches))
-        result.append(TokenSplit(peer, cols, pieces if len(pieces) <= MAX_PIECES else ()))
+        result.append(TokenSplit(peer, Cols(_joined(begins, stops, touches))))
     return result
 
 

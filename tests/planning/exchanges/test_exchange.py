@@ -8,11 +8,11 @@ from itertools import pairwise, product
 import pytest
 
 from dtensor_ring import BlockCyclic, Contiguous, Striped, ZigZag
-from dtensor_ring.planning.exchanges.exchange import MAX_PIECES, Exchange, exchange_of
+from dtensor_ring.planning.exchanges.exchange import Exchange, exchange_of
 from dtensor_ring.planning.exchanges.heads import head_shard_of
 from dtensor_ring.planning.layouts.layout import Layout
 from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.values.span import Span, length
+from dtensor_ring.planning.values.span import Span
 from tests.layouts import LAYOUTS
 
 HEADS = (8, 8), (8, 4), (28, 4), (9, 3), (16, 1), (10, 5), (14, 2)
@@ -40,17 +40,6 @@ def spans(exchange: Exchange, num_heads: int, num_key_heads: int, peer: int) -> 
 
 def indices(spans: Iterable[Span]) -> list[int]:
     return [i for span in spans for i in range(*span)]
-
-
-def own_pieces(here: list[int], there: list[int]) -> tuple[Span, ...]:
-    """Tokens that follow one another on both sides, by definition; none if they are many."""
-    pieces: list[Span] = []
-    for i, at in enumerate(here):
-        if i and (at, there[i]) == (here[i - 1] + 1, there[i - 1] + 1):
-            pieces[-1] = pieces[-1][0], at + 1
-        else:
-            pieces.append((at, at + 1))
-    return tuple(pieces) if len(pieces) <= MAX_PIECES else ()
 
 
 CASES = [
@@ -88,13 +77,10 @@ def test_each_rank_gets_the_tokens_and_heads_of_its_group(world_size: int) -> No
         for rank, plan in enumerate(plans):
             assert plan.num_tokens == (len(before[rank]), len(after[rank]))
             got: dict[int, int] = {}
-            for source, cols, pieces in plan.receives:
+            for source, cols in plan.receives:
                 (sent,) = [x for x in plans[source].sends if x.peer == rank]
                 taken = [before[source][i] for i in indices(sent.cols.spans)]
                 at = indices(cols.spans)
-                assert pieces == own_pieces(at, indices(sent.cols.spans))
-                assert [length(x) for x in pieces] == [length(x) for x in sent.pieces]
-                assert indices(sent.pieces) in ([], indices(sent.cols.spans))
                 assert not got.keys() & set(at)
                 got |= dict(zip(at, taken, strict=True))
             assert [got[i] for i in range(len(got))] == after[rank], (layout, to, heads, rank)
@@ -148,15 +134,9 @@ def test_messages_are_as_large_as_the_formula_says(heads: int) -> None:
             [(16, 32 // heads)] * (heads - 1)
         )
         group = range(plan.rank // heads * heads, plan.rank // heads * heads + heads)
-        # Tokens of all ranks but the last lie on both sides of those of the next ranks.
-        assert plan.sent(8, 8) == {
-            peer: (16, 8 // heads, 1 + (plan.rank != group[-1]))
-            for peer in group
-            if peer != plan.rank
-        }
-        assert plan.received(8, 8) == {
-            peer: (16, 8 // heads, 1 + (peer != group[-1])) for peer in group if peer != plan.rank
-        }
+        expected = {peer: (16, 8 // heads) for peer in group if peer != plan.rank}
+        assert plan.sent(8, 8) == expected
+        assert plan.received(8, 8) == expected
 
 
 def test_what_a_rank_sends_is_what_its_peer_receives() -> None:

@@ -44,7 +44,7 @@ class Count:
         name: of the call.
         calls: of our functions.
         files: that these functions are in.
-        at_kernel: our functions that are open where a kernel is launched, which is one of them.
+        at_kernel: our functions that are open where one of them calls an op of torch as a kernel.
         by_file: calls of the functions of each file.
     """
 
@@ -63,7 +63,10 @@ class Counter:
         self._open = self._at_kernel = 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
+        file, caller = frame.f_code.co_filename, frame.f_back
+        is_op = event == "call" and file == torch._ops.__file__ and caller is not None
+        if is_op and caller.f_code.co_filename.startswith(KERNELS):
+            self._at_kernel = max(self._at_kernel, self._open)
         if event not in ("call", "return") or not file.startswith(OURS):
             return
         if event == "return":
@@ -71,8 +74,6 @@ class Counter:
             return
         self._open += 1
         self._by_file[file] = self._by_file.get(file, 0) + 1
-        if file.startswith(KERNELS):
-            self._at_kernel = max(self._at_kernel, self._open)
 
     def __enter__(self) -> Self:
         sys.setprofile(self)

@@ -80,7 +80,9 @@ class AgreedTransport(Transport):
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
         self._answers: dict[int, Answer] = {}  # by peer
-        self._words_transport = ProcessGroupTransport(group)
+        # Words go by the process group, whatever moves the rest.
+        is_plain = type(transport) is ProcessGroupTransport
+        self._words_transport = transport if is_plain else ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
         self._expected: list[Sent] = []  # nobody waits for them before they are surely sent
 
@@ -154,9 +156,9 @@ class AgreedTransport(Transport):
         return sent
 
     def _started(self, receives: list[P2P], sends: list[P2P]) -> list[Sent]:
-        receives, sends = (
-            [P2P(x.flat, x.peer, self._tag, x.source) for x in side] for side in (receives, sends)
-        )
+        tag = self._tag
+        receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
+        sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
         messages = receives + sends
         # NCCL has one work for all messages of a hop: an error of it is told of the first.
         with self.naming(messages[0] if messages else None):

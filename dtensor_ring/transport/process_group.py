@@ -83,7 +83,7 @@ def is_plain(transport: Transport, device: torch.device) -> bool:
 
     Then words may carry them, and ranks of one host may lend each other memory instead.
     """
-    return transport.keeps_tags(device) and type(transport) is ProcessGroupTransport
+    return type(transport) is ProcessGroupTransport and transport.keeps_tags(device)
 
 
 def urgent(device_type: str) -> dist.ProcessGroupNCCL.Options | None:

@@ -74,6 +74,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/strategies.py $(ARGS)
 	$(VENV)/bin/python benchmarks/exchange.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
+	$(VENV)/bin/python benchmarks/frames.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
 	$(VENV)/bin/python benchmarks/dealing.py $(ARGS)
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)

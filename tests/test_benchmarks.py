@@ -33,3 +33,14 @@ def test_benchmark_of_generation(tmp_path: Path) -> None:
     (found,) = json.loads((tmp_path / "out" / "generate.json").read_text())["measurements"]
     names = {"1 process", "2 ranks"}
     assert found["first"].keys() == found["steps"].keys() == found["cache_bytes"].keys() == names
+
+
+def test_benchmark_of_frames(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "frames.py", "--quick"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
+    counts = json.loads((tmp_path / "out" / "frames.json").read_text())["counts"]
+    assert len(counts) == 9
+    for count in counts:
+        assert count["calls"] == sum(count["by_file"].values()) > 0
+        has_kernel = not count["name"].startswith("sum_over_sequence")
+        assert (count["at_kernel"] > 0) == has_kernel

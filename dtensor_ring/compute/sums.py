@@ -27,11 +27,8 @@ class Part:
 
     def spans(self, shape: Sequence[int]) -> tuple[Span, Span]:
         """The batch rows and the tokens, of a tensor of that shape."""
-        batches, tokens = (
-            where.indices(size)
-            for where, size in zip(self.at[::2], (shape[0], shape[2]), strict=True)
-        )
-        return batches[:2], tokens[:2]
+        batches, _, tokens = self.at
+        return batches.indices(shape[0])[:2], tokens.indices(shape[2])[:2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from dtensor_ring.dtensor.annotation import axis_group, group_of
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.ops.parts import sum_ranks_op
 from dtensor_ring.planning.layouts.layout import Contiguous
 
 
@@ -43,10 +44,8 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
         raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
     check_strided("local", local)
     group = axis_group(mesh)
-    # Gathered and then summed, for the backward of a gather.
-    parts = gathered(local.unsqueeze(0), 0, group, group.size())
     try:
-        return parts.sum(0)
+        return sum_ranks_op(local, group.group_name)
     except NotImplementedError:
         raise ValueError(
             f"local must have a dtype that PyTorch sums, got {local.dtype}; use .float()"

@@ -73,7 +73,7 @@ def shard_sequence(
 
 def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
     """This rank's tokens of a tensor that it holds whole, contiguous."""
-    runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), tensor.shape[dim])
+    runs = layout.runs(mesh.get_local_rank(), mesh.size(), tensor.shape[dim])
     parts = [
         # Runs as strided views: one copy in all, that of `cat`.
         tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[

@@ -145,8 +145,8 @@ class CacheLayer:
                 f"{value.shape[0]}; select and repeat change their number, reset forgets them"
             )
         for name, x, known in zip(("key", "value"), (key, value), self._buffers, strict=False):
-            here, before = ((y.shape[1], y.shape[3], y.dtype, y.device) for y in (x, known))
-            if here != before:
+            here = x.shape[1], x.shape[3], x.dtype, x.device
+            if here != (known.shape[1], known.shape[3], known.dtype, known.device):
                 raise ValueError(
                     f"layer {self.number} holds {name}s of {_described(known)}, got "
                     f"{_described(x)}; cache.reset() forgets what is there"

@@ -60,7 +60,7 @@ class _RingFunction(_SingleLevelFunction):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
     ) -> Result:
-        output = _below_autograd(
+        output = below_autograd(
             *(ring_op, forward, keyset, query, key, value, *options), of_node=True
         )
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
@@ -91,7 +91,7 @@ class _RingFunction(_SingleLevelFunction):
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
 
 
-def _below_autograd(
+def below_autograd(
     op: Any, run: Callable[..., T], keyset: Any, *inputs: Any, of_node: bool = False
 ) -> T:
     """The results of an op, whose implementation on plain tensors is `run`.
@@ -109,13 +109,13 @@ def _below_autograd(
     with torch._C._AutoDispatchBelowADInplaceOrView():
         # Plain tensors outside of any mode: the dispatcher would do no more than convert each
         # argument twice.
-        if _is_plain(keyset):
+        if is_plain_call(keyset):
             return run(*inputs)
         with under_node() if of_node else nullcontext():
             return op.redispatch(below, *inputs)
 
 
-def _is_plain(keyset: Any) -> bool:
+def is_plain_call(keyset: Any) -> bool:
     """Whether a call is on plain tensors outside of any mode."""
     return (keyset & torch._C._after_autograd_keyset).raw_repr() in _PLAIN
 
@@ -124,10 +124,10 @@ def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: 
     # Saving tensors costs: not in inference.
     inputs = query, key, value, options[_SINKS]
     if forward_ad._current_level >= 0:
-        _refuse_tangents(inputs)
+        refuse_tangents(inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return recorded(_RingFunction, *inputs, keyset, options)
-    return _below_autograd(ring_op, forward, keyset, query, key, value, *options)
+    return below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
 def _without_gradient(
@@ -138,8 +138,8 @@ def _without_gradient(
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(inputs)
-    return _below_autograd(decode_op, decode.forward, keyset, query, key, value, *options)
+        refuse_tangents(inputs)
+    return below_autograd(decode_op, decode.forward, keyset, query, key, value, *options)
 
 
 NO_GRADIENT = (
@@ -153,13 +153,13 @@ class _ExchangeFunction(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = _below_autograd(
+        outputs = below_autograd(
             *(exchange_op, exchange.forward, keyset, [*tensors], *options), of_node=True
         )
         trade = unflatten_trade(options)
         ctx.save_for_backward(*trade.dealt)
         # A compiler makes no call now, so that there is no number of it.
-        origin = session_of(trade.group).number if _is_plain(keyset) else 0
+        origin = session_of(trade.group).number if is_plain_call(keyset) else 0
         ctx.trade = trade._replace(
             dealt=Dealt(),
             seen=Seen(),  # was checked
@@ -188,13 +188,13 @@ class _ExchangeFunction(_SingleLevelFunction):
 
 def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
     if forward_ad._current_level >= 0:
-        _refuse_tangents(tuple(tensors))
+        refuse_tangents(tuple(tensors))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return list(recorded(_ExchangeFunction, keyset, options, *tensors))
-    return _below_autograd(exchange_op, exchange.forward, keyset, tensors, *options)
+    return below_autograd(exchange_op, exchange.forward, keyset, tensors, *options)
 
 
-def _refuse_tangents(inputs: tuple[Any, ...]) -> None:
+def refuse_tangents(inputs: tuple[Any, ...]) -> None:
     """Without this they would be dropped silently, or refused in the words of autograd."""
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
@@ -206,7 +206,7 @@ class _BackwardFunction(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
+        return below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -216,7 +216,7 @@ class _BackwardFunction(_SingleLevelFunction):
 def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return recorded(_BackwardFunction, keyset, *inputs)
-    return _below_autograd(ring_backward_op, backward, keyset, *inputs)
+    return below_autograd(ring_backward_op, backward, keyset, *inputs)
 
 
 LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)

@@ -6,7 +6,7 @@ An option is added to the fields of one of the values, and nowhere else: see `Ar
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -137,7 +137,8 @@ class Call(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""
-        return group_named(self.place.group_name)
+        name: Any = self.place.group_name
+        return _resolve_process_group(name)
 
     @property
     def strategy(self) -> Strategy:
@@ -156,12 +157,13 @@ class Call(NamedTuple):
 
     def question(self, batch: int) -> Question:
         """What the planner is asked."""
-        group = self.group
+        group, spelling = self.group, cast(Any, self.place.strategy)
         documents, key_documents = self.documents(batch)
         layout, key_layout, seq_len, key_seq_len = self._dealt()
         return Question(
             *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
-            *(key_seq_len, key_documents, self.strategy, self.slices(batch), key_layout),
+            *(key_seq_len, key_documents, as_strategy(spelling, group.size())),
+            *(self.slices(batch), key_layout),
         )
 
     def _dealt(self) -> tuple[Layout, Layout | None, int, int]:

@@ -79,7 +79,9 @@ class AgreedTransport(Transport):
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
         self._answers: dict[int, Answer] = {}  # by peer
-        self._words_transport = ProcessGroupTransport(group)
+        # Words go by the process group, whatever moves the rest.
+        is_plain = type(transport) is ProcessGroupTransport
+        self._words_transport = transport if is_plain else ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
 
     def __enter__(self) -> Self:
@@ -138,9 +140,9 @@ class AgreedTransport(Transport):
             receives, sends = [], []
         # Words are waited for first: before anything of a peer is used.
         words, self._words = self._words, []
-        receives, sends = (
-            [P2P(x.flat, x.peer, self._tag, x.source) for x in side] for side in (receives, sends)
-        )
+        tag = self._tag
+        receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
+        sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
         messages = receives + sends
         # NCCL has one work for all messages of a hop: an error of it is told of the first.
         with self._naming(messages[0] if messages else None):

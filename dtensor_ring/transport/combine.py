@@ -97,14 +97,16 @@ class Combine:
 
         The same tensor for all ranks is joined with the word of the call once.
         """
-        receives, sends = (
-            [P2P(x, peer) for peer, x in enumerate(side) if peer != self._rank and x.numel()]
-            for side in (received, sent)
-        )
+        receives, sends = self._messages(received), self._messages(sent)
         works = self._transport.start(receives, sends)
         self._transport.at(self._label)
         for work in works:
             work.wait()
+
+    def _messages(self, parts: Sequence[Tensor]) -> list[P2P]:
+        """Those of the other ranks that are not empty."""
+        rank = self._rank
+        return [P2P(x, peer) for peer, x in enumerate(parts) if peer != rank and x.numel()]
 
     def _buffer(
         self, num_parts: int, num_rows: int, head_dim: int, like: Tensor

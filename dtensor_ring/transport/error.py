@@ -14,7 +14,8 @@ class RingError(RuntimeError):
 
     Attributes:
         ring: global ranks of the ring.
-        direction: `"forward"`, `"backward"` or `"decode"`; of Hugging Face models also
+        direction: `"forward"`, `"backward"` or `"decode"`; `"exchange"` and `"sum"`, whose
+            backward is `"exchange back"` and `"sum back"`; of Hugging Face models also
             `"a dealt turn"`, `"generate"` and `"the end of generate"`, where ranks compare what
             they got; empty before a call has begun.
         step: of the loop, `None` before its first.

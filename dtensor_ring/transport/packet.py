@@ -75,7 +75,8 @@ class Packet:
     @property
     def num_bytes(self) -> int:
         """Of both tensors."""
-        return sum(x.numel() * x.itemsize for x in self.pair)
+        key, value = self.pair
+        return key.nbytes + value.nbytes
 
     def fill(self, pair: Pair, at: Cols) -> None:
         """Copy columns out of a pair: as many as the packet has, from where the pair has them."""

@@ -83,7 +83,7 @@ def is_plain(transport: Transport, device: torch.device) -> bool:
 
     Then words may carry them.
     """
-    return transport.keeps_tags(device) and type(transport) is ProcessGroupTransport
+    return type(transport) is ProcessGroupTransport and transport.keeps_tags(device)
 
 
 def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None:

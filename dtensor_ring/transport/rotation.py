@@ -84,7 +84,7 @@ class Rotation:
         # As large as the largest packet, so that any buffer serves any; a sum is as large as the
         # packet of keys that it belongs to, though it may leave in parts.
         hops = self._plan.shards + self._plan.sums
-        num_cols = max(len(x.cols) for hop in hops for x in hop.sends + hop.receives)
+        num_cols = max([len(x.cols) for hop in hops for x in hop.sends + hop.receives])
         return self._transport.allocate(num_cols * self._col_bytes, self._like[0].device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:

@@ -51,7 +51,7 @@ class Word:
     """
 
     def __init__(self, fields: dict[str, str]) -> None:
-        text = "\n".join(f"{name}: {value}" for name, value in fields.items()).encode()
+        text = "\n".join([f"{name}: {value}" for name, value in fields.items()]).encode()
         self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         # The digest is of all, so that what is cut off counts, too. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"

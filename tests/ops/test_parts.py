@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dtensor_ring import RingError
-from dtensor_ring.ops.parts import gather_parts_op, sum_parts_op
+from dtensor_ring.ops.parts import gather_parts_op, sum_parts_op, sum_ranks_op
 from tests.pool import Pool
 
 WIDTH = 3
@@ -80,7 +81,82 @@ def check_ops() -> None:
     x = torch.randn(2, WIDTH, requires_grad=True)
     opcheck(gather_parts_op, (x, [2], *place()))
     opcheck(sum_parts_op, (x, [2], *place()))
+    for given in (x, x.detach(), x.sum(), torch.ones(3, dtype=torch.int32)):
+        opcheck(sum_ranks_op, (given, dist.group.WORLD.group_name))
 
 
 def test_ops(pool: Pool) -> None:
     pool.run(1, check_ops)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHAPES = [(), (3,), (0, 2), (2, 20_000)]
+"""The last one is larger than what may follow a word in its message."""
+
+
+def sums(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """A sum of a tensor that is not contiguous, and its gradient; both next to dense sums."""
+    size, (rank, name) = dist.get_world_size(), place()
+    torch.manual_seed(0)
+    parts = [torch.randn(shape).mT if len(shape) > 1 else torch.randn(shape) for _ in range(size)]
+    weights = torch.randn(size, *parts[0].shape)
+    own = parts[rank].to(dtype, copy=True).requires_grad_()
+    weight = weights[rank].to(dtype).requires_grad_()
+    total = sum_ranks_op(own, name)
+    (grad,) = torch.autograd.grad(total, own, weight, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), weight)
+    exact = [sum(x.to(dtype).double() for x in each) for each in (parts, weights)]
+    for found, expected in zip((total, grad), exact, strict=True):
+        torch.testing.assert_close(found.detach(), expected.to(dtype))
+    assert torch.equal(second, torch.full_like(second, size))
+    return [total.detach(), grad.detach()]
+
+
+def all_sums(dtype: torch.dtype) -> list[Tensor]:
+    return [x for shape in SHAPES for x in sums(shape, dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sum_over_ranks(pool: Pool, world_size: int, dtype: torch.dtype) -> None:
+    first, *others = pool.run(world_size, all_sums, dtype)
+    assert all(torch.equal(x, y) for found in others for x, y in zip(first, found, strict=True))
+
+
+def check_other_dtypes() -> None:
+    rank, name = place()
+    for dtype, expected in ((torch.bool, torch.int64), (torch.int32, torch.int64)):
+        total = sum_ranks_op(torch.tensor([True, rank > 0]).to(dtype), name)
+        assert (total.dtype, total.tolist()) == (expected, [3, 2])
+    local = torch.tensor([1 + 2j]).mul(rank).conj()
+    assert sum_ranks_op(local, name).tolist() == [3 - 6j]
+
+
+def test_sum_over_ranks_of_other_dtypes(pool: Pool) -> None:
+    pool.run(3, check_other_dtypes)
+
+
+def check_unused_gradient() -> None:
+    """A rank that did not use a sum takes part in the backward of the others."""
+    rank, name = place()
+    local = torch.ones(2, requires_grad=True)
+    total, other = sum_ranks_op(local, name), torch.zeros(2, requires_grad=True)
+    Select.apply(total, other, rank == 0).sum().backward()
+    assert local.grad.tolist() == [1.0, 1.0]
+
+
+class Select(torch.autograd.Function):
+    """The sum of two tensors, of which the first one may have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, is_used: bool) -> Tensor:
+        ctx.is_used = is_used
+        return x + other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        return grads[0] if ctx.is_used else None, grads[0], None
+
+
+def test_unused_gradient_of_a_sum(pool: Pool) -> None:
+    pool.run(2, check_unused_gradient)

@@ -204,4 +204,4 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
 
 def non_empty(*runs: Run) -> tuple[Run, ...]:
     """The runs that hold a token."""
-    return tuple(run for run in runs if run.length)
+    return tuple([run for run in runs if run.length])

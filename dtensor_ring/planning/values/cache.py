@@ -95,7 +95,7 @@ class ByteCache(ByteStore[T]):
         # Outside of the lock: a plan may take seconds, and needs other results of this cache.
         value = self._function(*args, **kwargs)
         # Boundaries and tables of runs are kept as part of the key, and can be most of an entry.
-        return self.put(key, value, sum(getattr(x, "num_bytes", 0) for x in args))
+        return self.put(key, value, sum([getattr(x, "num_bytes", 0) for x in args]))
 
 
 def cached_bytes(

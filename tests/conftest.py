@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 
 from tests.pool import Pool
-from tests.seams import is_seam
+from tests.samples import SAMPLES, sampled
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-images", action="store_true", help="of all models that see images")
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
-    parser.addoption("--seams", action="store_true", help="a sample of those at other libraries")
-    parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")
+    parser.addoption("--sample", choices=list(SAMPLES), help="only tests of tests/samples.py")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -63,10 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = list(items)
     if not config.getoption("--all-cases"):
         kept = [item for item in kept if not _is_marked(item, "repeats")]
-    if config.getoption("--seams"):
-        kept = _sample([item for item in kept if is_seam(item.nodeid)])
-    if config.getoption("--quick"):
-        kept = _sample([item for item in kept if not _is_marked(item, "slow")])
+    if sample := config.getoption("--sample"):
+        kept = sampled(kept, sample)
     if processes := config.getoption("--processes"):
         kept = [item for item in kept if _has_workers(item) == (processes == "many")]
     left = {id(item) for item in kept}
@@ -85,17 +81,5 @@ def _is_marked(item: pytest.Item, mark: str) -> bool:
 
 
 def _has_workers(item: pytest.Item) -> bool:
-    """Whether worker processes run the test, while pytest's own waits."""
-    return not {"pool", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))
-
-
-def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first case of each test, and a fifth of the others, always the same."""
-    seen: set[str] = set()
-    kept = []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if test not in seen or crc32(item.nodeid.encode()) % 5 == 0:
-            kept.append(item)
-        seen.add(test)
-    return kept
+    """Whether the workers of the pool run the test; worlds have few, which mostly wait."""
+    return "pool" in getattr(item, "fixturenames", ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from random import randrange
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -31,10 +32,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
+    if config.option.fuzz_cases is None:
+        config.option.fuzz_cases = 30  # the same in every run
+    elif config.option.fuzz_seed is None:
+        config.option.fuzz_seed = randrange(2**32)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.option.fuzz_seed
+    return [] if seed is None else [f"random attentions: again by --fuzz-seed {seed}"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-cases", type=int, default=80, help="by layout and ranks: 25 times")
+    parser.addoption(
+        "--fuzz-cases", type=int, help="by layout and ranks, 25 times: 30, or drawn anew"
+    )
+    parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=300, help="calls with strange arguments")
     parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")

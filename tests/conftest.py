@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
     if config.option.fuzz_cases is None:
         config.option.fuzz_cases = 30  # the same in every run
     elif config.option.fuzz_seed is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from random import randrange
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,6 +70,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         counts.update(dict(report.user_properties))
     for what, count in counts.items():
         terminalreporter.write_line(f"{what}: {count:,}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a file has nothing of the sample that is asked for: it need not be imported."""
+    sample = config.getoption("--sample")
+    if not sample or collection_path.suffix != ".py":
+        return None
+    file = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return None if file in SAMPLES[sample] else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,7 +39,7 @@ test-newest: ## run the tests that cross a library's seam, with the newest relea
 		--config-settings editable_mode=compat -e .
 	@$(NEWEST)/bin/python -c 'from importlib.metadata import version; from sys import argv; \
 		print(*(f"{name} {version(name)}" for name in argv[1:]), sep="\n")' $(LIBRARIES)
-	$(NEWEST)/bin/python -m pytest --seams $(ARGS)
+	$(NEWEST)/bin/python -m pytest --sample seams $(ARGS)
 
 lint: $(VENV)/.installed ## check style, format and types
 	$(VENV)/bin/ruff check

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from random import randrange
 from tempfile import TemporaryDirectory
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 
 from tests.pool import Pool
-from tests.seams import is_seam
+from tests.samples import SAMPLES, sampled
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
+    if config.option.fuzz_cases is None:
+        config.option.fuzz_cases = 30  # the same in every run
+    elif config.option.fuzz_seed is None:
+        config.option.fuzz_seed = randrange(2**32)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.option.fuzz_seed
+    return [] if seed is None else [f"random attentions: again by --fuzz-seed {seed}"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-cases", type=int, default=80, help="by layout and ranks: 25 times")
+    parser.addoption(
+        "--fuzz-cases", type=int, help="by layout and ranks, 25 times: 30, or drawn anew"
+    )
+    parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=300, help="calls with strange arguments")
     parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
@@ -46,8 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-images", action="store_true", help="of all models that see images")
     parser.addoption("--processes", choices=["one", "many"], help="only tests with so many")
     parser.addoption("--all-cases", action="store_true", help="also those that repeat others")
-    parser.addoption("--seams", action="store_true", help="a sample of those at other libraries")
-    parser.addoption("--quick", action="store_true", help="a sample of the cases, nothing slow")
+    parser.addoption("--sample", choices=list(SAMPLES), help="only tests of tests/samples.py")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -59,14 +72,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{what}: {count:,}")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a file has nothing of the sample that is asked for: it need not be imported."""
+    sample = config.getoption("--sample")
+    if not sample or collection_path.suffix != ".py":
+        return None
+    file = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return None if file in SAMPLES[sample] else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = list(items)
     if not config.getoption("--all-cases"):
         kept = [item for item in kept if not _is_marked(item, "repeats")]
-    if config.getoption("--seams"):
-        kept = _sample([item for item in kept if is_seam(item.nodeid)])
-    if config.getoption("--quick"):
-        kept = _sample([item for item in kept if not _is_marked(item, "slow")])
+    if sample := config.getoption("--sample"):
+        kept = sampled(kept, sample)
     if processes := config.getoption("--processes"):
         kept = [item for item in kept if _has_workers(item) == (processes == "many")]
     left = {id(item) for item in kept}
@@ -85,17 +105,5 @@ def _is_marked(item: pytest.Item, mark: str) -> bool:
 
 
 def _has_workers(item: pytest.Item) -> bool:
-    """Whether worker processes run the test, while pytest's own waits."""
-    return not {"pool", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))
-
-
-def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first case of each test, and a fifth of the others, always the same."""
-    seen: set[str] = set()
-    kept = []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if test not in seen or crc32(item.nodeid.encode()) % 5 == 0:
-            kept.append(item)
-        seen.add(test)
-    return kept
+    """Whether the workers of the pool run the test; worlds have few, which mostly wait."""
+    return "pool" in getattr(item, "fixturenames", ())

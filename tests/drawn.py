@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, Mask
@@ -130,8 +131,16 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
     )
 
 
-def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
-    """That many different ones, the same in every run: they go to the workers in batches."""
+def different(
+    strategy: st.SearchStrategy[Case], wanted: int, seed: int | None = None
+) -> list[Case]:
+    """That many different ones: they go to the workers in batches.
+
+    Args:
+        strategy: draws one.
+        wanted: how many.
+        seed: another one draws others; without one they are the same in every run.
+    """
     found: dict[Case, None] = {}
 
     @settings(
@@ -146,6 +155,7 @@ def different(strategy: st.SearchStrategy[Case], wanted: int) -> list[Case]:
     def collect(case: Case) -> None:
         found[case] = None
 
-    collect()
+    draw = collect if seed is None else seeded(seed)(collect)
+    draw()
     assert len(found) >= wanted
     return list(found)[:wanted]

@@ -277,8 +277,6 @@ SCRIPTS = [
     for folder in ("tests", "examples", "benchmarks", "docs")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-LIST_OF_SIGNATURES = "test_signatures"
-"""Has all that is public written out."""
 
 
 @pytest.mark.parametrize(
@@ -286,11 +284,11 @@ LIST_OF_SIGNATURES = "test_signatures"
 )
 def test_size(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             first = node.body[0]
             documented = ast.get_docstring(node) is not None
             docstring = first.end_lineno - first.lineno + 1 if documented else 0
             length = node.end_lineno - node.lineno + 1 - docstring
-            assert length <= 60 or node.name == LIST_OF_SIGNATURES, node.name
+            assert length <= 60, node.name

@@ -21,7 +21,8 @@ import dtensor_ring
 import parallel_plans
 from parallel_plans import huggingface
 from tests.pool import Pool
-from tests.test_public import PUBLIC, members
+from tests.surface import members
+from tests.test_public import PUBLIC
 
 
 def test_docstrings() -> None:

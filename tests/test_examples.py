@@ -14,8 +14,6 @@ import torch
 
 from tests.test_public import ROOT
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # What torchrun gives a rank that has no others; its own process, which imports torch, is spared.

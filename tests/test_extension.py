@@ -1,43 +1,16 @@
-"""The surface that plans are written against; `python -m tests.test_extension --write` accepts it.
+"""The surface that plans are written against: its names, docstrings and page.
 
-`tests/extension.txt` has it: every name of `dtensor_ring.extension` with its signature.
+`tests/extension.txt` has every name of `dtensor_ring.extension` with its signature.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
-import textwrap
-from collections.abc import Iterator
 
 import dtensor_ring
 from dtensor_ring import extension
-from tests.test_public import ROOT, members
-
-SIGNATURES = ROOT / "tests" / "extension.txt"
-
-
-def _surface() -> Iterator[str]:
-    """Each name, and what a class has."""
-    for name in extension.__all__:
-        thing = getattr(extension, name)
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            yield f"{name}{inspect.signature(thing)}"
-            yield from (f"    .{member}{shown}" for member, shown in members(thing))
-        else:
-            yield f"{name} = {thing}"
-
-
-def _written() -> str:
-    # Versions of Python show annotations of a NamedTuple in different ways.
-    lines = (re.sub(r"ForwardRef\(('.*?')(, [^()]*)?\)", r"\1", line) for line in _surface())
-    wrapped = (textwrap.fill(line, 96, subsequent_indent=" " * 8) for line in lines)
-    return "\n".join(wrapped) + "\n"
-
-
-def test_signatures() -> None:
-    assert _written() == SIGNATURES.read_text()
+from tests.test_public import ROOT
 
 
 def test_names_are_not_those_of_the_front_page() -> None:
@@ -66,7 +39,3 @@ def test_the_docstring_and_the_page_group_all_names() -> None:
     rows = [row for row in page.splitlines() if row.startswith("| ")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])]
     assert sorted(listed) == sorted(extension.__all__)
-
-
-if __name__ == "__main__" and "--write" in sys.argv:
-    SIGNATURES.write_text(_written())

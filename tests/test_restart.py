@@ -14,8 +14,6 @@ from tests.test_examples import ALONE, TORCHRUN
 from tests.test_pages import CODE
 from tests.test_public import ROOT
 
-pytestmark = pytest.mark.slow
-
 # Workers that start again must not read the addresses of the old ones: see the page.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FAILS_ONCE = """

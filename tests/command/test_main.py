@@ -135,7 +135,6 @@ def test_doctor_of_two_ranks() -> None:
     assert not any(row["is_bad"] for row in found.values())
 
 
-@pytest.mark.slow
 def test_doctor_of_a_kernel_that_is_not_there_leaves_nothing_behind() -> None:
     doctor = [*TORCHRUN, "-m", "dtensor_ring", "doctor", "--kernel", "flash_attn2"]
     mark = f"DOCTOR_OF={os.getpid()}"

@@ -82,7 +82,6 @@ def test_model(pool: Pool, layout: str, world_size: int) -> None:
     pool.run(world_size, _check_model, layout)
 
 
-@pytest.mark.slow
 def test_compiled_model(pool: Pool) -> None:
     pool.run(2, _check_model, "zigzag", True)
 

@@ -66,7 +66,6 @@ def test_sdpa(worlds: Worlds, name: str, training: bool) -> None:
     check(worlds, DIFFERENCES[name], ("SDPA",) * 2, training, "zigzag", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(worlds: Worlds, name: str) -> None:
     check(worlds, DIFFERENCES[name], ("compiled",) * 2, True, "contiguous", 2)

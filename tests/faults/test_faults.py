@@ -115,7 +115,17 @@ class Told:
     again: Failure | None
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+WAITING = {"stopped, backward"}
+"""Waits for the same limit as forward does, with messages of its own."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=name, marks=[pytest.mark.repeats] if name in WAITING else [])
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_fault(worlds: Worlds, fault: Fault) -> None:
     fates = worlds.run(fault.world_size, suffer, fault, terms=fault.terms)
     for rank, fate in enumerate(fates):

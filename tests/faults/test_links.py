@@ -44,7 +44,6 @@ def apart(network: Hosts) -> Iterator[Worlds]:
     worlds.close()
 
 
-@pytest.mark.slow
 def test_torchrun_on_two_hosts(network: Hosts) -> None:
     """The first line of the page on clusters, as it is there."""
     page = (ROOT / "docs/clusters.md").read_text()

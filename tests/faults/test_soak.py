@@ -10,7 +10,6 @@ from tests.faults.soak import GROWTH, Tally
 HELD = dict.fromkeys(GROWTH, 100.0)
 
 
-@pytest.mark.slow
 def test_soak() -> None:
     tally = soak.soak(0, num_cases=3)
     assert not tally.wrong

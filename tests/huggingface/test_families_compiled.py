@@ -64,7 +64,6 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
     return counts, differences
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "each_layer"),
     [

@@ -230,7 +230,6 @@ def saved_and_loaded(folder: str) -> list[float]:
     return [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
 
 
-@pytest.mark.slow
 def test_distributed_checkpoint_goes_on(pool: Pool, tmp_path: Path) -> None:
     for differences in pool.run(4, saved_and_loaded, str(tmp_path)):
         assert largest(differences) < 1e-6, differences

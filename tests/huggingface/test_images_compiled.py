@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.dense import largest
@@ -33,7 +32,6 @@ def compiled() -> tuple[int, float]:
     return counter.frame_count, largest(errors)
 
 
-@pytest.mark.slow
 def test_whole_model_in_one_graph(pool: Pool) -> None:
     for num_graphs, error in pool.run(2, compiled, timeout=300):
         assert num_graphs == 1

@@ -145,20 +145,20 @@ class Case:
 
 SHARDED, DDP = (("dp_shard", 2), ("cp", 2)), (("dp_replicate", 2), ("cp", 2))
 CASES = [
-    Case(SHARDED, "packed", "untied", is_sharded=True, resumes=True),
     Case(DDP, "padded", "tied", resumes=True),
     Case(SHARDED, "padded", "tied", is_sharded=True, has_checkpoints=True),
     Case(SHARDED, "packed", "lora", is_sharded=True, resumes=True),
     Case(SHARDED, "packed", "head", is_sharded=True),
-]
-SLOW = [
     Case(DDP, "packed", "untied", is_sharded=True),  # sharded over cp, replicated over dp
+    Case((("cp", 2), ("tp", 2)), "packed", "untied", is_sharded=True),
+]
+"""Each mesh, model and way to train at least once."""
+REPEATED = [
+    # What each of these has is in two rows above.
+    Case(SHARDED, "packed", "untied", is_sharded=True, resumes=True),
     Case(DDP, "padded", "lora", resumes=True),
     Case(DDP, "packed", "untied", has_checkpoints=True),
     Case((("cp", 4),), "padded", "untied", is_sharded=True),
-    Case((("cp", 2), ("tp", 2)), "packed", "untied", is_sharded=True),
-]
-REPEATED = [
     # A head of the user's own is what it is under DDP, and with checkpoints.
     Case(DDP, "packed", "head"),
     Case(SHARDED, "padded", "head", is_sharded=True, has_checkpoints=True),
@@ -207,7 +207,6 @@ def check(found: Record, expected: Record) -> None:
     "case",
     [
         *CASES,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
         *(pytest.param(case, marks=pytest.mark.repeats) for case in REPEATED),
     ],
     ids=str,

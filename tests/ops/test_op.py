@@ -164,7 +164,7 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_edges(pool: Pool, world_size: int) -> None:
     cases = {
         f"{name}, {layout or 'balanced'}, {kernel or 'default'}": edge.case(

@@ -144,8 +144,19 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
 
 
 REPEATED = {
+    "ring of 1": "nothing travels",
+    "ring of 2": 'as "balanced" and "override"',
     "contiguous": 'as "override, contiguous"',
+    "striped": "as test_stock_entry_point",
+    "heads": 'as "typechecked"',
+    "partial dtensor, one axis": 'as "partial dtensor"',
+    "not checkpointed": "counted by test_rings_of_a_step",
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',
+    "qwen3": "its attention is that of llama3",
+    "gpt_oss": 'as "gpt_oss, strategies"',
+    "gpt_oss, heads": 'as "typechecked" and "gpt_oss, strategies"',
+    "override": 'as "override, contiguous" and "balanced"',
+    "override, pipeline": 'as "pipeline" and "override, contiguous"',
 }
 """What other cases combine with something else."""
 TRAININGS = [
@@ -169,10 +180,14 @@ def test_documents_matter(trainings: Trainings) -> None:
 COMPILE = ("--compile.enable",)
 # What Inductor makes of experts is its own business.
 COMPILED = {"llama3": COMPILE, "gpt_oss": (*COMPILE, "--compile.backend=aot_eager")}
-CHECKPOINTING = {"selective": ((), 1), "full": ((FULL,), 2), "none": ((NO,), 1)}
+CHECKPOINTING = [
+    pytest.param((), 1, id="selective", marks=pytest.mark.repeats),  # as test_compiled
+    pytest.param((FULL,), 2, id="full"),
+    pytest.param((NO,), 1, id="none"),
+]
 
 
-@pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING.values(), ids=CHECKPOINTING.keys())
+@pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING)
 def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
     _check_calls(trainings.run(Run("llama3", 2, flags)), forward)
 
@@ -182,7 +197,7 @@ def test_override_of_checkpointing(trainings: Trainings) -> None:
     _check_calls(trainings.run(Run("llama3", 2, (*CP, *both), stock=True)), forward=1)
 
 
-@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("family", ["llama3", pytest.param("gpt_oss", marks=pytest.mark.repeats)])
 def test_compiled(trainings: Trainings, family: str) -> None:
     """Each step has other documents, and none compiles again."""
     report = trainings.run(Run(family, 2, COMPILED[family]))

@@ -1,0 +1,240 @@
+"""Parts of the tests that stand for all: `pytest --sample seams` and `--sample oldest`.
+
+A test that is named without a case stands for the first of its cases and for a fifth of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import pytest
+
+SEAMS = {
+    "huggingface/test_census.py": ["test_sample"],
+    "huggingface/test_families.py": ["test_family_equals_the_stock_model"],
+    "huggingface/test_families_compiled.py": ["test_packed_batches_compile_once"],
+    "huggingface/test_families_trained.py": [
+        "test_distributed_checkpoint_goes_on",
+        "test_lora",
+        "test_mixed_precision",
+        "test_ten_steps_of_fsdp_equal_one_process",
+        "test_tensor_parallelism_beside_it",
+    ],
+    "huggingface/test_generate.py": [
+        "test_greedy_tokens_of_all_families",
+        "test_turns_equal_one_forward",
+        "test_ways_to_generate",
+    ],
+    "huggingface/test_generate_images.py": [
+        "test_refused_on_every_rank",
+        "test_tokens_after_images",
+        "test_ways_to_generate",
+    ],
+    "huggingface/test_generate_ranks.py": ["test_ranks_that_begin_differently"],
+    "huggingface/test_hf_cache.py": ["test_cache", "test_layers_that_keep_something_else"],
+    "huggingface/test_hf_cached.py": ["test_calls"],
+    "huggingface/test_hf_classification.py": ["test_heads_equal_one_process"],
+    "huggingface/test_hf_given.py": ["test_trains_as_one_process"],
+    "huggingface/test_hf_meta.py": ["test_sharded_and_loaded_equals_one_process"],
+    "huggingface/test_hf_restore.py": ["test_is_as_before"],
+    "huggingface/test_hf_router.py": ["test_router_outputs_equal_one_process"],
+    "huggingface/test_hf_versions.py": ["test_a_forward_that_names_none_hands_on_its_parts_name"],
+    "huggingface/test_huggingface.py": ["test_outputs_of_all_input_forms"],
+    "huggingface/test_hybrids.py": [
+        "test_compiled_as_a_whole",
+        "test_hybrid_equals_the_stock_model",
+        "test_layers_go_on_from_their_states",
+    ],
+    "huggingface/test_hybrids_packed.py": [
+        "test_checkpointing_repeats_a_layer_with_its_own_documents",
+        "test_packed_documents_are_as_alone",
+    ],
+    "huggingface/test_images.py": [
+        "test_images_equal_the_stock_model",
+        "test_ten_steps_of_fsdp_equal_one_process",
+    ],
+    "huggingface/test_images_compiled.py": ["test_whole_model_in_one_graph"],
+    "huggingface/test_images_dealt.py": ["test_equals_one_process"],
+    "huggingface/test_trainer.py": [
+        "test_predictions_under_prompt_tuning",
+        "test_survives_what_accelerate_unwraps",
+        "test_trains_evaluates_and_resumes_as_one_process",
+    ],
+    "huggingface/test_trainer_mesh.py": [
+        "test_mesh_of_a_config",
+        "test_mixed_precision_and_saving",
+    ],
+    "huggingface/test_trainer_steps.py": ["test_ten_steps_equal_one_process"],
+    "huggingface/test_trl.py": [
+        "test_head_projects_own_tokens_only",
+        "test_trains_and_reports_as_one_process",
+    ],
+    "dtensor/test_varlen.py": ["test_every_window", "test_compiled"],
+    "torchtitan/test_kernel.py": ["test_as_dense"],
+    "torchtitan/test_torchtitan.py": [
+        "test_compiled",
+        "test_override_of_checkpointing",
+        "test_resuming_on_another_ring",
+        "test_stock_entry_point",
+        "test_training",
+    ],
+    "test_diffusers.py": [
+        "test_forward_and_backward_are_those_of_one_process",
+        "test_without_parallelism_the_stock_attention_runs",
+    ],
+    "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own"],
+    "dtensor/flex/test_flex_attention.py": ["test_built", "test_the_higher_order_op"],
+    "dtensor/test_dtensor.py": ["test_compiled"],
+    "dtensor/test_export.py": ["test_export"],
+    "dtensor/test_sdpa.py": ["test_dense_result"],
+    "dtensor/test_sdpa_handlers.py": ["test_as_before", "test_other_handlers_are_called"],
+    "dtensor/test_style.py": ["test_compiled_model", "test_model", "test_one_node_per_attention"],
+    "ops/test_compile.py": [
+        "test_inductor_equals_eager",
+        "test_three_attentions_are_three_nodes_forward_and_backward",
+    ],
+    "ops/test_fakes.py": ["test_opcheck"],
+}
+"""Those that cross a seam to another library, which `make test-newest` runs, by file.
+
+They call what the library's users call, and compare with its stock model or trainer, so that they
+fail where a release of it has moved what we replace, read or register ourselves in.
+"""
+OLDEST = {
+    "ops/test_op.py": [
+        "test_as_exact_as_one_process[2]",
+        "test_autocast_does_what_it_does_to_sdpa[dtype0]",
+        "test_edges[2]",
+    ],
+    "ops/test_compile.py": [
+        "test_five_batches_of_documents_compile_once[dtype0]",
+        "test_inductor_equals_eager",
+        "test_slices_of_one_shape_compile_once",
+        "test_three_attentions_are_three_nodes_forward_and_backward",
+    ],
+    "ops/test_exchange.py": [
+        "test_opcheck",
+        "test_ranks_that_differ_are_told_so",
+    ],
+    "ops/test_fakes.py": [
+        "test_fake_kernels_promise_what_the_real_ones_return[grouped-token-major]",
+        "test_opcheck[documents]",
+        "test_opcheck[plain]",
+    ],
+    "ops/test_flops.py": ["test_flops_of_dtensors_are_those_of_all_ranks[None]"],
+    "ops/test_gradcheck.py": [
+        "test_forward_mode_is_refused",
+        "test_second_derivatives_are_refused",
+    ],
+    "ops/test_parts.py": ["test_ops"],
+    "ops/test_state.py": ["test_gradcheck", "test_ops"],
+    "ops/test_transforms.py": [
+        "test_transform[module-ulysses]",
+        "test_transform[vmap of grad-ring]",
+    ],
+    "dtensor/flex/test_flex_attention.py": [
+        "test_five_batches_compile_once",
+        "test_the_higher_order_op",
+        "test_two_axes_and_strategies[batch]",
+    ],
+    "dtensor/test_agreement.py": [
+        "test_autocast_of_one_rank",
+        "test_compiled_calls_are_not_compared",
+        "test_every_rank_is_told_and_the_ring_still_works[DTensors-3]",
+        "test_every_rank_is_told_and_the_ring_still_works[plain-2]",
+    ],
+    "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own", "test_tag"],
+    "dtensor/test_dtensor.py": [
+        "test_compiled[cp, tp: DTensor sinks]",
+        "test_compiled[dp, cp: window]",
+        "test_dense_result[cp]",
+        "test_dense_result[uneven contiguous]",
+        "test_refusal[key replicated]",
+    ],
+    "dtensor/test_export.py": ["test_export"],
+    "dtensor/test_gather.py": ["test_gradients_average_over_the_axis", "test_sum_over_the_axis"],
+    "dtensor/test_merge.py": [
+        "test_compiled",
+        "test_on_a_mesh_of_several_axes",
+        "test_opcheck[dtype0-order0]",
+    ],
+    "dtensor/test_sdpa.py": [
+        "test_dense_result[dp, cp, grouped]",
+        "test_dense_result[dp, cp]",
+        "test_ops_of_gpus[flash]",
+        "test_unfused[causal]",
+    ],
+    "dtensor/test_sdpa_handlers.py": ["test_as_before", "test_other_handlers_are_called"],
+    "dtensor/test_sequence.py": [
+        "test_all_lengths_compile_twice",
+        "test_gradients[zigzag]",
+        "test_round_trip[zigzag]",
+    ],
+    "dtensor/test_style.py": [
+        "test_batch_sizes_recompile_twice_at_most",
+        "test_one_node_per_attention",
+        "test_ring_attention_inside",
+    ],
+    "dtensor/test_traded.py": ["test_as_dense[zigzag, causal, ulysses of 2]"],
+    "dtensor/test_traded_compiled.py": [
+        "test_one_node_for_each_exchange_and_five_batches_compile_once"
+    ],
+    "dtensor/test_varlen.py": ["test_compiled", "test_every_window[2-contiguous]"],
+    "faults/test_faults.py": ["test_rings_side_by_side[kernel]"],
+    "huggingface/test_families.py": [
+        "test_family_equals_the_stock_model[Gemma 3-4]",
+        "test_family_equals_the_stock_model[Llama-2]",
+    ],
+    "huggingface/test_families_trained.py": [
+        "test_ten_steps_of_fsdp_equal_one_process[none-calls0]"
+    ],
+    "huggingface/test_generate.py": ["test_ways_to_generate[Llama-2]"],
+    "inference/test_decode_compile.py": [
+        "test_a_hundred_steps_compile_twice_at_most",
+        "test_opcheck[runs and rows]",
+    ],
+    "inference/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
+    "test_fuzz.py": ["test_fuzz[zigzag-2 ranks, 2]", "test_fuzz[zigzag-4 ranks, 2]"],
+    "test_played.py": [
+        "test_ring[zigzag-reference on cpu]",
+        "test_ring_of_large_messages[zigzag-1]",
+    ],
+    "test_public.py": ["test_import_loads_nothing_else"],
+    "transport/test_agreed.py": [
+        "test_a_difference_is_named_on_every_rank",
+        "test_two_threads_on_one_group",
+    ],
+    "transport/test_rotation.py": ["test_rotation[zigzag]"],
+}
+"""Those that `.ci/run` has with the oldest torch, by file: each way to a ring, compiled or not.
+
+They call what differs from torch to torch: its dispatcher, its compiler, DTensors and groups.
+"""
+SAMPLES = {"seams": SEAMS, "oldest": OLDEST}
+
+
+def sampled(items: Sequence[pytest.Item], sample: str) -> list[pytest.Item]:
+    """The tests of a sample, in their order.
+
+    Raises:
+        pytest.UsageError: if a test has no longer a case that the sample names.
+    """
+    names = {f"tests/{file}::{name}" for file, of in SAMPLES[sample].items() for name in of}
+    tests, there = {_test(item) for item in items}, {item.nodeid for item in items}
+    lost = {name for name in names if name.partition("[")[0] in tests} - there - tests
+    if lost:
+        raise pytest.UsageError(f"no such cases: {', '.join(sorted(lost))}")
+    seen: set[str] = set()
+    kept = []
+    for item in items:
+        test, is_case = _test(item), item.nodeid in names
+        stands = test not in seen or crc32(item.nodeid.encode()) % 5 == 0
+        if is_case or (test in names and stands):
+            kept.append(item)
+        seen.add(test)
+    return kept
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]

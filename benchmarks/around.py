@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.ops.options import default_scale
-from dtensor_ring.planning.layouts.layout import ZigZag
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.layout import ZigZag
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 
 
 def cases(quick: bool) -> list[Case]:

@@ -16,10 +16,10 @@ from harness import is_quick, origin, publish, table_of
 from rich.console import Console
 
 from dtensor_ring import Balanced, Mask, describe_schedule
-from dtensor_ring.planning.balancing import balanced
-from dtensor_ring.planning.masks.rows import slices_of
+from dtensor_ring.balanced import balanced
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.schedule import Schedule
+from dtensor_ring.planning.slices import slices_of
+from dtensor_ring.simulate.schedule import Schedule
 
 CAUSAL = Mask.causal()
 

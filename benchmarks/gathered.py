@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from docs.marked import write_part
-from dtensor_ring.transport import protocol
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 from examples.torchtitan_assets import write_assets
 from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 from tests.pool import Pool
@@ -98,7 +97,7 @@ def _config(case: Case) -> Any:
 def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
     """Count in the inner attention of the layer, and nowhere else."""
     (attention,) = (x for name, x in model.named_modules() if name.endswith("inner_attention"))
-    forward, take = attention.forward, protocol.BUFFERS.take
+    forward, take = attention.forward, transport.BUFFERS.take
     gather, start = dist.all_gather_into_tensor, ProcessGroupTransport.start
 
     def gathering(output: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
@@ -118,7 +117,7 @@ def _counting(model: torch.nn.Module, counted: Bytes) -> Iterator[None]:
         with (
             patch.object(dist, "all_gather_into_tensor", gathering),
             patch.object(ProcessGroupTransport, "start", starting),
-            patch.object(protocol.BUFFERS, "take", taking),
+            patch.object(transport.BUFFERS, "take", taking),
         ):
             return forward(*args, **kwargs)
 

@@ -41,8 +41,8 @@ from dtensor_ring import (
 )
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.schedule import Schedule
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.simulate.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384
 WINDOW, NUM_DOCUMENTS, BLOCK = 1024, 16, 256

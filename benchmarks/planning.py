@@ -21,16 +21,16 @@ from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag, describe_schedule
+from dtensor_ring.balanced import balanced
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops import options
 from dtensor_ring.ops.options import Batch, Place
 from dtensor_ring.planning import plan as planner
-from dtensor_ring.planning.balancing import balanced
-from dtensor_ring.planning.layouts.dealing import deal
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.masks.documents import Documents, as_documents
-from dtensor_ring.planning.masks.rows import slices_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Documents, as_documents
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run_table import deal
+from dtensor_ring.planning.slices import slices_of
 
 SEQ_LEN = 2**24
 CACHES = {

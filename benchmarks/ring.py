@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import in_order
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 
 MAX_SECONDS = 250
 """For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.planning.masks.documents import as_documents
+from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import Plan, plan
 
 SEQ_LEN = 32768

@@ -15,7 +15,7 @@ from docs.plans import COLORS
 from docs.program import run
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.schedule import Schedule, step_begins
+from dtensor_ring.simulate.schedule import Schedule, step_begins
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

@@ -1,5 +1,7 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
+from dtensor_ring.agreement.error import RingError
+from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
@@ -19,20 +21,17 @@ from dtensor_ring.dtensor.sequence import (
 from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.inference.cache import ShardedCache
 from dtensor_ring.inference.decode import decode_attention
-from dtensor_ring.inference.paged_batch import PagedBatch
-from dtensor_ring.inference.paged_cache import PagedCache
 from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
-from dtensor_ring.planning.balancing.balanced import Balanced
-from dtensor_ring.planning.layouts.layout import BlockCyclic, Contiguous, Striped, ZigZag
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.paging.block_pool import BlockPool
-from dtensor_ring.planning.paging.pool_usage import OutOfBlocks
-from dtensor_ring.planning.schedule import compare_layouts, describe_schedule
-from dtensor_ring.transport.comparison import compare_strategies
-from dtensor_ring.transport.error import RingError
+from dtensor_ring.paged.api import PagedBatch, PagedCache
+from dtensor_ring.paged.block_pool import BlockPool
+from dtensor_ring.paged.blocks import OutOfBlocks
+from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.transport import Transport
 
 __version__ = "0.1.0"
 

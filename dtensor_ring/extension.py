@@ -28,6 +28,8 @@ The contract of a block kernel:
     `Kernel`, `Launch`, `Problem`, `Saved`, `Scores`.
 """
 
+from dtensor_ring.balanced.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
+from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.dtensor.agreement import check_agreement, meeting
 from dtensor_ring.dtensor.annotation import axis_group
@@ -45,13 +47,11 @@ from dtensor_ring.ops.caller import name_layer, within_layer
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.decode_options import MAX_QUERIES
 from dtensor_ring.ops.transforms import register_gradient
-from dtensor_ring.planning.balancing.areas import visible_pairs
-from dtensor_ring.planning.balancing.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 from dtensor_ring.planning.cache_table import turn_runs
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout, layout_names
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.transport.process_group import axis_group_options
+from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [
     "IGNORE_INDEX",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dtensor_ring.compute.accumulate import GradientShare, GradientSum, Partial
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
-from dtensor_ring.compute.gradient import GradientShare, GradientSum
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
-from dtensor_ring.compute.partial import Partial
-from dtensor_ring.compute.together import put_together
+from dtensor_ring.compute.merge import put_together
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
-from dtensor_ring.transport.protocol import Transport
 from dtensor_ring.transport.rotation import ShardRotation, SumRotation
+from dtensor_ring.transport.transport import Transport
 
 Sums = tuple[GradientSum, GradientSum]
 Shares = tuple[GradientShare, GradientShare]

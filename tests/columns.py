@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dtensor_ring.planning.routes.columns import Cols
-from dtensor_ring.planning.values.span import Span
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.ranges import Span
 
 
 def cols_of(indices: Iterable[int]) -> Cols:

@@ -14,10 +14,10 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.decode import decode
 from dtensor_ring.ops.decode_options import DecodeQuestion
 from dtensor_ring.ops.options import kernel_of
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.masks.documents import as_documents
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import as_documents
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.combine import Combine
 from tests.dense import Result, dense_attention, visible
 from tests.played import PlayedTransport, play

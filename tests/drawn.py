@@ -11,9 +11,8 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, Mask
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.routes.route import ROUTES
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.transport.policy import TransferPolicy
 from tests.rings import Case, Ring
 from tests.slices import slices

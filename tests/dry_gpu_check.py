@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 from tests.fake_cuda import fake_cuda
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dtensor_ring import Balanced, Contiguous, SequenceAxis, unshard_sequence
 from dtensor_ring.compute.memory import in_order, order_of
 from dtensor_ring.dtensor.annotation import annotation_of
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 
 BATCH, HEADS, SEQUENCE = Shard(0), Shard(1), Shard(2)
 REPLICATE = Replicate()

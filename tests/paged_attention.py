@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import BlockPool, Mask, merge_attention
-from dtensor_ring.inference.paged_batch import PagedBatch
-from dtensor_ring.inference.paged_cache import PagedCache
-from dtensor_ring.planning.paging.pooled import PooledSequence
+from dtensor_ring.paged.api import PagedBatch, PagedCache
+from dtensor_ring.paged.blocks import PooledSequence
 from dtensor_ring.planning.tile import CAUSAL
 from tests.dense import dense_attention, visible
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.transport import P2P, Transport, Work
 
 Result = TypeVar("Result")
 TIMEOUT = 300

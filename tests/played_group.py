@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import torch
 
+from dtensor_ring.agreement import session
+from dtensor_ring.agreement.session import Session
 from dtensor_ring.ops import options
-from dtensor_ring.transport import process_group, session
-from dtensor_ring.transport.session import Session
+from dtensor_ring.transport import transport as process_group
 from tests.played import PlayedTransport, play
 
 Result = TypeVar("Result")

@@ -18,11 +18,11 @@ from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
 from dtensor_ring.compute.kernels import Problem, Scores
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.masks.documents import as_documents
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
+from dtensor_ring.compute.kernels.kernel import Segments
 from dtensor_ring.compute.memory import WHOLE
-from dtensor_ring.compute.segments import Segments
 from tests.dense import dense_attention
 from tests.tiles import CAUSAL, FULL, Case, assert_near
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from dtensor_ring.planning.masks.slices import UNBOUNDED, Slices
+from dtensor_ring.planning.slices import UNBOUNDED, Slices
 
 
 def shown(table: np.ndarray, seq_lens: tuple[int, int]) -> np.ndarray:

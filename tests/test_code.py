@@ -16,8 +16,8 @@ import dtensor_ring
 from dtensor_ring import extension
 from tests.test_public import ROOT
 
-LAYERS = ("planning", "compute", "transport", "ring", "ops", "dtensor", "inference")
-LAYERS += ("extension", "command")
+LAYERS = ("planning", "balanced", "compute", "transport", "agreement", "ring", "ops", "dtensor")
+LAYERS += ("inference", "paged", "simulate", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""
@@ -32,7 +32,7 @@ SUBCLASSES = (
     "parallel_plans.torchtitan",
 )
 """Of classes of an optional package, which they import first: nobody imports them but users."""
-ON_FIRST_USE = {"dtensor_ring.compute.together_triton", "parallel_plans.huggingface.cache"}
+ON_FIRST_USE = {"dtensor_ring.compute.merge_triton", "parallel_plans.huggingface.cache"}
 """Need an optional package, and are imported in functions only."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -246,8 +246,8 @@ def _quoted(cell: str) -> list[str]:
 
 NAMING = (
     "dtensor_ring",
-    "dtensor_ring.planning.layouts.layout",
-    "dtensor_ring.planning.balancing.balanced",
+    "dtensor_ring.planning.layout",
+    "dtensor_ring.balanced.balanced",
 )
 """Modules that name layouts: `Balanced` tries two of them."""
 

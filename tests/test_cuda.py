@@ -12,7 +12,7 @@ from benchmarks.gpu_steps.graphs import captured, no_waiting
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.test_played import RINGS
 from tests.tiles import GPU
 

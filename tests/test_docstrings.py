@@ -39,7 +39,7 @@ def _modules() -> list[ModuleType]:
     found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
     for package in (parallel_plans, huggingface):
         found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.together_triton")
+    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.merge_triton")
     names = [info.name for info in found if info.name not in others]
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
 

@@ -12,8 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
-from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order, empty, order_of, strides
-from dtensor_ring.compute.numbers import Numbers
+from dtensor_ring.compute.memory import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    Numbers,
+    Order,
+    empty,
+    order_of,
+    strides,
+)
 from dtensor_ring.ring import ring_backward, ring_forward
 from tests.rings import Ring
 from tests.test_played import RINGS

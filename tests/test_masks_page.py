@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from docs.slices import EXAMPLES, PICTURE, picture
-from dtensor_ring.planning.masks.builders import Builders
-from dtensor_ring.planning.masks.part_builders import PartBuilders
+from dtensor_ring.planning.builders import Builders, PartBuilders
 from tests.slices import shown
 from tests.test_public import ROOT
 

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, decode_attention
-from dtensor_ring.compute import together
+from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport import protocol
-from dtensor_ring.transport.buffers import BufferPool
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport import transport as protocol
+from dtensor_ring.transport.transport import BufferPool, ProcessGroupTransport
 from tests.pool import Pool
 from tests.rings import Ring
 
@@ -158,7 +157,7 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
         kernel, scores = Ready(dtype, counted), Scores(ring.mask, 1.0)
         with (
             patch.multiple(protocol, BUFFERS=BufferPool()),
-            patch.multiple(together, PIECE=PIECE),
+            patch.multiple(merge, PIECE=PIECE),
             counted,
         ):
             if is_forward:

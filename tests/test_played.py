@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.compute import parts
+from dtensor_ring.compute import accumulate
 from dtensor_ring.compute.kernels import Saved, Scores, named_kernel
+from dtensor_ring.compute.merge import put_together
 from dtensor_ring.compute.sums import Sum
-from dtensor_ring.compute.together import put_together
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport import packet
+from dtensor_ring.transport import rotation
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
-from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.transport.transport import P2P, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring
 from tests.tiles import GPU, HUB
@@ -94,7 +94,7 @@ def test_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["zigzag", "window", "documents", "gathered", "two groups"])
 def test_ring_of_large_messages(batch: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values go from where they lie, and nobody writes there."""
-    monkeypatch.setattr(packet, "LARGE", 1)
+    monkeypatch.setattr(rotation, "LARGE", 1)
     check_ring(replace(CASES[name], batch=batch), ON_CPU[0], monkeypatch)
 
 
@@ -109,7 +109,7 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     )
     if reason := kernel.missing() or kernel.supports(problem):
         pytest.skip(f"{kernel.name}: {reason}")
-    monkeypatch.setattr(parts, "put_together", put_together_and_spoil)
+    monkeypatch.setattr(accumulate, "put_together", put_together_and_spoil)
     results = play(ring.world_size, lambda rank, transport: of_rank(case, played, rank, transport))
     for rank, of_this in enumerate(results):
         for what, actual, whole in zip(

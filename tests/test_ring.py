@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.compute.gradient import GradientSum
+from dtensor_ring.compute.accumulate import GradientSum
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
-from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.demand import Cols
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
 from tests.rings import Ring

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring.compute import together
+from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.compute.sums import Sum
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.transport import Transport
 from tests.rings import Ring
 
 FREE = "empty", "new_empty", "prim::", "promote_types"
@@ -130,7 +130,7 @@ def counted_passes(traffic: Traffic) -> Iterator[None]:
     # Triton itself need not be there.
     module = SimpleNamespace(put_together=fused)
     with (
-        patch.dict("sys.modules", {"dtensor_ring.compute.together_triton": module}),
-        patch.object(together, "has_triton", lambda: True),
+        patch.dict("sys.modules", {"dtensor_ring.compute.merge_triton": module}),
+        patch.object(merge, "has_triton", lambda: True),
     ):
         yield

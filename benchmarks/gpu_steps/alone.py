@@ -15,18 +15,17 @@ from baselines import Stages, templated
 from torch import Tensor
 
 from dtensor_ring import Contiguous
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.memory import WHOLE
-from dtensor_ring.compute.partial import Partial
 from dtensor_ring.ops.options import default_scale
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.masks.documents import as_documents
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask, as_documents
 from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.packet import Packet, goes_apart
-from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport.rotation import Packet, goes_apart
+from dtensor_ring.transport.transport import P2P
 from gpu_steps.link import Link, cycles_per_second
 
 

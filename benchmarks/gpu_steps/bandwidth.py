@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, Region, empty, region
+from dtensor_ring.compute.merge import put_together
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import put_together
 from gpu_steps.alone import median_seconds
 from gpu_steps.machine import Finding, Machine
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from gpu_steps.alone import (
     Attention,
     best_kernels,

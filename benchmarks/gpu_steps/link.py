@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from dtensor_ring.transport.protocol import P2P, Transport
+from dtensor_ring.transport.transport import P2P, Transport
 
 
 class Arrival:

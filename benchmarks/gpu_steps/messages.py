@@ -10,8 +10,7 @@ from torch import Tensor
 from dtensor_ring import Contiguous, Mask
 from dtensor_ring.compute.kernels import KERNELS, Launch
 from dtensor_ring.compute.memory import WHOLE
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P, Transport
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Transport
 from gpu_steps.alone import Attention, best_kernels, median_seconds, scores_of
 from gpu_steps.graphs import captured, no_waiting
 from gpu_steps.machine import Finding, Machine

@@ -1,16 +1,304 @@
-"""The command `doctor`."""
+"""The command `doctor`: what is installed, and small rings over the ranks of the launcher."""
 
 from __future__ import annotations
 
+import json
+import platform
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.command.finding import Finding, show, written
-from dtensor_ring.command.self_test import self_test
-from dtensor_ring.command.versions import versions
-from dtensor_ring.compute.kernels import available_kernels, missing_kernel
+from dtensor_ring.command.footprint import Silent
+from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
+from dtensor_ring.dtensor.attention import ring_attention
+from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
+from dtensor_ring.ops.options import default_scale
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.ring import ring_forward
+from dtensor_ring.transport.transport import (
+    P2P,
+    ProcessGroupTransport,
+    Transport,
+    Work,
+    axis_group_options,
+)
+
+
+class Finding(NamedTuple):
+    """A row of the report.
+
+    >>> print(written([Finding("torch", "2.15.0")]))
+    {"torch": {"found": "2.15.0", "advice": "", "is_bad": false}}
+    """
+
+    what: str
+    found: str
+    advice: str = ""
+    """What to do about it."""
+    is_bad: bool = False
+    """Whether a ring cannot run, or is wrong."""
+
+
+def written(findings: Sequence[Finding]) -> str:
+    """All findings as an object of objects, by what was looked at."""
+    fields = Finding._fields[1:]
+    return json.dumps({what: dict(zip(fields, x, strict=True)) for what, *x in findings})
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for what, found, advice, is_bad in findings:
+        mark = "[red]wrong[/]" if is_bad else ""
+        table.add_row(what, found, mark, advice)
+    Console(highlight=False).print(table)
+
+
+PACKAGES = (
+    *("dtensor-ring", "torch", "triton", "flash-attn", "flash-attn-4"),
+    *("transformers", "accelerate", "trl", "torchtitan"),
+)
+"""The project, what it needs, and what it works with."""
+
+
+def versions() -> list[Finding]:
+    """Versions of Python, of the packages and of the GPUs' libraries."""
+    found = [Finding("Python", platform.python_version())]
+    found += [Finding(name, version_of(name)) for name in PACKAGES]
+    if not torch.cuda.is_available():
+        return [*found, Finding("GPU", "none that torch sees")]
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+    return [
+        *found,
+        Finding("GPU", f"{count} x {name}"),
+        Finding("CUDA", str(torch.version.cuda)),
+        Finding("cuDNN", str(torch.backends.cudnn.version())),
+        Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
+    ]
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+SECONDS = 60
+"""After them, a rank that does not come is told of."""
+
+
+class Ranks(NamedTuple):
+    """A mesh of all ranks of the launcher, and what they compute on and in."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype
+
+
+@contextmanager
+def connected() -> Iterator[Ranks]:
+    """All ranks, connected over NCCL if each has a GPU of its own, else over gloo.
+
+    The default process group ends with the context.
+
+    Raises:
+        RuntimeError: if ranks do not come.
+    """
+    local = dist.get_node_local_rank(0)
+    has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
+    if has_gpu:
+        torch.cuda.set_device(local)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=timedelta(seconds=SECONDS)
+    )
+    try:
+        device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
+        options = axis_group_options(device.type)
+        mesh = init_device_mesh(
+            *(device.type, (dist.get_world_size(),)),
+            mesh_dim_names=("cp",),
+            backend_override=None if options is None else {"cp": options},
+        )
+        # Kernels of GPUs take 16 bits only.
+        yield Ranks(mesh, device, torch.bfloat16 if has_gpu else torch.float32)
+    finally:
+        time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
+        dist.destroy_process_group()
+
+
+SHAPE = 1, 8, 2048, 64
+"""Of a rank's query, key and value."""
+
+REPEATS = 5
+
+
+class Again(Transport):
+    """Notes the messages of a ring, and sends them again without the ring."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._hops: list[tuple[list[P2P], list[P2P]]] = []
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        self._hops.append((receives, sends))
+        return self._transport.start(receives, sends)
+
+    def send(self) -> None:
+        """Send all messages, one hop after the other."""
+        for receives, sends in self._hops:
+            for work in self._transport.start(receives, sends):
+                work.wait()
+
+
+def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
+    """Compare a causal ring forward with itself without messages, and with its messages alone."""
+    mesh, device, dtype = ranks
+    size, rank = mesh.size(), mesh.get_local_rank()
+    shard = [torch.randn(SHAPE, device=device).to(dtype) for _ in range(3)]
+    mine = plan(as_layout(layout), Mask.causal(), rank, size, SHAPE[2] * size)
+    transport = ProcessGroupTransport(mesh.get_group())
+    again = Again(transport)
+    again.prepare(device)
+    ring = _run_ring(shard, mine, kernel)
+    ring(again)  # it notes the messages, and warms up
+    calls = [lambda: ring(transport), lambda: ring(Silent()), again.send]
+    whole, kernels, messages = _milliseconds(calls, device)
+    found = f"{whole:.1f} ms; {kernels:.1f} without messages, which take {messages:.1f} alone"
+    exposed = max(0.0, whole - kernels)
+    if exposed < messages / 2:
+        return Finding("overlap", f"{found}: hidden")
+    return Finding("overlap", f"{found}: exposed", _advice(device))
+
+
+def _run_ring(shard: list[Tensor], mine: Plan, kernel: str | None) -> Callable[[Transport], object]:
+    """A function that runs the ring by a transport."""
+    query, key, value = shard
+    scores = Scores(Mask.causal(), default_scale(SHAPE[3]))
+    facts = query.dtype, SHAPE[3], SHAPE[3], scores.scale, 0.0, False, False, False, False
+    chosen = kernel_for(kernel, query.device.type, *facts)
+    return lambda transport: ring_forward(query, (key, value), mine, chosen, scores, transport)
+
+
+def _milliseconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """Of each call, timed in turns after all ranks have met."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(REPEATS):
+        for times, call in zip(seconds, calls, strict=True):
+            dist.barrier()
+            begin = _now(device)
+            call()
+            times.append(_now(device) - begin)
+    return [1000 * median(times) for times in seconds]
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _advice(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "longer shards hide more; see docs/profiling.md"
+    return "messages over gloo take the cores that compute: give each rank one more"
+
+
+HEADS, TOKENS, HEAD_DIM = 8, 256, 64
+"""Of a rank."""
+
+
+def self_test(kernel: str | None = None, layout: str = "zigzag") -> list[Finding]:
+    """Rings over all ranks, forward and backward, and how long one takes.
+
+    It makes the default process group, and ends it.
+
+    Args:
+        kernel: name of a kernel; `None` for the first that can.
+        layout: how tokens are dealt.
+    """
+    masks = {"causal": Mask.causal(), "window": Mask.sliding(TOKENS // 3)}
+    try:
+        with connected() as ranks:
+            SequenceAxis(ranks.mesh, layout, kernel=kernel)
+            rings = [_compare_ring(ranks, name, mask) for name, mask in masks.items()]
+            is_right = not any(ring.is_bad for ring in rings)
+            timed = [overlap(ranks, kernel, layout)] if is_right and ranks.mesh.size() > 1 else []
+            return [_of_group(ranks), *rings, *timed]
+    except (RuntimeError, ValueError) as error:  # a ring that fails is a finding above
+        advice = "see whether all ranks were started, and reach the first one"
+        return [Finding("process group", str(error), advice, is_bad=True)]
+
+
+def _of_group(ranks: Ranks) -> Finding:
+    size, threads = ranks.mesh.size(), torch.get_num_threads()
+    found = f"{size} on {ranks.device.type}, {threads} threads each"
+    alone = "one rank sends nothing: --nproc-per-node 2 tests messages"
+    return Finding("ranks", found, alone if size == 1 else "")
+
+
+def _compare_ring(ranks: Ranks, name: str, mask: Mask) -> Finding:
+    """Compare a ring with attention on one rank."""
+    what = f"ring, {name}"
+    largest = 1e-4 if ranks.dtype == torch.float32 else 5e-2  # where entries are about 1
+    try:
+        error = _largest_error(ranks, mask)
+    except (RuntimeError, ValueError) as problem:  # an error of the ring is a RuntimeError
+        advice = "docs/failures.md lists what ranks say of one another"
+        return Finding(what, f"{type(problem).__name__}: {problem}", advice, is_bad=True)
+    found = f"off by {error:.0e}, forward and backward; up to {largest:.0e} is rounding"
+    return Finding(what, found, is_bad=not error <= largest)
+
+
+def _largest_error(ranks: Ranks, mask: Mask) -> float:
+    """Of the output and the gradients, anywhere in the sequence."""
+    mesh, device, dtype = ranks
+    *inputs, grad_out = _tensors(mesh, device, dtype)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=_seen(mask, inputs[0]))
+    wanted = expected, *torch.autograd.grad(expected, whole, grad_out)
+    shards = [shard_sequence(x, mesh, dim=2).detach().requires_grad_() for x in inputs]
+    out = ring_attention(*shards, mask=mask)
+    found = out, *torch.autograd.grad(out, shards, shard_sequence(grad_out, mesh, dim=2))
+    pairs = zip(found, wanted, strict=True)
+    return max(_distance(sharded.detach(), x.detach()) for sharded, x in pairs)
+
+
+def _tensors(mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value and gradient of the output, whole and the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, HEADS, TOKENS * mesh.size(), HEAD_DIM
+    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+
+
+def _seen(mask: Mask, query: Tensor) -> Tensor:
+    """Which keys a query sees."""
+    whole = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
+    return whole.tril() if mask.left is None else whole.tril().triu(-mask.left)
+
+
+def _distance(sharded: Any, whole: Tensor) -> float:
+    return float((unshard_sequence(sharded, dim=2) - whole).abs().max())
+
 
 CPU_KERNELS = ("cpu_flash", "reference")
 """Kernels that run without a GPU."""

@@ -7,15 +7,36 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.command.footprint import Attention, Footprint
-from dtensor_ring.command.layers import checkpoint_layers, layers_of
 from dtensor_ring.command.mesh import alone
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The members of its outermost lists of modules.
+
+    >>> len(layers_of(nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})))
+    2
+    """
+    lists = [x for x in module.modules() if isinstance(x, (nn.ModuleList, nn.ModuleDict))]
+    inner = {id(part) for x in lists for part in x.modules() if part is not x}
+    return [layer for x in lists if id(x) not in inner for layer in x.children()]
+
+
+def checkpoint_layers(module: nn.Module) -> None:
+    """Make the backward of each layer compute its forward again, from the input that was kept."""
+    for layer in layers_of(module):
+        # Nothing is drawn at random without numbers.
+        run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(run, layer.forward)
+
 
 OPTIMIZER = 2
 """Numbers that AdamW keeps for each parameter."""
@@ -216,6 +237,6 @@ def _size(module: nn.Module, trained: bool = False) -> int:
 
 
 def _show(found: Estimate) -> None:
-    from dtensor_ring.command.finding import Finding, show
+    from dtensor_ring.command.doctor import Finding, show
 
     show([Finding(*row) for row in found.rows()])

@@ -9,27 +9,117 @@ transport that sends nothing, and what that allocates is added for as long as th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from dtensor_ring.command.shapes import Shapes
-from dtensor_ring.command.silent import Silent
-from dtensor_ring.command.storages import Storages, storages_of
-from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
+from dtensor_ring.compute.kernels.kernel import Gradients, Result
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import unflatten_trade
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.ops.strides import unit_stride
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.traffic import largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.cost import Cost, Sizes, moved, traded
+from dtensor_ring.simulate.comparison import Cost, Sizes, moved, traded
+from dtensor_ring.simulate.schedule import largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.transport.transport import P2P, Transport, Work
+
+
+class Silent(Transport):
+    """Sends nothing: what is computed is wrong, and takes the time and memory of the kernels."""
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        return ()
+
+
+class Shapes(Kernel):
+    """Returns memory of the right shapes, as any kernel does, with any content."""
+
+    name = "shapes"
+
+    def missing(self) -> None:
+        return None
+
+    def supports(self, problem: Problem) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        shape = *q.shape[:3], v.shape[3]
+        return empty(q, shape, TOKEN_MAJOR), q.new_empty(q.shape[:3], dtype=wide)
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (q, k, v)]
+        return grads[0], grads[1], grads[2]
+
+
+class Storages(TorchDispatchMode):
+    """As a context, it counts what ops make; tensors on the meta device count as if they were real.
+
+    Attributes:
+        alive: bytes of the storages that somebody still holds.
+        peak: the most bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._held: dict[int, ref[UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count(result, {x._cdata for x in storages_of([args, kwargs])})
+        return result
+
+    def count(self, tree: Any, given: Collection[int] = ()) -> None:
+        """Count the storages of these tensors, each once, until nobody holds them any more.
+
+        Args:
+            tree: nested lists and tuples of tensors.
+            given: storages that are not counted, by their `_cdata`, as a view makes none.
+        """
+        for storage in storages_of(tree):
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._held or key in given:
+                continue
+
+            def gone(_: object, key: int = key, size: int = size) -> None:
+                del self._held[key]
+                self.alive -= size
+
+            self._held[key] = ref(storage, gone)
+            self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def held(self, tree: Any) -> dict[int, ref[UntypedStorage]]:
+        """References to the storages of these tensors that were counted, by their own identity.
+
+        A `_cdata` names another storage once its own is gone: so it is no name to be kept.
+        """
+        found = [self._held.get(storage._cdata) for storage in storages_of(tree)]
+        return {id(x): x for x in found if x is not None}
+
+
+def storages_of(tree: Any) -> Iterator[UntypedStorage]:
+    """The storages of the tensors in nested lists and tuples; of a DTensor, that of its shard."""
+    for x in tree_leaves(tree):
+        if is_traceable_wrapper_subclass(x):
+            names, _ = x.__tensor_flatten__()
+            yield from storages_of([getattr(x, name) for name in names])
+        elif isinstance(x, Tensor):
+            yield x.untyped_storage()
 
 
 class Attention(NamedTuple):

@@ -3,27 +3,243 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtensor_ring.command.compare import compare
-from dtensor_ring.command.doctor import doctor
+import torch
+
+from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import estimate
-from dtensor_ring.command.schedule import schedule
-from dtensor_ring.command.spelling import (
-    dtype_of,
-    heads_of,
-    hybrid_of,
-    mask_of,
-    mesh_of,
-    number,
-    numbers,
-)
-from dtensor_ring.command.versions import version_of
+from dtensor_ring.command.mesh import AXES
+from dtensor_ring.command.pictures import drawing
 from dtensor_ring.dtensor.meta_model import LoadModel
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.schedule import Schedule, describe_schedule
+
+
+def number(text: str) -> int:
+    """A positive number, which may have separators: 131072 or 131_072.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+
+    >>> number("131_072")
+    131072
+    """
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return found
+
+
+def mask_of(text: str) -> Mask:
+    """A mask by its builder and its number.
+
+    Raises:
+        ArgumentTypeError: if no mask is written so.
+
+    >>> mask_of("sliding:4096").left
+    4096
+    """
+    match text.split(":"):
+        case ["causal"]:
+            return Mask.causal()
+        case ["full"]:
+            return Mask.full()
+        case ["sliding", size]:
+            return Mask.sliding(number(size))
+        case ["chunked", size]:
+            return Mask.chunked(number(size))
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a mask: causal, full, sliding:<tokens before a query that it sees> or "
+        "chunked:<tokens of a chunk>"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers, separated by commas.
+
+    Raises:
+        ArgumentTypeError: if a part is not a number.
+
+    >>> numbers("0,1000,8192")
+    [0, 1000, 8192]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are not numbers with commas between them: 0,1000,8192"
+        ) from None
+
+
+def hybrid_of(text: str) -> Hybrid:
+    """Layers with a state, layers with attention, and numbers of a token between them.
+
+    Raises:
+        ArgumentTypeError: if these are not three numbers from 0 on.
+
+    >>> hybrid_of("36,12,2048").hidden_size
+    2048
+    """
+    match numbers(text):
+        case [stateful, attention, hidden_size] if min(stateful, attention, hidden_size) >= 0:
+            return Hybrid(stateful, attention, hidden_size)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} are not layers with a state, layers with attention and numbers of a token: "
+        "36,12,2048"
+    )
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """Heads of queries, and of keys and values.
+
+    Raises:
+        ArgumentTypeError: if these are not two numbers.
+
+    >>> heads_of("32,8")
+    (32, 8)
+    """
+    match numbers(text):
+        case [queries, keys]:
+            return queries, keys
+    raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Axes of a mesh, and how many ranks are along each.
+
+    Raises:
+        ArgumentTypeError: if these are not known axes with numbers.
+
+    >>> mesh_of("cp=8,dp_shard=4")
+    {'cp': 8, 'dp_shard': 4}
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    names = [name for name, _, _ in pairs]
+    if "tp" in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has tensor parallelism, which is not estimated: the plan of a model decides "
+            "what it divides; leave tp out: a rank has less with it than is then estimated"
+        )
+    if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "
+            f"axes: {', '.join(AXES)}"
+        )
+    return {name: number(size) for name, _, size in pairs}
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """A floating dtype by its name.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
+    return found
+
+
+def schedule(
+    seq_len: int,
+    world_size: int,
+    layout: str | None,
+    mask: Mask,
+    cu_seqlens: Sequence[int] | None,
+    strategy: str,
+    hybrid: Hybrid | None,
+    as_json: bool,
+    html: Path | None = None,
+    png: Path | None = None,
+) -> int:
+    """Print the work of each rank at each step, and draw it; returns the exit status."""
+    try:
+        asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
+        found = describe_schedule(*asked, strategy=strategy)
+        layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
+        _save(found, html, png)
+    except (ImportError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not as_json:
+        print(found, *([layouts] if layouts else []), sep="\n")
+        return 0
+    measures: dict[str, Any] = {"imbalance": found.imbalance, "makespan": found.makespan}
+    if layouts:
+        measures["layouts"] = [asdict(row) for row in layouts.rows]
+    print(json.dumps({"areas": found.areas, "received": found.received, **measures}))
+    return 0
+
+
+def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
+    """Draw what is asked for.
+
+    Raises:
+        ImportError: if the package that draws it is not installed.
+        OSError: if it cannot be written.
+    """
+    for path, suffix, package in ((html, "html", "plotly"), (png, "png", "matplotlib")):
+        if path is None:
+            continue
+        try:
+            _draw(found, path, suffix)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"--{suffix} draws with {package}, which is not installed: pip install {package}"
+            ) from error
+
+
+def _draw(found: Schedule, path: Path, suffix: str) -> None:
+    # Packages that draw are imported where they are needed.
+    if suffix == "html":
+        from dtensor_ring.command.pictures import page
+
+        path.write_text(page(drawing(found)))
+    else:
+        from dtensor_ring.command.pictures import save_picture
+
+        save_picture(drawing(found), path)
+
+
+def compare(
+    seq_len: int,
+    world_size: int,
+    layout: str | None,
+    mask: Mask,
+    cu_seqlens: Sequence[int] | None,
+    heads: tuple[int, int],
+    head_dim: int,
+    max_held: int | None,
+    as_json: bool,
+) -> int:
+    """Print what each strategy costs, see `compare_strategies`; returns the exit status."""
+    try:
+        found = compare_strategies(
+            *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+            layout=layout or "zigzag",
+            max_held=max_held,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps([asdict(row) for row in found.rows]) if as_json else found)
+    return 0
 
 
 def main(load: LoadModel, arguments: Sequence[str] | None = None) -> int:

@@ -1,20 +1,305 @@
-"""Runs the launches of a step through a block kernel."""
+"""Runs the launches of a step through a block kernel.
+
+Flash attention 2, and the backward of 3, start as many blocks for each segment as the longest one
+needs. A block without rows ends at once, but thousands of them take longer than another launch.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
-from dtensor_ring.compute.launches import launches
-from dtensor_ring.compute.memory import Region, part_of
-from dtensor_ring.compute.partial import Partial
+from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Result,
+    Saved,
+    Scores,
+    Segments,
+)
+from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.ranges import Span, length
+from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
+
+BLOCK = 128
+"""Tokens of a block."""
+
+LAUNCH = 512
+"""Blocks of one head that take as long as a launch: with 32 heads about 10 us, an estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Segments of one launch: which links they come from, how many they are, and the longest.
+
+    Attributes:
+        span: of the links.
+        num_segments: those of links and of gaps between them.
+        longest: blocks of the longest segment.
+    """
+
+    span: Span
+    num_segments: int
+    longest: int
+
+    @property
+    def cost(self) -> int:
+        """In blocks of one head."""
+        return LAUNCH + self.num_segments * self.longest
+
+    def joined(self, other: Group, gap: tuple[int, int]) -> Group:
+        """With the group after it, and the gap between them: its segments, and its blocks."""
+        return Group(
+            (self.span[0], other.span[1]),
+            self.num_segments + gap[0] + other.num_segments,
+            max(self.longest, gap[1], other.longest),
+        )
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of so many tokens."""
+    return -(-num_tokens // BLOCK)
+
+
+def cut(links: Sequence[int], gaps: Sequence[tuple[int, int]]) -> list[Span]:
+    """Ranges of links that are a launch each.
+
+    Args:
+        links: blocks of each segment.
+        gaps: after each link but the last, the segments that lie in between, and blocks of the
+            longest of them.
+
+    >>> cut([32] + [1] * 100 + [40], [(0, 0)] * 101)
+    [(0, 1), (1, 101), (101, 102)]
+    """
+    groups = [Group((i, i + 1), 1, longest) for i, longest in enumerate(links)]
+    level, most = 1, max((*links, *(longest for _, longest in gaps)), default=0)
+    # Short ones first: each of them alone would rather join a long one than be a launch.
+    while level < 2 * most:
+        groups = _join_neighbours(groups, gaps, level)
+        level *= 2
+    return [group.span for group in groups]
+
+
+def _join_neighbours(
+    groups: list[Group], gaps: Sequence[tuple[int, int]], level: int
+) -> list[Group]:
+    """Neighbours are joined where that takes fewer blocks, and none has more than `level`."""
+    found: list[Group] = []
+    for group in groups:
+        while found:
+            candidate = found[-1].joined(group, gaps[group.span[0] - 1])
+            if candidate.longest > level or candidate.cost > found[-1].cost + group.cost:
+                break
+            found.pop()
+            group = candidate
+        found.append(group)
+    return found
+
+
+@dataclass(frozen=True)
+class Hull:
+    """Batch rows, and tokens of each of them, which are one dimension to a kernel.
+
+    Attributes:
+        batches: first batch row, and the one after the last.
+        tokens: first token, and the one after the last.
+        batch_size: batch rows of the tensor.
+    """
+
+    batches: Span
+    tokens: Span
+    batch_size: int
+
+    @property
+    def region(self) -> Region:
+        """As an index of `(B, N, L)`."""
+        is_all = self.batches == (0, self.batch_size)
+        rows = slice(None) if is_all else slice(*self.batches)
+        return rows, slice(None), slice(*self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its batch rows."""
+        return length(self.batches) * length(self.tokens)
+
+    def at(self, batch: int, token: int) -> int:
+        """The place of a token among all of them."""
+        return (batch - self.batches[0]) * length(self.tokens) + token - self.tokens[0]
+
+
+def hull_of(spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int) -> Hull:
+    """From the first to the last of spans, which come with their batch rows, in their order.
+
+    >>> hull_of([(1, (3, 4)), (1, (6, 9))], 2, 10).tokens
+    (3, 9)
+    >>> hull_of([(0, (3, 4)), (1, (6, 9))], 2, 10).tokens
+    (0, 10)
+    """
+    (first, (start, _)), (last, (_, end)) = spans[0], spans[-1]
+    # Tokens of several batch rows are one dimension without a copy only if they are all tokens.
+    tokens = (start, end) if first == last else (0, num_tokens)
+    return Hull((first, last + 1), tokens, batch_size)
+
+
+FEWEST = 3
+"""Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""
+
+MAX_OPEN_CHAINS = 16
+"""Chains of one mask that a tile may continue."""
+
+Shape = tuple[int, int, int]
+"""Batch, local queries and resident keys."""
+
+_Link = tuple[int, Tile]
+"""A batch row, and a tile of it."""
+
+_Key = tuple[Shape | None, bool]
+"""The shape where there are segments, and whether messages are in flight."""
+
+_MADE: WeakKeyDictionary[Step, dict[_Key, tuple[Launch, ...]]] = WeakKeyDictionary()
+"""Launches by step: they live as long as their plan."""
+
+
+def launches(
+    step: Step, shape: Shape, has_segments: bool, in_flight: bool = False
+) -> tuple[Launch, ...]:
+    """The launches of a step, made once for each shape.
+
+    Tiles of one mask that follow one another in queries and in keys, as those of packed documents
+    do, are one launch of segments.
+
+    Args:
+        step: whose tiles they cover.
+        shape: batch, local queries and resident keys.
+        has_segments: whether the kernel takes segments; each tile is a launch if not.
+        in_flight: whether messages are in flight meanwhile.
+    """
+    made = _MADE.get(step)
+    if made is None:
+        made = _MADE.setdefault(step, {})
+    # Single tiles do not depend on the shape, segments count through it.
+    key = (shape if has_segments else None), in_flight
+    if key not in made:
+        found = _join_tiles(step, shape) if has_segments else tuple(map(_single, step.tiles))
+        # Two threads may both get here; either result serves.
+        made[key] = tuple(replace(x, in_flight=True) for x in found) if in_flight else found
+    return made[key]
+
+
+def _single(tile: Tile) -> Launch:
+    return Launch(rows_of(tile), cols_of(tile), tile.mask)
+
+
+def _join_tiles(step: Step, shape: Shape) -> tuple[Launch, ...]:
+    """Chains of tiles that are long enough become one launch each."""
+    chains: list[_Chain] = []
+    by_mask: dict[Mask, list[_Chain]] = {}
+    for tile, batch in _tiles_by_batch(step.tiles, shape[0]):
+        # The last ones only: rows that see many ranges of keys would make many chains to look at.
+        alike = by_mask.setdefault(tile.mask, [])
+        chain = next((x for x in alike[-MAX_OPEN_CHAINS:] if x.takes(tile, batch)), None)
+        if chain is None:
+            chain = _Chain(tile.mask)
+            chains.append(chain)
+            alike.append(chain)
+        chain.links.append((batch, tile))
+    return tuple(launch for chain in chains for launch in chain.launches(shape))
+
+
+@dataclass
+class _Chain:
+    """Tiles of one mask, by batch row, each after the one before."""
+
+    mask: Mask
+    links: list[_Link] = field(default_factory=list)
+
+    def takes(self, tile: Tile, batch: int) -> bool:
+        """Whether the tile, which has the same mask, may be the next."""
+        last_batch, last = self.links[-1]
+        # Bottom-right kernels shift a band by rows - cols, which is one number for all segments.
+        are_square = all(length(x.rows) == length(x.cols) for x in (last, tile))
+        if not (are_square or self.mask in (FULL, CAUSAL)):
+            return False
+        is_after = tile.rows[0] >= last.rows[1] and tile.cols[0] >= last.cols[1]
+        return batch > last_batch or (batch == last_batch and is_after)
+
+    def launches(self, shape: Shape) -> list[Launch]:
+        """Launches of segments, and one of each tile where they are few or one is long."""
+        found: list[Launch] = []
+        alone: list[_Link] = []
+        for first, end in self._cuts(shape):
+            links = self.links[first:end]
+            if len(_tiles(links, shape[0])) >= FEWEST:
+                found.append(self._segments(links, shape))
+            else:
+                alone += links
+        return found + list(map(_single, _tiles(alone, shape[0])))
+
+    def _cuts(self, shape: Shape) -> list[Span]:
+        """Ranges of links that are a launch each."""
+        blocks = [num_blocks(max(length(tile.rows), length(tile.cols))) for _, tile in self.links]
+        gaps = [_gap(*pair, shape) for pair in pairwise(self.links)]
+        return cut(blocks, gaps)
+
+    def _segments(self, links: list[_Link], shape: Shape) -> Launch:
+        """The tiles, with segments without keys or without queries between them."""
+        queries, keys = (
+            hull_of([(batch, getattr(tile, side)) for batch, tile in links], shape[0], num_tokens)
+            for side, num_tokens in zip(("rows", "cols"), shape[1:], strict=True)
+        )
+        rows, cols = [0], [0]
+        for batch, tile in links:
+            # Segments must cover all tokens: a gap becomes a segment that sees nothing.
+            _skip(rows, cols, queries.at(batch, tile.rows[0]), keys.at(batch, tile.cols[0]))
+            rows.append(queries.at(batch, tile.rows[1]))
+            cols.append(keys.at(batch, tile.cols[1]))
+        _skip(rows, cols, queries.num_tokens, keys.num_tokens)
+        segments = Segments(tuple(rows), tuple(cols))
+        return Launch(queries.region, keys.region, self.mask, segments)
+
+
+def _gap(before: _Link, after: _Link, shape: Shape) -> tuple[int, int]:
+    """Segments between two tiles, and blocks of the longest."""
+    sides = []
+    for size, side in ((shape[1], "rows"), (shape[2], "cols")):
+        (batch, last), (next_batch, tile) = before, after
+        sides.append((next_batch - batch) * size + getattr(tile, side)[0] - getattr(last, side)[1])
+    return sum(map(bool, sides)), num_blocks(max(sides))
+
+
+def _tiles(links: list[_Link], batch_size: int) -> list[Tile]:
+    """Each tile once, where all batch rows share it."""
+    counts = Counter(tile for _, tile in links)
+    # A tile of every batch row was written out by row for the chain: take that back.
+    shared = [(None if counts[x] == batch_size else batch, x) for batch, x in links]
+    return list(dict.fromkeys(replace(tile, batch=batch) for batch, tile in shared))
+
+
+def _skip(rows: list[int], cols: list[int], row: int, col: int) -> None:
+    """Append a segment without keys up to that row, and one without queries up to that column."""
+    for ends, end, others in ((rows, row, cols), (cols, col, rows)):
+        if ends[-1] < end:
+            ends.append(end)
+            others.append(others[-1])  # the other side has no token in this segment
+
+
+def _tiles_by_batch(tiles: tuple[Tile, ...], batch_size: int) -> Iterator[tuple[Tile, int]]:
+    """The tiles of each batch row, in its order."""
+    for batch in range(batch_size):
+        yield from ((tile, batch) for tile in tiles if tile.batch in (None, batch))
+
 
 Pair = tuple[Tensor, Tensor]
 """Key and value, or their gradients."""

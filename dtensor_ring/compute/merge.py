@@ -1,4 +1,4 @@
-"""Merging of partial results.
+"""Merges partial results over disjoint keys: sums, and means by log-sum-exp.
 
 A partial attention result is (out, lse). Two of them over disjoint keys merge exactly (Milakov
 and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
@@ -6,12 +6,256 @@ and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import put_together
+from dtensor_ring.planning.ranges import Span
+
+MAX_WEIGHT = 2.0**20
+"""Of a part next to what came first, as much as of a million keys."""
+
+
+class Weights:
+    """The log-sum-exp of the sum so far, and the weights of the parts that are added to it.
+
+    Note [Division at the end]: a part joins by `out + part * weight`, one pass over memory, with
+    `weight = exp(lse of the part - lse)`. Its lse stays that of the first part, whose weight is 1.
+    The sum of the weights is the denominator, which divides once, after the last part, as in the
+    kernels of flash attention (Milakov and Gimelshein, 2018, arXiv 1805.02867). Nothing is
+    subtracted, so that infinite outputs stay infinite. Finite ones may overflow if they are within
+    `MAX_WEIGHT` times the number of parts of the largest float; kernels add up as many values.
+
+    Args:
+        one: whose `lse` and `denominator` are written.
+    """
+
+    def __init__(self, one: Sum) -> None:
+        assert one.lse is not None, "sums have no weights"
+        first = one.parts[0]
+        ours = one.denominator
+        if ours is None and one.is_in_place:
+            ours = first.denominator
+        self._lse, self._denominator = one.lse, torch.ones_like(one.lse) if ours is None else ours
+        self._is_divided = first.denominator is None
+        if not one.is_in_place:
+            self._start(first.at, first.lse, first.denominator)
+
+    def _start(self, at: Region, lse: Tensor | None, denominator: Tensor | None) -> None:
+        assert lse is not None, "all parts have one, or none has"
+        self._lse.fill_(-torch.inf)
+        part_of(self._lse, at).copy_(lse)
+        if denominator is not None:
+            part_of(self._denominator, at).copy_(denominator)
+
+    def join(self, at: Region, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The weight of a part, and the factor of the sum so far, or `None`; `(B, N, R, 1)`."""
+        assert lse is not None, "all parts have one, or none has"
+        so_far, denominator = part_of(self._lse, at), part_of(self._denominator, at)
+        # A look at the weights is cheap on a CPU; on a GPU the host would wait for the answer.
+        if lse.is_cpu:
+            weight = (lse - so_far).exp_()
+            if not weight.numel() or weight.amax().item() <= MAX_WEIGHT:
+                denominator.add_(weight)
+                self._is_divided = False
+                return weight.unsqueeze(-1), None
+        # What came first is next to nothing, or nothing at all, or a score is inf or nan: divide
+        # now, and start anew. A row that neither side has seen gives -inf - -inf, which is nan.
+        so_far.add_(denominator.log())
+        weight = (lse - so_far).sigmoid_().nan_to_num_(0.0)
+        kept = (so_far - lse).sigmoid_().nan_to_num_(1.0).div_(denominator)
+        torch.logaddexp(so_far, lse, out=so_far)
+        denominator.fill_(1.0)
+        return weight.unsqueeze(-1), kept.unsqueeze(-1)
+
+    def divide(self, sinks: Tensor | None) -> Tensor | None:
+        """The factor that outputs are left with, `(B, N, L, 1)`; `None` is 1. The lse is whole."""
+        factor = None
+        if not self._is_divided:
+            self._lse.add_(self._denominator.log())
+            factor = self._denominator.reciprocal()
+        if sinks is not None:
+            share = sink_weight(self._lse, sinks)
+            factor = share if factor is None else factor.mul_(share)
+            torch.logaddexp(self._lse, sinks.to(self._lse.dtype).view(1, -1, 1), out=self._lse)
+        return None if factor is None else factor.unsqueeze(-1)
+
+
+def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks leave of each row's output, between 0 and 1, `(B, N, L)`."""
+    # -inf - -inf is nan where neither the row nor the sink has weight; the row's own 0 stays.
+    return (lse - sinks.to(lse.dtype).view(1, -1, 1)).sigmoid_().masked_fill_(lse == -torch.inf, 0)
+
+
+PIECE = 1 << 16
+"""Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""
+
+MAX_PARTS = 8
+"""Parts of one launch on a GPU."""
+
+
+def put_together(*sums: Sum) -> None:
+    """Write what becomes of parts: of one tensor, or of two of like shapes in one launch."""
+    sums = tuple(one.cropped() for one in sums)
+    if sums[0].target.is_cuda and has_triton():
+        from dtensor_ring.compute.merge_triton import put_together as fused
+
+        fused(*sums)
+        return
+    for one in sums:
+        _by_ranges(one)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether GPUs put parts together in one launch."""
+    return find_spec("triton") is not None
+
+
+class _Addend(NamedTuple):
+    """A part that is added to the sum so far: `so_far * kept + x * weight`, where `None` is 1."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    kept: Tensor | None = None
+
+    def narrow(self, where: tuple[Span, Span]) -> _Addend:
+        """A range of batch rows and of tokens."""
+        return _Addend(*(None if x is None else _narrow(x, where) for x in self))  # type: ignore[arg-type]
+
+
+def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
+    (first, end), tokens = where
+    return part_of(x[first:end] if end - first < x.shape[0] else x, region(None, tokens))
+
+
+def _by_ranges(one: Sum) -> None:
+    """Range by range of rows that have the same parts."""
+    target, shape = one.target, one.target.shape
+    spans = [part.spans(shape) for part in one.parts]
+    addends, scale = _addends(one)
+    # Regions of all batch rows leave the same gaps in each.
+    by_row = any(end - first < shape[0] for (first, end), _ in spans)
+    for batches in [(b, b + 1) for b in range(shape[0])] if by_row else [(0, shape[0])]:
+        here = [
+            (*tokens, number)
+            for number, ((first, end), tokens) in enumerate(spans)
+            if first <= batches[0] and batches[1] <= end
+        ]
+        for tokens, numbers in _ranges(here, shape[2]):
+            found = [
+                addends[x].narrow((_from(batches, spans[x][0]), _from(tokens, spans[x][1])))
+                for x in numbers
+            ]
+            there = batches, tokens
+            scaled = None if scale is None else _narrow(scale, there)
+            is_there = one.is_in_place and numbers[:1] == [0]
+            _put(_narrow(target, there), found, scaled, one.wide, is_there)
+
+
+def _from(span: Span, whole: Span) -> Span:
+    return span[0] - whole[0], span[1] - whole[0]
+
+
+def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span, list[int]]]:
+    """Ranges up to `size` between the bounds of the spans, with the numbers of those that cover it.
+
+    >>> list(_ranges([(0, 4, 0), (2, 6, 1)], 7))
+    [((0, 2), [0]), ((2, 4), [0, 1]), ((4, 6), [1]), ((6, 7), [])]
+    """
+    cuts = sorted({0, size, *(cut for first, end, _ in spans for cut in (first, end))})
+    later = sorted(spans, reverse=True)
+    active: list[tuple[int, int, int]] = []
+    for first, end in pairwise(cuts):
+        while later and later[-1][0] <= first:
+            active.append(later.pop())
+        active = [span for span in active if span[1] > first]
+        # In the order of the parts: sums do not depend on where ranges are cut.
+        yield (first, end), sorted(number for _, _, number in active)
+
+
+def _addends(one: Sum) -> tuple[list[_Addend], Tensor | None]:
+    """The parts with their weights, and the factor of all of them after the last; writes lse."""
+    if one.lse is None:
+        return [_Addend(part.x) for part in one.parts], None
+    first, *others = one.parts
+    weights = Weights(one)
+    joining = [_Addend(part.x, *weights.join(part.at, part.lse)) for part in others]
+    scale = weights.divide(one.sinks) if one.denominator is None else None
+    return [_Addend(first.x), *joining], scale
+
+
+def _put(
+    target: Tensor,
+    addends: list[_Addend],
+    scale: Tensor | None,
+    wide: torch.dtype,
+    is_there: bool,
+) -> None:
+    """Write rows that have the same parts; the first is there already if `is_there`."""
+    if not addends:
+        target.zero_()
+        return
+    first, *others = addends
+    is_alone = not others and scale is None  # nothing is joined, so that any dtype may be copied
+    # A product wants one dtype, addition does not.
+    is_wide = target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others)
+    if is_alone or is_wide:
+        if not is_there:
+            target.copy_(first.x)
+        _join(target, others, scale)
+    else:
+        _by_pieces(target, addends, scale, wide, is_there)
+
+
+def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
+    for x, weight, kept in others:
+        if kept is not None:
+            total.mul_(kept)
+        if weight is None:
+            total.add_(x)
+        else:
+            total.addcmul_(x, weight)
+    if scale is not None:
+        total.mul_(scale)
+
+
+def _by_pieces(
+    target: Tensor,
+    addends: list[_Addend],
+    scale: Tensor | None,
+    wide: torch.dtype,
+    is_there: bool,
+) -> None:
+    """Put some rows together at a time, in the wide dtype.
+
+    Small pieces keep the casts in cache and reuse two scratch buffers.
+    """
+    batch, _, num_rows, _ = target.shape
+    # Some rows of all heads, so that weights and outputs are sliced alike.
+    at_a_time = max(1, PIECE * num_rows // max(1, target.numel()))
+    like = target[..., :at_a_time, :]
+    total, cast = (torch.empty_like(like, dtype=wide) for _ in range(2))
+    for start in range(0, num_rows, at_a_time):
+        where = (0, batch), (start, min(num_rows, start + at_a_time))
+        some = (0, batch), (0, where[1][1] - start)
+        (first, *_), *others = (x.narrow(where) for x in addends)
+        part = _narrow(target, where)
+        joined = part if is_there and part.dtype == wide else _narrow(total, some).copy_(first)
+        for other in others:
+            x = other.x if other.x.dtype == wide else _narrow(cast, some).copy_(other.x)
+            _join(joined, [other._replace(x=x)], None)
+        if scale is not None:
+            joined.mul_(_narrow(scale, where))
+        if joined is not part:
+            part.copy_(joined)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.weights import sink_weight
+from dtensor_ring.compute.kernels.kernel import Saved
+from dtensor_ring.compute.merge import sink_weight
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

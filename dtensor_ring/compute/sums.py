@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
-from dtensor_ring.planning.values.span import Span
+from dtensor_ring.planning.ranges import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,16 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring.agreement.checked_transport import agreed_transport
+from dtensor_ring.agreement.record import Word
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.compute.kernels import available_kernels
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.autocast import autocast_dtype
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
-from dtensor_ring.planning.layouts.run import shard_length
-from dtensor_ring.transport.agreed import agreed_transport
-from dtensor_ring.transport.session import session_of
-from dtensor_ring.transport.word import Word
+from dtensor_ring.planning.layout import shard_length
 
 MAX_QUOTED = 200
 """Characters of a description that an error quotes."""

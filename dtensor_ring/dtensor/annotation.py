@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.dtensor.axis_config import PER_BATCH, UNANNOTATED, AxisConfig, configured
 from dtensor_ring.dtensor.cache_tag import drop_graphs, tag_caches
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.strategy import as_strategy
 
 

@@ -13,8 +13,8 @@ from dtensor_ring.compute.kernels import Scores, check_kernel
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.decode_options import DecodeCall
 from dtensor_ring.ops.options import Batch, Call, default_scale
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotate, axis_group
 from dtensor_ring.dtensor.arguments import (
     batch_of,
@@ -23,18 +24,15 @@ from dtensor_ring.dtensor.placement import dtensor_of
 from dtensor_ring.dtensor.sequence import local_positions, shard_sequence, unshard_sequence
 from dtensor_ring.dtensor.torch_attention import install_handlers
 from dtensor_ring.ops.options import Call, on_dtensors
-from dtensor_ring.planning.balancing.balanced import Balanced
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import PerBatch
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.run_table import PerBatch, as_layout
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.planning.values.count import as_count
 from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.process_group import set_transport
-from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.transport import Transport, set_transport
 
 
 class SequenceAxis:

@@ -7,8 +7,8 @@ from typing import Any
 
 from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
-from dtensor_ring.planning.layouts.layout import Contiguous, Layout
-from dtensor_ring.planning.layouts.run_table import PerBatch
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 

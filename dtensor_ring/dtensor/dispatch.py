@@ -38,7 +38,7 @@ from dtensor_ring.ops.decode_options import (
 )
 from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
-from dtensor_ring.planning.layouts.run import shard_length
+from dtensor_ring.planning.layout import shard_length
 
 
 def ring_forward_dtensor(

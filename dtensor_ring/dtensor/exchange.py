@@ -16,8 +16,8 @@ from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_exchanged, check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
-from dtensor_ring.planning.exchanges.heads import head_shard_of
-from dtensor_ring.planning.values.count import as_count
+from dtensor_ring.planning.all_to_all import head_shard_of
+from dtensor_ring.planning.ranges import as_count
 
 
 def exchange(

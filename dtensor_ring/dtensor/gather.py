@@ -16,7 +16,7 @@ from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
 from dtensor_ring.ops.parts import sum_ranks_op
-from dtensor_ring.planning.layouts.layout import Contiguous
+from dtensor_ring.planning.layout import Contiguous
 
 
 def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.values.count import as_int
+from dtensor_ring.planning.ranges import as_int
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IGNORE_INDEX = -100

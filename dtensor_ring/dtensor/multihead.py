@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.layer import number_layer
 from dtensor_ring.ops.caller import within_layer
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 
 NO_PADDING = (
     "leave it out where is_causal hides the padding after a sequence, else attend by "

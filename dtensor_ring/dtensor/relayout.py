@@ -11,17 +11,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.gather import exchanged
 from dtensor_ring.dtensor.sequence import canonical, sequence_runs
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_strided
 from dtensor_ring.ops.exchange_options import Dealt, Trade
-from dtensor_ring.planning.balancing.balanced import Balanced
-from dtensor_ring.planning.layouts.layout import Contiguous, Layout
-from dtensor_ring.planning.layouts.run_table import PerBatch
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.values.count import as_count
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.run_table import PerBatch, as_layout
 
 
 def relayout(

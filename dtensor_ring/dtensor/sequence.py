@@ -13,17 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.gather import gathered, whole_of
 from dtensor_ring.dtensor.torch_attention import install_handlers
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.balancing.balanced import Balanced
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run import Run
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.masks.tables import MAX_SLICES
-from dtensor_ring.planning.values.count import as_count, as_int
+from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.ranges import as_count, as_int
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.planning.slice_tables import MAX_SLICES
+from dtensor_ring.planning.slices import Slices
 
 
 def shard_sequence(

@@ -20,8 +20,8 @@ from dtensor_ring.dtensor.multihead import shard_multihead
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.ops.caller import CALLER, layer_of
 from dtensor_ring.ops.check import check_strided
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.transport.policy import TransferPolicy
 
 INPUTS = ("query", "key", "value")

@@ -19,7 +19,7 @@ from dtensor_ring.ops.check import check_inputs
 from dtensor_ring.ops.exchange_options import Dealt, Seen, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
 from dtensor_ring.ops.schema import ring_backward_op
-from dtensor_ring.planning.exchanges.heads import head_shard_of
+from dtensor_ring.planning.all_to_all import head_shard_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
 

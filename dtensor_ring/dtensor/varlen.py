@@ -26,9 +26,9 @@ from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.masks.tables import NUM_FIELDS
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slice_tables import NUM_FIELDS
+from dtensor_ring.planning.slices import Slices
 
 TOKENS, HEADS, HEAD_DIM = 0, 1, 2
 """The dims of a tensor `(T, N, H)`."""

@@ -15,9 +15,9 @@ from dtensor_ring.inference.cache_layer import CacheLayer
 from dtensor_ring.inference.turns import Turns
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.values.count import as_count, as_int
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import as_count, as_int
+from dtensor_ring.planning.run_table import as_layout
 
 MAX_LAYERS = 2**16
 """Of a cache."""

@@ -22,8 +22,8 @@ from dtensor_ring.dtensor.arguments import (
 from dtensor_ring.ops.autograd import decode_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
 
 
 @overload

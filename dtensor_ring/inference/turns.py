@@ -9,9 +9,8 @@ from zlib import crc32
 import numpy as np
 
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.values.count import as_count
-from dtensor_ring.planning.values.span import Span
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import Span, as_count
 
 MAX_LISTED = 8
 """Layers that an error lists."""

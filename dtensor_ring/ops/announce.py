@@ -6,9 +6,9 @@ import logging
 
 from torch import Tensor
 
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.ops.options import Call, Question
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.transport.session import session_of
 
 _LOG = logging.getLogger("dtensor_ring")
 

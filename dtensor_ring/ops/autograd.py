@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.ops import decode, exchange
 from dtensor_ring.ops.arguments import Leaf
 from dtensor_ring.ops.autocast import cast
@@ -29,7 +30,6 @@ from dtensor_ring.ops.schema import (
     ring_op,
 )
 from dtensor_ring.ops.transforms import LIBRARY, recorded, register_samples, under_node
-from dtensor_ring.transport.session import session_of
 
 Result = tuple[Tensor, Tensor]
 T = TypeVar("T")

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.masks.documents import Documents, as_documents
-from dtensor_ring.planning.masks.slices import NUM_FIELDS, Slices
-from dtensor_ring.planning.masks.tables import LARGEST
-from dtensor_ring.planning.values.cache import ByteStore
+from dtensor_ring.planning.lru import ByteStore
+from dtensor_ring.planning.mask import Documents, as_documents
+from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slice_tables import LARGEST
+from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 
 class _Known(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dtensor_ring.transport.word import Where
+from dtensor_ring.agreement.record import Where
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
-from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.check import check_inputs, check_num_queries

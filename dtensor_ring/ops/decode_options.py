@@ -13,13 +13,11 @@ from dtensor_ring.ops.arguments import Arguments
 from dtensor_ring.ops.boundaries import documents_of, run_table, slices_of_table, starts_of
 from dtensor_ring.ops.options import Length, kernel_of
 from dtensor_ring.planning.decode import decode_step
-from dtensor_ring.planning.layouts.layout import Contiguous, Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.run_table import RunTable, as_layout
+from dtensor_ring.planning.slices import Slices
 
 MAX_QUERIES = 64
 """Query tokens of a call: more are as fast in a ring, which does not repeat their work."""

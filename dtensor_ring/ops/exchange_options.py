@@ -11,16 +11,14 @@ from torch import Tensor
 from dtensor_ring.ops.arguments import Arguments
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.ops.options import Length, group_named
-from dtensor_ring.planning.exchanges.exchange import Exchange, exchange_of
-from dtensor_ring.planning.exchanges.heads import head_shard_of
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.all_to_all import Exchange, exchange_of, head_shard_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.planning.values.span import length
 
 
 class Dealt(NamedTuple):

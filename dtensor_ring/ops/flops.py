@@ -9,12 +9,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.ops.decode import decode_op
 from dtensor_ring.ops.decode_options import unflatten_decode
 from dtensor_ring.ops.options import Call, unflatten
 from dtensor_ring.ops.schema import ring_backward_op, ring_op
-from dtensor_ring.planning.balancing.areas import visible_pairs
-from dtensor_ring.planning.masks.rows import slices_of
+from dtensor_ring.planning.slices import slices_of
 
 
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)

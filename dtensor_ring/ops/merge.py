@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.compute.merge import merge_gradients
-from dtensor_ring.compute.partial import Partial
 from dtensor_ring.ops.strides import unit_stride
 from dtensor_ring.ops.transforms import register_gradient, register_samples
 

@@ -15,13 +15,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.ops.arguments import Arguments
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.run_table import RunTable, as_layout
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 

@@ -18,15 +18,14 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import Word
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.autograd import below_autograd, is_plain_call, refuse_tangents
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.transforms import LIBRARY, recorded, register_gradient, register_samples
-from dtensor_ring.transport.agreed import TransportContext, agreed_transport
-from dtensor_ring.transport.process_group import is_plain, transport_of
-from dtensor_ring.transport.protocol import P2P, Transport
-from dtensor_ring.transport.session import session_of
-from dtensor_ring.transport.word import Word
+from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
 
 GATHER = "dtensor_ring::gather_parts"
 SUM = "dtensor_ring::sum_parts"

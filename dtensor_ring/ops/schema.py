@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.compute.sinks import sinks_gradient
@@ -18,7 +19,6 @@ from dtensor_ring.ops.scattered import warn_of_tiles
 from dtensor_ring.ops.strides import loadable, unit_stride
 from dtensor_ring.ops.word import agreed_call
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.session import session_of
 
 FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"

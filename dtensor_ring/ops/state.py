@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from dtensor_ring.agreement.checked_transport import agreed_transport
+from dtensor_ring.agreement.record import Word
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.transforms import register_gradient
-from dtensor_ring.transport.agreed import agreed_transport
-from dtensor_ring.transport.process_group import transport_of
-from dtensor_ring.transport.protocol import P2P, Chain, Transport
-from dtensor_ring.transport.word import Word
+from dtensor_ring.transport.transport import P2P, Chain, Transport, transport_of
 
 RECEIVE = "dtensor_ring::receive_state"
 SEND = "dtensor_ring::send_state"

@@ -11,23 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import MAX_BYTES, Word
+from dtensor_ring.agreement.session import session_of
 from dtensor_ring.ops.boundaries import check_integers, on_host
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
 from dtensor_ring.ops.exchange_options import Trade
 from dtensor_ring.ops.options import Call, Question
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import MARKED, RunTable
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.values.cache import cached_bytes
-from dtensor_ring.transport.agreed import TransportContext, agreed_transport
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.run_table import MARKED, RunTable
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.process_group import is_plain, transport_of
-from dtensor_ring.transport.session import session_of
-from dtensor_ring.transport.word import MAX_BYTES, Word
+from dtensor_ring.transport.transport import is_plain, transport_of
 
 MAX_NUMBERS = 24
 """Boundaries that a word spells out; of more it has both ends and a digest."""

@@ -7,12 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from dtensor_ring.planning.layouts.dealing import deal
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import MARKED
-from dtensor_ring.planning.masks.tables import LARGEST
-from dtensor_ring.planning.values.count import MAX_RANKS, as_count
-from dtensor_ring.planning.values.ranges import expanded
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded
+from dtensor_ring.planning.run_table import MARKED, deal
+from dtensor_ring.planning.slice_tables import LARGEST
 
 FEWEST_RUNS = 8
 """Runs of each rank that a table has room for: its shape changes rarely, as compilers like it."""

@@ -6,21 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dtensor_ring.planning.layouts.dealing import deal
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run import Run
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.rows import Rows, rows_of
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.masks.tables import LARGEST
-from dtensor_ring.planning.pieces import Piece, pieces_of
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step, checked_slices
-from dtensor_ring.planning.routes.columns import Cols
-from dtensor_ring.planning.tile import FULL, Tile, coalesce, shard_tiles
-from dtensor_ring.planning.values.cache import cached_bytes
-from dtensor_ring.planning.values.span import length, moved
+from dtensor_ring.planning.ranges import length, moved
+from dtensor_ring.planning.run_table import RunTable, deal
+from dtensor_ring.planning.slice_tables import LARGEST
+from dtensor_ring.planning.slices import Rows, Slices, rows_of
+from dtensor_ring.planning.tile import FULL, Piece, Tile, coalesce, pieces_of, shard_tiles
 
 
 @cached_bytes(2**24, lambda step: 2000 + 330 * len(step.tiles))

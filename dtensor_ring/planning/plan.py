@@ -9,23 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtensor_ring.planning.layouts.dealing import Dealing, deal
-from dtensor_ring.planning.layouts.joined import Joined
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.masks.documents import Documents
-from dtensor_ring.planning.masks.mask import Mask
-from dtensor_ring.planning.masks.rows import rows_of, slices_of
-from dtensor_ring.planning.masks.slices import Slices
-from dtensor_ring.planning.pieces import pieces_of
-from dtensor_ring.planning.routes.columns import Cols
-from dtensor_ring.planning.routes.needs import Needs
-from dtensor_ring.planning.routes.pairs import PairedNeeds
-from dtensor_ring.planning.routes.route import ROUTES, Hop, Route, Transfer
-from dtensor_ring.planning.routes.sweep import SweptNeeds
+from dtensor_ring.planning.demand import Cols, Needs, PairedNeeds
+from dtensor_ring.planning.layout import Joined, Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+from dtensor_ring.planning.route import ROUTES, Hop, Route, Transfer
+from dtensor_ring.planning.run_table import Dealing, deal
+from dtensor_ring.planning.slices import Slices, rows_of, slices_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, shard_tiles
-from dtensor_ring.planning.values.cache import cached_bytes
-from dtensor_ring.planning.values.count import MAX_RANKS, as_count
+from dtensor_ring.planning.sweep import SweptNeeds
+from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, pieces_of, shard_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity

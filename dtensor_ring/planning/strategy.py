@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from dtensor_ring.planning.routes.route import ROUTES
+from dtensor_ring.planning.route import ROUTES
 
 TRADED = "ulysses"
 """Tokens are traded for heads (Jacobs et al., 2023, arXiv 2309.14509)."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dtensor_ring.compute.merge import merge_parts
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.layouts.run import shard_length
-from dtensor_ring.transport.protocol import P2P, Transport
+from dtensor_ring.planning.layout import shard_length
+from dtensor_ring.transport.transport import P2P, Transport
 
 MERGES = ("one_shot", "two_shot")
 """Every rank gets all partials; or each merges a part of the rows, and all get the merged parts."""

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty
-from dtensor_ring.compute.ranges import pack, unpack
+from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty, pack, unpack
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.exchanges.exchange import Exchange, TokenSplit
-from dtensor_ring.planning.values.cache import cached_bytes
-from dtensor_ring.planning.values.span import Span, length
+from dtensor_ring.planning.all_to_all import Exchange, TokenSplit
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.transport.messages import Mail, Split, TensorPart, TensorShape, mail_of
-from dtensor_ring.transport.protocol import Transport
+from dtensor_ring.transport.transport import Transport
 
 
 class Arrival(NamedTuple):

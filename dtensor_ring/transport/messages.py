@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dtensor_ring.compute.memory import TOKEN_MAJOR, strides
-from dtensor_ring.planning.routes.columns import Cols
-from dtensor_ring.planning.values.span import Span, length
-from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.ranges import Span, length
+from dtensor_ring.transport.transport import P2P
 
 ALIGNED = 16
 """Messages begin at a multiple of so many bytes: any dtype can be there."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor_ring.planning.values.count import as_count
+from dtensor_ring.planning.ranges import as_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring import Mask, ZigZag, describe_schedule
+from dtensor_ring.command.footprint import Storages
 from dtensor_ring.command.main import main
-from dtensor_ring.command.storages import Storages
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ops import schema
-from dtensor_ring.planning.exchanges.exchange import exchange_of
+from dtensor_ring.planning.all_to_all import exchange_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-from dtensor_ring.transport import protocol
-from dtensor_ring.transport.buffers import BufferPool
-from dtensor_ring.transport.cost import Cost, Sizes, rank_costs
+from dtensor_ring.simulate.comparison import Cost, Sizes, rank_costs
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import BufferPool
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.models import load
 from tests.pool import Pool
@@ -87,7 +87,7 @@ def _counted(
         if kernel is not None:
             arguments[kernel] = Uncounted(args[kernel], loops[-1])
         # Buffers of other calls would serve, which are not counted.
-        with patch.object(protocol, "BUFFERS", BufferPool()), loops[-1]:
+        with patch.object(transport, "BUFFERS", BufferPool()), loops[-1]:
             return run(*arguments)
 
     return counted

@@ -14,8 +14,8 @@ import pytest
 
 import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
+from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
-from dtensor_ring.planning.balancing.hybrid import Hybrid, compare_hybrid_layouts
 from parallel_plans.models import load
 from tests.test_public import ROOT
 
@@ -159,7 +159,7 @@ def _has(path: Path, mark: str) -> bool:
 
 
 def test_doctor_finds_a_wrong_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor_ring.command import self_test
+    from dtensor_ring.command import doctor as self_test
 
     ring = self_test.ring_attention
     monkeypatch.setattr(self_test, "ring_attention", lambda *x, **y: 1.01 * ring(*x, **y))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dtensor_ring import Mask, describe_schedule
-from dtensor_ring.command.drawing import MAX_SIDE, drawing
 from dtensor_ring.command.main import main
+from dtensor_ring.command.pictures import MAX_SIDE, drawing
 from parallel_plans.models import load
 from tests.layouts import LAYOUTS
 

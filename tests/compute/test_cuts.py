@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtensor_ring import Contiguous, Mask
-from dtensor_ring.compute.cuts import LAUNCH, cut, num_blocks
+from dtensor_ring.compute.execute import LAUNCH, cut, launches, num_blocks
 from dtensor_ring.compute.kernels import Launch
-from dtensor_ring.compute.launches import launches
-from dtensor_ring.planning.values.span import length
+from dtensor_ring.planning.ranges import length
 from tests.rings import Ring
 
 SEQ_LEN = 16384

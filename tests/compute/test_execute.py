@@ -6,12 +6,12 @@ from unittest.mock import NonCallableMock
 
 import torch
 
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.execute import forward_step
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.compute.partial import Partial
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import FULL, Tile
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtensor_ring.compute.gradient import GradientShare, GradientSum
-from dtensor_ring.compute.together import put_together
-from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.compute.accumulate import GradientShare, GradientSum
+from dtensor_ring.compute.merge import put_together
+from dtensor_ring.planning.demand import Cols
 
 ALL = (slice(None), slice(None), slice(None))
 SOME = (slice(0, 1), slice(None), slice(1, 3))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute import numbers
-from dtensor_ring.compute.numbers import ALIGNED, NOT_THERE, Numbers
+from dtensor_ring.compute import memory as numbers
+from dtensor_ring.compute.memory import ALIGNED, NOT_THERE, Numbers
 
 LISTS = (0, 3, 5), (0, 0, 4, 9, 12), (7,)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.memory import TOKEN_MAJOR, Order, cols_of, in_order, rows_of
-from dtensor_ring.compute.partial import Partial
 from dtensor_ring.planning.tile import FULL, Tile
 from tests.dense import dense_attention
 

@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from dtensor_ring.compute import ranges
-from dtensor_ring.compute.gradient import GradientSum
+from dtensor_ring.compute import memory
+from dtensor_ring.compute.accumulate import GradientSum
 from dtensor_ring.compute.memory import region
-from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.demand import Cols
 from tests.columns import cols_of, indices_of
 
 COLS = {
@@ -27,7 +27,7 @@ EACH = pytest.mark.parametrize("cols", COLS.values(), ids=list(COLS))
 def test_packed_columns(cols: Cols, dtype: torch.dtype) -> None:
     x = torch.randn(2, 64, 3, 4).transpose(1, 2)
     packed = torch.empty(2, 3, len(cols), 4, dtype=dtype)
-    ranges.pack(packed, x, cols)
+    memory.pack(packed, x, cols)
     assert torch.equal(packed, x[:, :, indices_of(cols)].to(dtype))
 
 
@@ -54,12 +54,12 @@ def test_added_columns(
 
 def test_indices_die_with_their_plan() -> None:
     gc.collect()
-    before = len(ranges._INDICES)
+    before = len(memory._INDICES)
     cols = cols_of(range(0, 100, 2))
     x = torch.randn(1, 1, 100, 2)
     for _ in range(2):
-        ranges.pack(torch.empty(1, 1, 50, 2), x, cols)
-    assert len(ranges._INDICES) == before + 1
+        memory.pack(torch.empty(1, 1, 50, 2), x, cols)
+    assert len(memory._INDICES) == before + 1
     del cols
     gc.collect()
-    assert len(ranges._INDICES) == before
+    assert len(memory._INDICES) == before

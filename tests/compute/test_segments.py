@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.compute.execute import FEWEST, launches
 from dtensor_ring.compute.kernels import Launch
-from dtensor_ring.compute.launches import FEWEST, launches
+from dtensor_ring.compute.kernels.kernel import Segments
 from dtensor_ring.compute.memory import Region, cols_of, rows_of
-from dtensor_ring.compute.segments import Segments
+from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.routes.columns import Cols
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 from tests.dense import visible
 from tests.drawn import documents_of, masks

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor_ring.compute import together
+from dtensor_ring.compute import merge
 from dtensor_ring.compute.memory import WHOLE, region
+from dtensor_ring.compute.merge import put_together
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import put_together
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 6, 4
 SPANS = st.tuples(st.integers(0, TOKENS), st.integers(0, TOKENS)).map(sorted).map(tuple)
@@ -65,7 +65,7 @@ def test_parts_of_any_regions(
     if not in_place:
         target = torch.full(shape, torch.nan, dtype=target_dtype or wide)
         lse = None if kind == "sum" else torch.full(shape[:3], torch.nan, dtype=wide)
-    with patch.object(together, "PIECE", 7):
+    with patch.object(merge, "PIECE", 7):
         put_together(Sum(target, parts, lse, sinks))
     expected = values if kind == "sum" else values / slopes.clamp(min=1e-300).unsqueeze(-1)
     torch.testing.assert_close(target, expected.to(target.dtype))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, empty, region
+from dtensor_ring.compute.merge import put_together
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import put_together
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -120,7 +120,7 @@ CASES |= {
 
 
 def check(case: Case, device: str) -> None:
-    from dtensor_ring.compute.together_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import put_together as fused
 
     expected, actual = case.sums("cpu"), case.sums(device)
     put_together(*expected)
@@ -183,13 +183,13 @@ def compiling(capability: int) -> Iterator[Compiling]:
     """The launches of a block are compiled for GPUs of that capability."""
     from triton.runtime import driver
 
-    from dtensor_ring.compute import together_triton
+    from dtensor_ring.compute import merge_triton
 
-    found = Compiling(together_triton._put_together)
+    found = Compiling(merge_triton._put_together)
     found.kernel.device_caches.clear()
     with (
         patch.object(driver, "_active", NoDriver(capability)),
-        patch.object(together_triton, "_put_together", found),
+        patch.object(merge_triton, "_put_together", found),
         patch.object(torch.cuda, "device_of", lambda x: nullcontext()),
     ):
         yield found
@@ -208,7 +208,7 @@ COMPILED = Case((1, 2, 70, 128), regions=(WHOLE, LATER, WHOLE), target=BF16)
 )
 def test_compiles_for_gpus(case: Case, capability: int) -> None:
     """Without one: down to machine code, with loads of 16 bytes."""
-    from dtensor_ring.compute.together_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import put_together as fused
 
     with compiling(capability) as found:
         fused(*case.sums("cpu"))
@@ -229,7 +229,7 @@ def test_compiles_for_gpus(case: Case, capability: int) -> None:
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_lengths_compile_nothing_new(is_mean: bool) -> None:
     """Those of a batch of documents differ from any other's."""
-    from dtensor_ring.compute.together_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import put_together as fused
 
     with compiling(90) as found:
         for rows, first in ((4096, 2048), (4097, 1), (16, 3), (33, 17), (1, 0)):

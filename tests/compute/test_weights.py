@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, inf, nan
 
+from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.memory import Region, region
-from dtensor_ring.compute.partial import Partial
+from dtensor_ring.compute.merge import MAX_WEIGHT, put_together
 from dtensor_ring.compute.sums import Part, Sum
-from dtensor_ring.compute.together import put_together
-from dtensor_ring.compute.weights import MAX_WEIGHT
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 8, 4
 ALL, LATE, EARLY = (region(None, x) for x in ((0, TOKENS), (3, TOKENS), (0, 3)))

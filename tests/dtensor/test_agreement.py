@@ -22,7 +22,7 @@ from dtensor_ring import (
     ring_attention,
 )
 from dtensor_ring.dtensor import agreement
-from dtensor_ring.transport.protocol import P2P, Transport, Work
+from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.dense import dense_attention
 from tests.pool import Pool
 

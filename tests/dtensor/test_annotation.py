@@ -26,7 +26,7 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call, group_of
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from tests.meshes import SEQUENCE
 from tests.pool import Pool
 from tests.rings import fake_group

@@ -16,7 +16,7 @@ from dtensor_ring import (
     TransferPolicy,
     ring_attention,
 )
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
 from tests.pool import Pool

@@ -25,8 +25,8 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.planning.masks.slices import Slices
 from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.pool import Pool

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import Mask, SequenceAxis, Transport, ring_attention
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.dtensor.test_axis import SEQ_LEN
 from tests.meshes import random_inputs
 from tests.pool import Pool

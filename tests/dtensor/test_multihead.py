@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import ContextParallel, sequence_layout
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.run_table import as_layout
 from tests.pool import Pool
 
 WIDTH, HEADS, LENGTH, OTHER_LENGTH = 16, 4, 12, 8

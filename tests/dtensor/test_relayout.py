@@ -20,8 +20,8 @@ from dtensor_ring import (
     relayout,
     shard_sequence,
 )
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import as_layout
 from tests.pool import Pool
 
 BALANCED = Balanced(Mask.causal(), 24, 4, (0, 5, 24), block=2)

@@ -11,7 +11,7 @@ import torch
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Slices, Striped, ZigZag
 from dtensor_ring.dtensor.traded import traded_attention, traded_backward
-from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.run_table import RunTable
 from tests.dense import largest
 from tests.ops.test_op import errors
 from tests.played_group import PlayedGroup, play_group

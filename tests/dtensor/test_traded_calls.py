@@ -27,7 +27,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.dtensor import traded as traded_module
 from dtensor_ring.dtensor.traded import Exchanged
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
 

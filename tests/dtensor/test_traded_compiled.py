@@ -20,7 +20,7 @@ from dtensor_ring import (
     sequence_runs,
     shard_sequence,
 )
-from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.run_table import RunTable
 from tests.dense import dense_attention
 from tests.graphs import capturing
 from tests.pool import Pool

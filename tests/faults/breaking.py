@@ -12,8 +12,8 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from dtensor_ring.agreement import session
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.transport import board
 from tests.faults.worlds import DEADLINE, TIMEOUT
 
 STOPPED = TIMEOUT + 2
@@ -71,4 +71,4 @@ def patience() -> AbstractContextManager[object]:
 
     A machine that is busy with other tests may run one rank much later than another.
     """
-    return patch.object(board, "OTHERS", DEADLINE / 2)
+    return patch.object(session, "OTHERS", DEADLINE / 2)

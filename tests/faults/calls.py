@@ -21,10 +21,9 @@ from dtensor_ring import (
     ring_attention,
     sequence_runs,
 )
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import RunTable, as_layout
+from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention, largest
 from tests.faults.worlds import Failure, Log, failure_of
 from tests.rings import runs_of

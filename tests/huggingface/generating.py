@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from parallel_plans.huggingface.versions import parameter_of_cache
 from tests.families import ENCODERS, FAMILIES, VOCABULARY, small_model

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from dtensor_ring import RingError
-from dtensor_ring.transport.board import OTHERS
+from dtensor_ring.agreement.session import OTHERS
 from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generating import (
     NUM_NEW,

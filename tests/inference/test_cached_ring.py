@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, Slices, ring_attention
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layouts.run_table import RunTable
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.routes.route import ROUTES
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.run_table import RunTable, as_layout
 from tests.dense import dense_attention
 from tests.drawn import documents_of, masks
 from tests.meshes import random_inputs

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, ZigZag, decode_attention
 from dtensor_ring.ops.autograd import decode_op
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.slices import Slices
 from tests.decoding import Decode
 from tests.dense import dense_attention
 from tests.inference.test_decode_op import options_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import RingError, SequenceAxis, decode_attention, ring_attention
+from dtensor_ring.agreement.record import MAX_CARRIED
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.transport.inbox import MAX_CARRIED
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.decoding import Decode, Outputs, check
 from tests.inference.test_decode_op import options_of
 from tests.pool import Pool

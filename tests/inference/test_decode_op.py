@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, decode_attention
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from tests.decoding import Decode, Outputs, check
 from tests.layouts import LAYOUTS
 from tests.pool import Pool

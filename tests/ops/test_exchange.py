@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
-from dtensor_ring.planning.exchanges.heads import head_shard_of
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.all_to_all import head_shard_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import RunTable
 from tests.played_group import PlayedGroup, play_group
 from tests.pool import Pool
 from tests.rings import runs_of

@@ -13,7 +13,7 @@ from dtensor_ring import Contiguous, Mask, Striped, ZigZag, ring_attention, shar
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.slices import Slices
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
-from dtensor_ring.planning.layouts.layout import Layout
+from dtensor_ring.planning.layout import Layout
 from tests.dense import largest
 from tests.pool import Pool
 from tests.rings import Case, Ring, local

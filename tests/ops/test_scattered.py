@@ -10,9 +10,9 @@ from dtensor_ring import Mask, Slices
 from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.options import Question
 from dtensor_ring.ops.scattered import MANY, warn_of_tiles
-from dtensor_ring.planning.layouts.spelling import as_layout
-from dtensor_ring.planning.masks.documents import as_documents
+from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import Strategy
 
 CAUSAL, SEQ_LEN = Mask.causal(), 2**14

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
+from dtensor_ring.agreement.error import RingError
 from dtensor_ring.ops.state import attached, receive_op, send_op
-from dtensor_ring.transport.error import RingError
-from dtensor_ring.transport.process_group import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.pool import Pool
 
 LAYERS, ROWS, NUMBERS = 3, 2, 5

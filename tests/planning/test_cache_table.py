@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning.cache_table import CacheTable
-from dtensor_ring.planning.layouts.run_table import MARKED, RunTable
+from dtensor_ring.planning.run_table import MARKED, RunTable
 
 LAYOUTS = [Contiguous(), ZigZag(), BlockCyclic(3)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from dtensor_ring import Contiguous, Mask, Striped
 from dtensor_ring.planning.decode import decode_step
-from dtensor_ring.planning.layouts.run_table import RunTable
+from dtensor_ring.planning.run_table import RunTable
 
 MANY = RunTable([[(16 * i, 8) for i in range(500)], [(16 * i + 8, 8) for i in range(500)]])
 """Blocks of 8 positions in turns."""

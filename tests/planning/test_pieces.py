@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor_ring.planning.layouts.run import Run
-from dtensor_ring.planning.masks.slices import UNBOUNDED, Slices
-from dtensor_ring.planning.pieces import pieces_of
+from dtensor_ring.planning.layout import Run
+from dtensor_ring.planning.slices import UNBOUNDED, Slices
+from dtensor_ring.planning.tile import pieces_of
 from tests.slices import shown, tables
 
 SEQ_LEN = 24

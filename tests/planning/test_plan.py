@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped
-from dtensor_ring.compute.kernels.window import bottom_right
-from dtensor_ring.planning.layouts.layout import Layout
-from dtensor_ring.planning.masks.documents import Documents
+from dtensor_ring.compute.kernels.varlen import bottom_right
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Documents
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.tile import Tile
 from tests.columns import indices_of
 from tests.dense import document_ids
 from tests.layouts import LAYOUTS
-from tests.planning.layouts.test_layout import dealings
-from tests.planning.masks.test_mask import masks
+from tests.planning.test_layout import dealings
+from tests.planning.test_mask import masks
 from tests.rings import Ring, Rows
 from tests.slices import slices
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.planning.routes.route import ROUTES
+from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.strategy import Strategy, as_strategy, check_strategy, why_not
 
 SPELLINGS = {

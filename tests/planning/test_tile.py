@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Mask
-from dtensor_ring.planning.layouts.run import Run
-from dtensor_ring.planning.pieces import Piece, pieces_of
-from dtensor_ring.planning.routes.columns import Cols
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Run
+from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import (
     CAUSAL,
     FULL,
+    Piece,
     Tile,
     _band_tiles,
     _index_band,
@@ -23,9 +24,9 @@ from dtensor_ring.planning.tile import (
     _triangle,
     coalesce,
     packed_tiles,
+    pieces_of,
     shard_tiles,
 )
-from dtensor_ring.planning.values.span import Span, length
 from tests.slices import shown, slices
 
 Pairs = set[tuple[int, int]]

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.planning.layouts.spelling import as_layout
+from dtensor_ring.planning.run_table import as_layout
 from examples.torchtitan_cpu import use_cpu
 from tests.layouts import LAYOUTS
 from tests.pool import Pool

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, RingError, SequenceAxis, ring_attention
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.faults.breaking import patience
 from tests.pool import Pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.transport.buffers import MAX_SPARES, BufferPool
+from dtensor_ring.transport.transport import MAX_SPARES, BufferPool
 
 
 def test_spare_buffers_are_reused_and_few() -> None:

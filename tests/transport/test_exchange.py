@@ -14,7 +14,7 @@ from dtensor_ring import RingError, Striped, ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
 from dtensor_ring.transport import exchange
-from dtensor_ring.transport.process_group import ProcessGroupTransport, set_transport
+from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
 from tests.ops.test_exchange import CASES, Case
 from tests.pool import Pool
 

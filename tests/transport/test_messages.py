@@ -11,7 +11,7 @@ from torch import Tensor
 from dtensor_ring import ZigZag
 from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
-from dtensor_ring.planning.exchanges.exchange import exchange_of
+from dtensor_ring.planning.all_to_all import exchange_of
 from dtensor_ring.transport.exchange import Traded, traded
 from dtensor_ring.transport.messages import ALIGNED, TensorShape, aligned
 from tests.ops.test_exchange import CASES

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order, empty
-from dtensor_ring.planning.routes.columns import Cols
-from dtensor_ring.transport.packet import Packet
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.transport.rotation import Packet
 from tests.columns import indices_of
 
 

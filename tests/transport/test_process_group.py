@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring.transport import process_group
-from dtensor_ring.transport.process_group import ProcessGroupTransport, set_transport, transport_of
-from dtensor_ring.transport.protocol import P2P
+from dtensor_ring.transport import transport as process_group
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, set_transport, transport_of
 from tests.pool import Pool
 
 

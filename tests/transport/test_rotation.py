@@ -19,11 +19,10 @@ from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.routes.route import Hop
-from dtensor_ring.transport import packet
-from dtensor_ring.transport.process_group import ProcessGroupTransport
-from dtensor_ring.transport.protocol import P2P, Work
+from dtensor_ring.planning.route import Hop
+from dtensor_ring.transport import rotation
 from dtensor_ring.transport.rotation import ShardRotation
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.columns import indices_of
 from tests.played import PlayedTransport, play
 from tests.pool import Pool
@@ -131,7 +130,7 @@ def _rotate_apart(ring: Ring) -> list[tuple[Step, list[float]]]:
     plan = ring.plans()[dist.get_rank()]
     pair, moved = shard_of(ring, plan.rank), []
     with (
-        patch.object(packet, "LARGE", 1),
+        patch.object(rotation, "LARGE", 1),
         ShardRotation(ProcessGroupTransport(dist.group.WORLD), plan, pair) as shards,
     ):
         for step in plan.steps:
@@ -145,7 +144,7 @@ def _rotate_apart(ring: Ring) -> list[tuple[Step, list[float]]]:
 def test_what_is_large_goes_from_where_it_lies(
     ring: Ring, is_dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packet, "LARGE", 1)
+    monkeypatch.setattr(rotation, "LARGE", 1)
     play(ring.world_size, lambda rank, transport: _rotate_large(ring, is_dense, rank, transport))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtensor_ring import RingError
-from dtensor_ring.transport.session import Session
+from dtensor_ring.agreement.session import Session
 
 
 def test_calls_are_counted() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtensor_ring.transport.watch import FIRST_WARNING, Watch
+from dtensor_ring.agreement.session import FIRST_WARNING, Watch
 
 
 def test_waits_are_told_again_after_twice_the_time() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.transport.process_group import ABORT_TAG
-from dtensor_ring.transport.word import MAX_BYTES, Where, Word, differences
+from dtensor_ring.agreement.record import MAX_BYTES, Where, Word, differences
+from dtensor_ring.transport.transport import ABORT_TAG
 
 FIELDS = {"scale": "0.5", "mask": "Mask(left=None, right=0)", "cu_seqlens": "[0, 3, 8]"}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.registry import (
     KERNELS,
     available_kernels,
@@ -16,8 +14,6 @@ from dtensor_ring.compute.kernels.registry import (
     register_kernel,
     select_kernel,
 )
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
 
 __all__ = [
     "KERNELS",

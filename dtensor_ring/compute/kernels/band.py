@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 
 Block = tuple[slice, slice]
 """A rectangle of rows and columns."""

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.band import Bias, col_blocks, row_blocks
-from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+)
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
 from dtensor_ring.compute.merge import merge_
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
 aten = torch.ops.aten

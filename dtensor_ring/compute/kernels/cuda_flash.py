@@ -7,11 +7,8 @@ from torch import Tensor
 from torch.nn import attention
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved, Segments
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
-from dtensor_ring.compute.segments import Segments
 
 aten = torch.ops.aten
 

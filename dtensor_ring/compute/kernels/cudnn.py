@@ -22,14 +22,18 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu
-from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+)
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
 from dtensor_ring.compute.memory import in_order, order_of
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.planning.mask import Mask
 
 aten = torch.ops.aten
 

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.kernels.paged import PagedKernel, Pages, whole_pages
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved, Scores
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 

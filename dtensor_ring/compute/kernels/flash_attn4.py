@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
+from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 NEEDED = "return_lse", "max_seqlen_q"

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from dtensor_ring.compute.kernels.problem import Problem
+from dtensor_ring.compute.kernels.kernel import Problem
 
 
 def no_gpu(*majors: int) -> str | None:

@@ -1,16 +1,185 @@
-"""The contract between the ring and a block kernel."""
+"""The contract between the ring and a block kernel, and the values that pass between them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.memory import Numbers, Region, part_of
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import length
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Boundaries of tiles, one after the other on both sides.
+
+    They cover all tokens of a launch. Queries that see nothing are a segment without keys,
+    and keys that nobody sees are one without queries.
+
+    Attributes:
+        rows: boundaries of the queries, ascending from 0 to their number.
+        cols: boundaries of the keys that they see; both have one entry more than segments.
+    """
+
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+    @cached_property
+    def max_rows(self) -> int:
+        """Queries of the longest segment."""
+        return max(end - start for start, end in pairwise(self.rows))
+
+    @cached_property
+    def max_cols(self) -> int:
+        """Keys of the longest segment."""
+        return max(end - start for start, end in pairwise(self.cols))
+
+    @cached_property
+    def has_empty_rows(self) -> bool:
+        """Whether there are rows without keys."""
+        pairs = zip(pairwise(self.rows), pairwise(self.cols), strict=True)
+        return any(length(rows) and not length(cols) for rows, cols in pairs)
+
+    def boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rows` and `cols` as int32 tensors on the device, see `Numbers`."""
+        rows, cols = self._numbers.on(device)
+        return rows, cols
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers(torch.int32, self.rows, self.cols)
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """The queries and the keys of each segment that has both."""
+        for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
+            if length(rows) and length(cols):
+                yield slice(*rows), slice(*cols)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One call of a block kernel: a tile, or segments, which are many tiles of one mask.
+
+    Attributes:
+        rows: region of the local queries `(B, N, L)`; of several batch rows with segments, all
+            tokens.
+        cols: region of the resident keys `(B, Nkv, C)`, likewise.
+        mask: the band, in indices of the tile or of each segment.
+        segments: boundaries of the tiles; `None` for a single tile.
+        in_flight: whether messages are in flight meanwhile, whose kernels want multiprocessors.
+    """
+
+    rows: Region
+    cols: Region
+    mask: Mask
+    segments: Segments | None = None
+    in_flight: bool = False
+
+
+class Scores(NamedTuple):
+    """How a query scores a key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k`.
+
+    A kernel reads `scale` and `softcap` only. The mask of a launch is in its `Launch`, and sinks
+    are added after the last merge.
+
+    Attributes:
+        mask: what a query sees, in global positions.
+        scale: factor of the products.
+        softcap: bound of the scores (Gemma 2, 2024, arXiv 2408.00118); 0.0 means none.
+        sinks: one learned logit for each query head `(N,)`.
+        kernel: name of the block kernel; `None` takes the first that can.
+    """
+
+    mask: Mask
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    kernel: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """Outputs and their gradients of some rows, over all keys of the ring, not only a launch's.
+
+    Attributes:
+        grad_out: gradient of `out`.
+        out: the attention's output `(B, N, R, Hv)`.
+        lse: log-sum-exp of the scores of each row `(B, N, R)`, float32 or wider.
+        grad_lse: gradient of `lse`, and of its shape; `None` where nothing uses `lse`.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None = None
+
+    def at(self, rows: Region) -> Saved:
+        """The same of a region of the rows, as views."""
+        grad_out, out, lse = (part_of(x, rows) for x in (self.grad_out, self.out, self.lse))
+        grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)
+        return Saved(grad_out, out, lse, grad_lse)
+
+
+Determinism = Literal["off", "warn", "strict"]
+"""PyTorch's setting for operations that are not deterministic: allowed, warned of, or refused."""
+
+
+def determinism() -> Determinism:
+    """The current setting of `torch.use_deterministic_algorithms`.
+
+    >>> determinism()
+    'off'
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "strict"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """All that decides whether a kernel can serve an attention; equal on ranks with equal GPUs.
+
+    Attributes:
+        device_type: type of the tensors' device, `"cpu"` or `"cuda"`.
+        dtype: of query, key and value.
+        head_dim: of query and key.
+        value_head_dim: of value and output.
+        scale: factor of the scores.
+        softcap: bound of the scores; 0.0 means none.
+        differentiable_lse: whether backward gets a gradient of lse.
+        windowed: whether tiles may have other bands than full and causal ones.
+        grouped: whether there are fewer heads of keys than of queries.
+        packed: whether there are documents, so that a step may have any number of tiles.
+        determinism: PyTorch's setting, by default the current one.
+        capability: compute capability of the current GPU, `None` for tensors on a CPU.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    value_head_dim: int
+    scale: float = 1.0
+    softcap: float = 0.0
+    differentiable_lse: bool = False
+    windowed: bool = False
+    grouped: bool = False
+    packed: bool = False
+    determinism: Determinism = field(default_factory=determinism)
+    capability: tuple[int, int] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.device_type == "cuda" and torch.cuda.is_available():
+            # Read here, so that what kernels support is a function of this value alone.
+            object.__setattr__(self, "capability", torch.cuda.get_device_capability())
+
 
 Result = tuple[Tensor, Tensor]
 """`out` and `lse`."""

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.band import hidden, row_blocks
-from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
-from dtensor_ring.planning.masks.mask import Mask
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+)
+from dtensor_ring.planning.mask import Mask
 
 BLOCK_ROWS = 128
 """Queries per block: bounds the scores in memory to `B * N * BLOCK_ROWS * C`."""

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Result
-from dtensor_ring.compute.kernels.launch import Launch
-from dtensor_ring.compute.kernels.problem import Problem
-from dtensor_ring.compute.kernels.saved import Saved
-from dtensor_ring.compute.kernels.scores import Scores
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+)
 from dtensor_ring.compute.memory import empty, order_of
 
 COLUMNS = 8

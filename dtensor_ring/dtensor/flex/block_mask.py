@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.planning.masks.slices import Slices
+from dtensor_ring.planning.slices import Slices
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

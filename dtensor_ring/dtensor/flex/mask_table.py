@@ -23,7 +23,7 @@ from dtensor_ring.dtensor.flex.block_mask import (
     slices_of_blocks,
 )
 from dtensor_ring.dtensor.flex.mask_function import function_of, text_of
-from dtensor_ring.planning.masks.tables import NUM_FIELDS
+from dtensor_ring.planning.slice_tables import NUM_FIELDS
 
 _OP = "dtensor_ring::block_mask_slices"
 

@@ -144,7 +144,7 @@ def test_only_the_first_launch_of_a_kind_is_checked(monkeypatch: pytest.MonkeyPa
 
 def test_built_in_kernels_are_not_wrapped() -> None:
     assert all(
-        type(kernel).__module__ != "dtensor_ring.compute.kernels.checked"
+        type(kernel).__module__ != "dtensor_ring.compute.kernels.registry"
         for kernel in KERNELS.values()
     )
 

@@ -18,8 +18,8 @@ from dtensor_ring.compute.kernels import (
     select_kernel,
 )
 from dtensor_ring.ops import options
-from dtensor_ring.planning.layouts.spelling import as_layout
 from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.run_table import as_layout
 from tests.tiles import GPU
 
 FLASH_ATTN = ("flash_attn3", "flash_attn4", "flash_attn2")

@@ -7,7 +7,7 @@ import torch
 
 from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved
 from dtensor_ring.compute.kernels.registry import able_kernel
-from dtensor_ring.compute.kernels.window import bottom_right
+from dtensor_ring.compute.kernels.varlen import bottom_right
 from tests.dense import dense_attention, visible
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.tiles import CASES, CAUSAL, FULL, GPU, TILES, Case, assert_near, check_tile

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from dtensor_ring import BlockPool, Mask
-from dtensor_ring.compute.kernels import Problem, flash_attn2, flash_attn3, varlen_attn
-from dtensor_ring.compute.kernels.paged_registry import PAGED, paged_kernel
-from dtensor_ring.inference import paged_batch
-from dtensor_ring.inference.paged_batch import PagedBatch
-from dtensor_ring.inference.paged_cache import PagedCache
+from dtensor_ring.compute.kernels import Problem, flash_attn2, flash_attn3
+from dtensor_ring.paged import api, kernels
+from dtensor_ring.paged.api import PagedBatch, PagedCache
+from dtensor_ring.paged.kernels import PAGED, paged_kernel
 from tests.packages import packages
 from tests.paged_attention import PagedCase, check_paged
 
@@ -41,7 +40,7 @@ def test_adapter(name: str, case: PagedCase, monkeypatch: pytest.MonkeyPatch) ->
     if reason := KERNELS[name].supports(problem, 256):
         assert (name, reason) == ("varlen_attn", "it has no softcap")
         return
-    monkeypatch.setattr(paged_batch, "paged_kernel", lambda *_: KERNELS[name])
+    monkeypatch.setattr(api, "paged_kernel", lambda *_: KERNELS[name])
     check_paged(case)
 
 
@@ -85,7 +84,7 @@ def test_varlen_attn_is_taken_without_packages(
     monkeypatch.setattr(flash_attn2, "_missing_package", lambda: "not installed")
     problem = Problem("cuda", torch.bfloat16, 64, 64, 0.1)
     assert paged_kernel(None, problem, 256).name == "varlen_attn"
-    monkeypatch.setattr(varlen_attn, "signature", lambda _: type("", (), {"parameters": {}})())
+    monkeypatch.setattr(kernels, "signature", lambda _: type("", (), {"parameters": {}})())
     assert "reads no block tables" in (KERNELS["varlen_attn"].missing() or "")
 
 

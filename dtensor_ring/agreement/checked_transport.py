@@ -1,0 +1,357 @@
+"""The transport of one call. It checks that ranks agree, and raises `RingError` if not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_ring.agreement.error import MAX_QUOTED, RingError, reason_of
+from dtensor_ring.agreement.record import MAX_CARRIED, NOWHERE, Inbox, Word, differences, flat
+from dtensor_ring.agreement.session import RENEW, WATCH, Board, Session, session_of
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.transport.transport import (
+    P2P,
+    Chain,
+    ProcessGroupTransport,
+    Transport,
+    Work,
+    is_plain,
+    transport_of,
+)
+
+
+class Call(Protocol):
+    """The call that messages belong to."""
+
+    def waiting_for(self, message: P2P) -> str:
+        """What this rank does while it waits for a message."""
+
+    def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
+        """The error of a message for which this rank had waited so long."""
+
+    def check_word(self, theirs: bytearray, peer: int) -> None:
+        """Compare this rank's word with that of another, which more may follow."""
+
+
+class Sent:
+    """A message in flight, whose failure is an error of the ring."""
+
+    __slots__ = ("_call", "_message", "_work", "has_arrived")  # one for each message
+
+    def __init__(self, call: Call, work: Work, message: P2P) -> None:
+        self._call, self._work, self._message = call, work, message
+        self.has_arrived = False
+
+    def __str__(self) -> str:
+        return self._call.waiting_for(self._message)
+
+    def wait(self) -> None:
+        if self.has_arrived:
+            return
+        since = time.monotonic()
+        WATCH.begin(self, since)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            seconds = time.monotonic() - since
+            raise self._call.failed(error, self._message, seconds) from error
+        finally:
+            WATCH.end()
+        self.has_arrived = True
+
+
+class Answer(Sent):
+    """A message that begins with the word of another rank, which has to be that of this rank."""
+
+    __slots__ = ("_flat", "_inbox", "_word_bytes")
+
+    def __init__(self, call: Call, work: Work, message: P2P, inbox: Inbox) -> None:
+        super().__init__(call, work, message)
+        self._inbox = inbox
+        self._flat: Tensor | None = None
+        self._word_bytes = 0
+
+    def comes_to(self, flat: Tensor, word_bytes: int) -> None:
+        """Let what follows a word of that size come to this tensor."""
+        self._flat, self._word_bytes = flat, word_bytes
+
+    def wait(self) -> None:
+        if self.has_arrived:
+            return
+        super().wait()
+        self._call.check_word(self._inbox.word, self._message.peer)
+        if self._flat is not None:
+            content = self._flat.view(torch.uint8)
+            # A rank whose word had another size would have been told from this one above.
+            content.copy_(self._inbox.carried(self._word_bytes, content.numel()))
+
+
+TransportContext = AbstractContextManager[Transport]
+
+
+def agreed_transport(
+    group: dist.ProcessGroup,
+    word: Word,
+    direction: str,
+    device: torch.device,
+    origin: int = 0,
+    where: tuple[str, str] = NOWHERE,
+    first_bytes: int | None = None,
+    chain: Chain | None = None,
+) -> TransportContext:
+    """A context that gives the transport for one call over a group.
+
+    Args:
+        group: of the ring.
+        word: what the call is.
+        direction: what the ranks do, as `RingError.direction` has it.
+        device: of the call's tensors.
+        origin: number of the forward call that a backward call belongs to; 0 if not known.
+        where: the call stands, as far as that is known, see `Where`.
+        first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
+            words may carry them then; 0 if all ranks get the words, and there are no messages.
+        chain: if words and messages go along the ranks, from one to the next.
+    """
+    session, transport = session_of(group), transport_of(group)
+    if not session.has_words:
+        return nullcontext(transport)
+    keeps_tags = transport.keeps_tags(device)
+    is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
+    carries = is_small and (is_plain(transport, device) or not first_bytes)
+    how = word, direction, origin, where, carries, chain
+    return AgreedTransport(group, session, transport, keeps_tags, *how)
+
+
+class AgreedTransport(Transport):
+    """A call's transport: see the Note [Agreement]. As a context, it begins and ends the call."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        session: Session,
+        transport: Transport,
+        keeps_tags: bool,
+        word: Word,
+        direction: str,
+        origin: int,
+        where: tuple[str, str],
+        carries: bool = False,
+        chain: Chain | None = None,
+    ) -> None:
+        self._group, self._session, self._transport = group, session, transport
+        self._keeps_tags, self._word, self._origin, self._at = keeps_tags, word, origin, where
+        self._direction, self._carries, self._chain = direction, carries, chain
+        self._step: int | None = None
+        self._number = self._tag = self._phase = 0
+        self._words: list[Sent] = []
+        self._answers: dict[int, Answer] = {}  # by peer
+        # Words go by the process group, whatever moves the rest.
+        is_plain = type(transport) is ProcessGroupTransport
+        self._words_transport = transport if is_plain else ProcessGroupTransport(group)
+        self._in_flight: list[Sent] = []
+
+    def __enter__(self) -> Self:
+        session = self._session
+        try:
+            self._number = session.begin()
+        except RingError as error:
+            if session.cause is None:  # two threads: the call of the other one must end, too
+                self._shut_down(str(error))
+            raise
+        try:
+            self._mine = self._word.message(self._number, self._origin, self._at)
+            self._tag = self._word.tag(self._number, self._origin)
+            if self._chain is not None:
+                self._tag = self._chain.tag
+            self._listen()
+            if not self._carries:
+                self._tell()
+        except BaseException:
+            session.end()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._agree()  # a rank without messages has not yet
+                self._session.check()  # another thread may have been in the way
+            elif not isinstance(error, RingError):
+                self._raised(error)
+        finally:
+            # Else memory of messages, and the group, would live until a collection.
+            self._words, self._answers, self._in_flight = [], {}, []
+            self._session.end()
+
+    def prepare(self, device: torch.device) -> None:
+        if not self._keeps_tags:
+            self._agree()  # else messages of calls that differ could meet
+        self._transport.prepare(device)
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._transport.allocate(num_bytes, device)
+
+    def free(self, buffer: Tensor) -> None:
+        self._transport.free(buffer)
+
+    def at(self, label: Label) -> None:
+        self._step = label.step
+        self._phase += 1
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        if self._carries:
+            for message in receives:
+                self._answers[message.peer].comes_to(message.flat, len(self._mine))
+            self._tell({message.peer: message.flat for message in sends})
+            receives, sends = [], []
+        # Words are waited for first: before anything of a peer is used.
+        words, self._words = self._words, []
+        tag = self._tag
+        receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
+        sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
+        messages = receives + sends
+        # NCCL has one work for all messages of a hop: an error of it is told of the first.
+        with self._naming(messages[0] if messages else None):
+            works = zip(self._transport.start(receives, sends), messages, strict=False)
+        sent = [Sent(self, work, message) for work, message in works]
+        self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
+        return words + sent
+
+    def _listen(self) -> None:
+        """Get ready for the words of others: what is awaited comes without a question before."""
+        for index, peer in enumerate(self._neighbours(-1)):
+            inbox = self._session.inbox(index)
+            message = P2P(inbox.flat, peer)
+            with self._naming(message):
+                work = self._words_transport.receive_word(message)
+            self._answers[peer] = Answer(self, work, message, inbox)
+        self._in_flight = [*self._answers.values()]
+
+    def _neighbours(self, side: int) -> list[int]:
+        """Those that this rank tells its word (1), or whose words it hears (-1)."""
+        rank, size = self._group.rank(), self._group.size()
+        if self._chain is not None:
+            peer = rank + side * self._chain.step
+            return [peer] if 0 <= peer < size else []
+        # Along the ring each rank hears the one before it; of a message for all, everybody.
+        if self._carries:
+            return [other % size for other in range(rank + 1, rank + size)]
+        return [(rank + side) % size]
+
+    def _tell(self, carried: Mapping[int, Tensor] | None = None) -> None:
+        """Send the word to those who listen, and after it what goes to them."""
+        peers = self._neighbours(1)
+        carried, self._carries = carried or {}, False
+        word, joined = flat(self._mine), dict[int, Tensor]()
+        for x in carried.values():  # what goes to several peers is joined once
+            if id(x) not in joined:
+                joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
+        sent = []
+        for peer in peers:
+            message = P2P(joined[id(carried[peer])] if peer in carried else word, peer)
+            with self._naming(message):
+                sent.append(Sent(self, self._words_transport.send_word(message), message))
+        self._in_flight += sent
+        self._words = [*self._answers.values(), *sent]
+
+    @contextmanager
+    def _naming(self, message: P2P | None) -> Iterator[None]:
+        """Tell errors of the backend as those of a message that was to be started."""
+        try:
+            yield
+        except torch.OutOfMemoryError:  # no fault of a message
+            raise
+        except RuntimeError as error:
+            raise self.failed(error, message, 0.0) from error
+
+    def _agree(self) -> None:
+        """Wait for the words, if nobody has."""
+        if self._carries:
+            self._tell()  # nothing came that it could carry
+        words, self._words = self._words, []
+        for word in words:
+            word.wait()
+
+    def check_word(self, theirs: bytearray, peer: int) -> None:
+        """Compare this rank's word with that of another.
+
+        Raises:
+            RingError: naming what differs.
+        """
+        if theirs.startswith(self._mine):
+            return
+        differing = differences(self._mine, theirs)
+        if not differing:
+            return
+        ranks, rank = self._session.ranks, self._group.rank()
+        here, there = ranks[rank], ranks[peer]
+        listed = "; ".join(
+            f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
+            for name, mine, theirs in differing
+        )
+        text = f"the ranks of a ring must make the same call, they differ in {listed}"
+        self._shut_down(text)
+        raise self._error(text, peer=there)
+
+    def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
+        """The error of a message that did not get through, for which this rank had waited."""
+        peer = None if message is None else self._session.ranks[message.peer]
+        text = (
+            f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
+            f"{reason_of(error)}"
+        )
+        cause = self._shut_down(text)
+        text = text if cause == text else f"{text}; the first cause: {cause}"
+        source = None if message is None else message.source
+        return self._error(text, peer, source=source, seconds=seconds)
+
+    def waiting_for(self, message: P2P) -> str:
+        """What a rank that waits for a message does, for a warning."""
+        ranks = self._session.ranks
+        of = f"of the ring {list(ranks)}"
+        return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
+
+    def _raised(self, error: BaseException) -> None:
+        """Tell the other ranks, unless all of them raised at the same point."""
+        # An interrupt comes at any point, and must not wait.
+        if isinstance(error, Exception) and self._board().all_raised(
+            f"call {self._number}, {self._phase}"
+        ):
+            # All have started the same messages: they arrive, and the group stays in order.
+            with suppress(RingError):  # else it is shut down by now
+                if self._carries:
+                    self._tell()  # all listen
+                for message in self._in_flight:
+                    message.wait()
+            return
+        quoted = f"{type(error).__name__}: {error}"[:MAX_QUOTED]
+        self._shut_down(f"{self._here()} raised, {self._where()}: {quoted}")
+
+    def _shut_down(self, text: str) -> str:
+        """Close the group, so that no rank waits for this one; returns the first cause."""
+        self._session.cause = self._board().first_cause(text)
+        self._transport.abort()
+        self._words_transport.abort()
+        return self._session.cause
+
+    def _board(self) -> Board:
+        return Board(self._group, self._session.generation)
+
+    def _here(self) -> str:
+        return f"rank {self._session.ranks[self._group.rank()]}"
+
+    def _where(self) -> str:
+        step = "before its first step" if self._step is None else f"step {self._step}"
+        return f"in {self._direction}, {step}"
+
+    def _error(self, text: str, peer: int | None, **place: Any) -> RingError:
+        ranks = self._session.ranks
+        text = f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}"
+        place |= {"direction": self._direction, "step": self._step, "peer": peer}
+        return RingError(text, ring=ranks, **place)

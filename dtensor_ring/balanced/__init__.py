@@ -1,0 +1,1 @@
+"""Layouts made for one batch: every rank gets the same work. No torch."""

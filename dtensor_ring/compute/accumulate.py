@@ -1,0 +1,251 @@
+"""Accumulates what the launches return: partial outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.memory import (
+    TOKEN_MAJOR,
+    WHOLE,
+    Order,
+    Region,
+    add,
+    empty,
+    in_order,
+    order_of,
+)
+from dtensor_ring.compute.merge import MAX_PARTS, put_together
+from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.planning.demand import Cols
+
+
+class Parts:
+    """Parts of a tensor `(B, N, L, H)`, one of each launch.
+
+    Note [Parts at once]: a part stays in the dtype of the kernel until `room` of them are there.
+    Then one pass over memory puts them together, in float32 or wider. More room saves passes over
+    the float32 tensor, which is twice as large as a part of 16 bits. The last parts go into memory
+    of the result's dtype, so merging rounds every number once, in addition to what kernels round
+    themselves.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the result.
+        order: of the result, whose memory is dense.
+        room: how many parts may be kept; `None` keeps what takes no more memory than to add each
+            part to a float32 tensor at once.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, order: Order, room: int | None = None
+    ) -> None:
+        self._shape, self._dtype, self._order = torch.Size(shape), dtype, order
+        self._room = room
+        self._wide = torch.promote_types(dtype, torch.float32)
+        self._parts: list[Part] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, at: Region, x: Tensor, lse: Tensor | None = None) -> None:
+        """Keep a part, which may be written to: of a region, with its log-sum-exp if it is mean."""
+        self.make_room()
+        self._parts.append(Part(at, x, lse))
+
+    def make_room(self) -> None:
+        """Put the parts together if there is no room for another; before a kernel allocates one."""
+        if self._is_full():
+            self._parts = [self._together(self._wide)]
+
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The tensor in its dtype and order, and its log-sum-exp `(B, N, L)`."""
+        first = self._parts[0]
+        is_final = first.denominator is None and sinks is None and self._is_whole(first)
+        if len(self._parts) > 1 or not is_final:
+            first = self._together(self._dtype, sinks, divided=True)
+        return in_order(first.x, self._order, self._dtype), first.lse
+
+    def total(self, is_last: bool) -> Tensor:
+        """The tensor so far, to add to: wide unless the last addend comes, which rounds once."""
+        first = self._parts[0]
+        if (
+            len(self._parts) > 1
+            or not self._is_whole(first)
+            or not (is_last or first.x.dtype == self._wide)
+        ):
+            self._parts = [self._together(self._wide)]
+        return self._parts[0].x
+
+    def into(self, total: Tensor, is_new: bool) -> Sum:
+        """The parts as addends of a sum elsewhere, whose memory is new or has a content."""
+        return Sum(total, [*([] if is_new else [Part(WHOLE, total)]), *self._parts])
+
+    def _is_full(self) -> bool:
+        if len(self._parts) < 2:
+            return False
+        # What was put together already is the float32 tensor, not one of the parts.
+        kept = self._parts[self._is_total(self._parts[0]) :]
+        is_many = kept[0].x.is_cuda and len(self._parts) >= MAX_PARTS
+        return is_many or sum(part.x.numel() for part in kept) >= self._num_kept() * self._size
+
+    def _num_kept(self) -> int:
+        if self._room is not None:
+            return self._room
+        # Two narrow parts and a wide tensor need what a part, the tensor and the result needed.
+        # CPUs gain nothing: interpolating in place is one pass there.
+        is_narrow = self._dtype != self._wide
+        return 2 if is_narrow and self._parts[0].x.is_cuda else 1
+
+    @property
+    def _size(self) -> int:
+        return self._shape.numel()
+
+    def _is_whole(self, part: Part) -> bool:
+        return part.x.shape == self._shape
+
+    def _is_total(self, part: Part) -> bool:
+        return self._is_whole(part) and part.x.dtype == self._wide
+
+    def _together(
+        self, dtype: torch.dtype, sinks: Tensor | None = None, divided: bool = False
+    ) -> Part:
+        """All parts as one, in that dtype; on CPUs it may have a denominator unless `divided`."""
+        first = self._parts[0]
+        denominator = None
+        # Where the first part is wide memory for the whole tensor already, the others go there.
+        if self._is_total(first) and dtype == self._wide:
+            target, lse, denominator = first.x, first.lse, first.denominator
+        else:
+            target = empty(first.x, self._shape, self._order, dtype)
+            lse = None if first.lse is None else first.lse.new_empty(self._shape[:3])
+        if divided or lse is None or not lse.is_cpu:
+            denominator = None
+        elif denominator is None:
+            denominator = torch.ones_like(lse)
+        put_together(Sum(target, self._parts, lse, sinks, denominator))
+        return Part(WHOLE, target, lse, denominator)
+
+
+class Partial:
+    """The running (out, lse) of the local queries: the parts that launches gave, see `Parts`.
+
+    Sinks enter with the last merge.
+
+    Args:
+        query: the local queries `(B, N, L, H)`.
+        value_head_dim: head dim of the outputs.
+        sinks: one logit for each head `(N,)`; see `dtensor_ring.compute.sinks`.
+        dtype: of the result; by default the query's.
+        room: how many parts may be kept, see `Parts`.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        value_head_dim: int,
+        sinks: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        room: int | None = None,
+    ) -> None:
+        self._query, self._sinks, self._dtype = query, sinks, dtype or query.dtype
+        self._shape = torch.Size((*query.shape[:3], value_head_dim))
+        self._parts = Parts(self._shape, self._dtype, order_of(query), room)
+
+    def make_room(self) -> None:
+        """Merge what is here if another part would be one too many."""
+        self._parts.make_room()
+
+    def add(self, at: Region, out: Tensor, lse: Tensor) -> None:
+        """Add what a kernel returned for a region of `(B, N, L)`.
+
+        Args:
+            at: the region.
+            out: `(B, N, R, Hv)`, which is kept and may be written to.
+            lse: `(B, N, R)`, likewise.
+        """
+        self._parts.add(at, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """`out` `(B, N, L, Hv)`, in its dtype and the query's order, and `lse` `(B, N, L)`."""
+        if not self._parts:
+            self._add_nothing()
+        out, lse = self._parts.result(self._sinks)
+        assert lse is not None, "all parts of a partial result have one"
+        return out, lse.contiguous()
+
+    def _add_nothing(self) -> None:
+        """A part of no keys."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        out = empty(self._query, self._shape, order_of(self._query), self._dtype).zero_()
+        lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
+        self._parts.add(WHOLE, out, lse)
+
+
+class GradientSum:
+    """The sum of the launches' gradients of one tensor `(B, N, L, H)`.
+
+    Args:
+        like: the tensor: its shape, dtype and device.
+        room: how many gradients may be kept until they are added, see `Parts`.
+    """
+
+    def __init__(self, like: Tensor, room: int | None = None) -> None:
+        self._like = like
+        self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room)
+
+    def make_room(self) -> None:
+        """Add up what is here if another gradient would be one too many."""
+        self._parts.make_room()
+
+    def add(self, at: Region, grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, L)`, which may be written to."""
+        self._parts.add(at, grad)
+
+    def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
+        """Add what other ranks summed up for these columns, and round after the last of it.
+
+        Args:
+            arrived: the columns side by side.
+            cols: where in the tensor they are.
+            is_last: whether nothing else is added.
+        """
+        # Adding to narrow memory rounds: exact enough only once, with the last addend.
+        total = self._parts.total(is_last) if self._parts else self._zeros()
+        add(total, arrived, cols)
+
+    def result(self) -> Tensor:
+        """The sum in the tensor's dtype, token-major."""
+        if not self._parts:
+            self._zeros()
+        return self._parts.result()[0]
+
+    def _zeros(self) -> Tensor:
+        self.add(WHOLE, empty(self._like, self._like.shape, TOKEN_MAJOR).zero_())
+        return self._parts.total(is_last=False)
+
+
+class GradientShare:
+    """A step's gradients of a shard in transit, until the sum over the other ranks arrives.
+
+    Args:
+        like: the part of the shard `(B, N, C, H)`: its shape, dtype and device.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        # Many overlapping launches would hold many shards' worth of memory.
+        self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room=1)
+
+    def make_room(self) -> None:
+        """Add up what is here if another gradient would be one too many."""
+        self._parts.make_room()
+
+    def add(self, at: Region, grad: Tensor) -> None:
+        """Add the gradient of a region of `(B, N, C)`, which may be written to."""
+        self._parts.add(at, grad)
+
+    def to_add(self, total: Tensor, first: bool) -> Sum:
+        """To add to the sum, or to begin it: then `total` is memory that nothing was written to."""
+        return self._parts.into(total, first)

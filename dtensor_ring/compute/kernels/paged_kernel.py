@@ -1,0 +1,113 @@
+"""The contract of a kernel that reads keys and values through block tables."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.kernel import Problem, Result, Scores
+from dtensor_ring.compute.memory import Numbers
+from dtensor_ring.planning.ranges import Span
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """The blocks that each entry of a launch reads.
+
+    Attributes:
+        tables: indices of blocks, `(E, P)`, int32; P is what the longest entry needs, and the rows
+            of others are filled up with block 0.
+        lengths: keys of each entry, `(E,)`, int32, at least 1.
+        block: keys of a block.
+    """
+
+    tables: np.ndarray
+    lengths: np.ndarray
+    block: int
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest entry."""
+        return int(self.lengths.max())
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`tables` and `lengths` on a device, copied there once."""
+        tables, lengths = self._numbers.on(device)
+        return tables, lengths
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers(torch.int32, torch.from_numpy(self.tables), torch.from_numpy(self.lengths))
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[Span, ...], ...]:
+        """By entry, ranges of tokens of the pool: neighbouring blocks are one range."""
+        return tuple(
+            tuple(self._stretches(table, length))
+            for table, length in zip(self.tables.tolist(), self.lengths.tolist(), strict=True)
+        )
+
+    def _stretches(self, table: list[int], length: int) -> Iterator[Span]:
+        begin = end = table[0] * self.block
+        for number, index in enumerate(table[: -(-length // self.block)]):
+            if index * self.block != end:
+                yield begin, end
+                begin = index * self.block
+            end = index * self.block + min(self.block, length - number * self.block)
+        yield begin, end
+
+
+class PagedKernel(ABC):
+    """Attention of a few queries to keys in blocks, forward only.
+
+    Letters: E entries, R queries of each, N query heads, Nkv key heads, H head dim, Hv head dim of
+    values. Every query of an entry sees every key of it: there is no mask.
+
+    Attributes:
+        name: what users call it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Why this kernel cannot run on this machine's current device, `None` if it can."""
+
+    @abstractmethod
+    def supports(self, problem: Problem, block: int) -> str | None:
+        """The reason why this kernel cannot serve a problem with this block size, or `None`."""
+
+    @abstractmethod
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        """`(out, lse)` of each entry.
+
+        Args:
+            query: `(E, R, N, H)`, token-major, of any strides whose last is 1.
+            key_blocks: `(num_blocks, block, Nkv, H)`, contiguous.
+            value_blocks: `(num_blocks, block, Nkv, Hv)`, contiguous.
+            pages: which blocks each entry reads.
+            scores: scale and softcap.
+
+        Returns:
+            `out` `(E, R, N, Hv)` in the query's dtype, and `lse` `(E, N, R)`, natural log, float32
+            or wider: fresh tensors.
+        """
+
+
+def whole_pages(block: int, multiple: int) -> str | None:
+    """The reason why a kernel whose blocks need a multiple of keys refuses this size, or `None`."""
+    if block % multiple == 0:
+        return None
+    return (
+        f"it reads blocks of a multiple of {multiple} keys, got {block}; make the pool with "
+        f"block={-(-block // multiple) * multiple}"
+    )

@@ -1,0 +1,375 @@
+"""What users call: the cache of one rank, and one step of a model over the sequences of a pool."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.compute.kernels.kernel import Problem, Scores
+from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.dtensor.arguments import as_flag, scores_of
+from dtensor_ring.inference.decode import placed
+from dtensor_ring.inference.merge_partials import merge_partials
+from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall
+from dtensor_ring.paged.block_pool import BlockPool
+from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
+from dtensor_ring.paged.kernels import paged_kernel
+from dtensor_ring.paged.run import PagedPlan
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.tile import CAUSAL
+
+MAX_SIZE = 2**20
+"""Of layers, heads and head dims."""
+
+
+class PagedCache:
+    """The keys and values that one rank of a `BlockPool` holds, of all layers.
+
+    Memory for all blocks is allocated at once. A `PagedBatch` writes to it and attends to it.
+
+    Args:
+        pool: says which block holds what.
+        num_kv_heads: of keys and values.
+        head_dim: of keys, and of values unless `value_head_dim` says otherwise.
+        num_layers: layers that keep keys and values.
+        rank: this rank's index on the axis that the pool is sharded over.
+        value_head_dim: of values.
+        dtype: of keys and values; by default PyTorch's.
+        device: where they are.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if one of the numbers is out of range.
+
+    >>> pool = BlockPool(num_blocks=4, block=4)
+    >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
+    >>> cache.layer(0)[0].shape, cache.num_bytes
+    (torch.Size([4, 4, 2, 8]), 2048)
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_kv_heads: int,
+        head_dim: int,
+        num_layers: int,
+        rank: int = 0,
+        value_head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(pool, BlockPool):
+            raise TypeError(f"pool must be a BlockPool, got {pool!r}")
+        self.pool = pool
+        self.rank = as_count("rank", rank, 0, pool.dealing.world_size - 1)
+        num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1, MAX_SIZE)
+        num_layers = as_count("num_layers", num_layers, 1, MAX_SIZE)
+        head_dim = as_count("head_dim", head_dim, 1, MAX_SIZE)
+        if value_head_dim is None:
+            value_head_dim = head_dim
+        value_head_dim = as_count("value_head_dim", value_head_dim, 1, MAX_SIZE)
+        shape = pool.num_blocks, pool.dealing.block, num_kv_heads
+        # Zeros: what a kernel loads beside the last key must not be NaN, which no weight removes.
+        with torch.inference_mode(False):
+            keys, values = (
+                torch.zeros(num_layers, *shape, dim, dtype=dtype, device=device)
+                for dim in (head_dim, value_head_dim)
+            )
+        self._keys, self._values = keys, values
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return len(self._keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this rank's blocks, in bytes."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys `(num_blocks, block, Nkv, H)` and values `(num_blocks, block, Nkv, Hv)` of a layer.
+
+        Raises:
+            TypeError: if `layer` is not an int.
+            ValueError: if there is no such layer.
+        """
+        number = as_count("layer", layer, 0, self.num_layers - 1)
+        return self._keys[number], self._values[number]
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy the blocks that `BlockPool.append` returned, before anything else is written."""
+        for rank, source, target in copies:
+            if rank == self.rank:
+                self._keys[:, target] = self._keys[:, source]
+                self._values[:, target] = self._values[:, source]
+
+    def gather(self, layer: int, sequence: PooledSequence) -> tuple[Tensor, Tensor]:
+        """A copy of this rank's keys `(1, Nkv, C, H)` and values of a sequence, by position.
+
+        `BlockPool.runs` says which positions they are of: the `key_runs` of `ring_attention` and
+        of `decode_attention`.
+
+        Raises:
+            TypeError: if `layer` is not an int.
+            ValueError: if there is no such layer, or `sequence` is not in the pool.
+        """
+        table = torch.from_numpy(self.pool.block_table(sequence, self.rank))
+        num_cols = self.pool.dealing.num_before(len(sequence), self.rank)
+        keys, values = (
+            x[table.to(x.device)].flatten(0, 1)[:num_cols].transpose(0, 1).unsqueeze(0)
+            for x in self.layer(layer)
+        )
+        return keys, values
+
+
+class PagedBatch:
+    """A step of a model: the last tokens of some sequences, the same number of each.
+
+    Every layer writes the keys and values of these tokens, unless they were written before, and
+    attends from them. Made once, a batch serves all layers; it is over when a sequence changes.
+
+    Args:
+        cache: of this rank.
+        sequences: in the order of the batch rows.
+        num_tokens: M, of each sequence.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a sequence is not in the pool, is there twice, or has fewer tokens.
+
+    >>> pool = BlockPool(num_blocks=4, block=4)
+    >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
+    >>> prompt = pool.add([5, 6, 7])
+    >>> batch = PagedBatch(cache, [prompt], num_tokens=3)
+    >>> batch.write(0, torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    >>> pool.commit(prompt)
+    >>> out, lse = batch.decode(0, torch.randn(1, 4, 3, 8))
+    >>> out.shape, lse.shape
+    (torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 3]))
+    """
+
+    def __init__(
+        self, cache: PagedCache, sequences: Sequence[PooledSequence], num_tokens: int = 1
+    ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise TypeError(f"cache must be a PagedCache, got {cache!r}")
+        if not isinstance(sequences, (list, tuple)):
+            raise TypeError(f"sequences must be a list of sequences, got {sequences!r}")
+        for sequence in sequences:
+            cache.pool.check(sequence)
+        shortest = min(map(len, sequences), default=1)
+        self.num_tokens = as_count("num_tokens", num_tokens, 1, shortest)
+        if len({x.number for x in sequences}) < len(sequences):
+            raise ValueError("sequences must differ, a step has the tokens of each once; fork one")
+        self.sequences = tuple(sequences)
+        self._cache = cache
+        self._versions = [x.version for x in sequences]
+        self._plan = PagedPlan(cache.pool, cache.rank, self.sequences, self.num_tokens)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
+        """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
+
+        Once all layers were written, tell the pool: `BlockPool.commit`.
+
+        Args:
+            layer: its number.
+            key: `(B, Nkv, M, H)`, of all tokens, the same on every rank.
+            value: `(B, Nkv, M, Hv)`.
+            dealt: whether they are of this rank's tokens only, in the order of positions: for a
+                single sequence, whose prompt the ring has prefilled.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: if shapes, dtypes or devices do not fit, a sequence has changed since the
+                batch was made, or the tokens were committed, so that others may read them.
+        """
+        self._check_current()
+        for sequence in self.sequences:
+            num_new = len(sequence) - sequence.num_written
+            if num_new < self.num_tokens:
+                fix = f"take num_tokens={num_new}" if num_new else "append the next tokens first"
+                raise ValueError(
+                    f"{sequence.num_written} of {len(sequence)} tokens of sequence "
+                    f"{sequence.number} were committed, others may read them; so its last "
+                    f"{self.num_tokens} cannot be written, {fix}"
+                )
+        memory = self._cache.layer(layer)
+        source, slots = self._plan.places.on(memory[0].device)
+        if as_flag("dealt", dealt) and len(self.sequences) != 1:
+            raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
+        num_given = len(slots) if dealt else self.num_tokens
+        for name, x, blocks in zip(("key", "value"), (key, value), memory, strict=True):
+            _check(
+                name, x, (len(self.sequences), blocks.shape[2], num_given, blocks.shape[3]), blocks
+            )
+        with torch.no_grad():
+            for x, blocks in zip((key, value), memory, strict=True):
+                tokens = x.transpose(1, 2).flatten(0, 1)
+                blocks.flatten(0, 1)[slots] = tokens if dealt else tokens[source]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        kernel: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the keys of this rank: one of the partials that `decode` merges.
+
+        Args:
+            layer: its number.
+            query: `(B, N, M, H)`, the same on every rank; N is a multiple of Nkv.
+            mask: which keys a query sees, by positions.
+            scale: factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+            kernel: what reads the blocks: `"flash_attn3"`, `"flash_attn2"`, `"varlen_attn"`,
+                `"in_place"` or `"gathered"`; by default the first that can.
+
+        Returns:
+            `out` `(B, N, M, Hv)` and `lse` `(B, N, M)`, natural log, float32 or wider: 0 and -inf
+            for a query that sees nothing here.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: if the shapes, numbers or kernel do not allow it, or a sequence has changed
+                since the batch was made.
+            NotImplementedError: if the query needs a gradient while gradients are enabled.
+        """
+        scores = self._scores(layer, query, mask, scale, softcap, None)
+        return self._attend(layer, query, scores, kernel)
+
+    def _scores(
+        self,
+        layer: int,
+        query: Tensor,
+        mask: Mask,
+        scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Scores:
+        """How the queries are scored, once all but the kernel is seen to be possible."""
+        self._check_current()
+        keys, _ = self._cache.layer(layer)
+        num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
+        _check(
+            "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
+        )
+        if not num_heads or num_heads % keys.shape[2]:
+            raise ValueError(
+                f"query must have a multiple of the {keys.shape[2]} heads of keys, got {num_heads}"
+            )
+        scores = scores_of(query, mask, scale, softcap, sinks, None)
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (query, sinks)
+        ):
+            raise NotImplementedError(
+                "attention to a pool has no gradient, and query or sinks needs one; call it under "
+                "torch.no_grad(), or take ring_attention"
+            )
+        return scores
+
+    def _attend(
+        self, layer: int, query: Tensor, scores: Scores, kernel: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """The partial of this rank: without sinks, which enter once."""
+        if kernel is not None and not isinstance(kernel, str):
+            raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
+        keys, values = self._cache.layer(layer)
+        facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
+        grouped = query.shape[1] > keys.shape[2]
+        problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
+        reader = paged_kernel(kernel, problem, keys.shape[1])
+        with torch.no_grad():
+            # A kernel wants the head dim of a token side by side.
+            query = query if query.stride(3) == 1 else query.contiguous()
+            return self._plan.step(scores.mask).forward(query, keys, values, reader, scores)
+
+    def decode(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        mesh: DeviceMesh | None = None,
+        mask: Mask = CAUSAL,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        kernel: str | None = None,
+        merge: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the keys of all ranks: `attend`, and one round of messages that merges.
+
+        All ranks get the same bits. They compare the sequences, their lengths and the tokens of
+        this step in the same message.
+
+        Args:
+            layer: its number.
+            query: `(B, N, M, H)`, the same on every rank.
+            mesh: the 1-D mesh of the axis that the pool is sharded over; `None` for one rank.
+            mask: which keys a query sees, by positions.
+            sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
+            scale: factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+            kernel: as for `attend`.
+            merge: as for `decode_attention`.
+
+        Returns:
+            `out` `(B, N, M, Hv)` in the query's dtype, and `lse` `(B, N, M)`.
+
+        Raises:
+            TypeError: if an argument is of another type.
+            ValueError: as `attend` does, or if the mesh is not that of the pool.
+            NotImplementedError: if the query needs a gradient while gradients are enabled.
+            RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+        """
+        pool_ranks, rank = self._cache.pool.dealing.world_size, self._cache.rank
+        group = None if mesh is None else axis_group(mesh)
+        place = (1, 0) if group is None else (group.size(), group.rank())
+        if place != (pool_ranks, rank):
+            raise ValueError(
+                f"the pool has {pool_ranks} ranks, and this is rank {rank} of it; mesh has "
+                f"{place[0]}, and this is its rank {place[1]}; make the pool with "
+                "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
+            )
+        scores = self._scores(layer, query, mask, scale, softcap, sinks)
+        batch = DecodeBatch(agree=self._plan.agreed(layer))
+        call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
+        here = partial(self._attend, layer, query, scores, kernel)
+        # The blocks tell heads and head dim of values: the rest of the shape is not compared.
+        values = self._cache.layer(layer)[1].transpose(1, 2)
+        given = here, call, self._plan.question(mask), query, values
+        out, lse = called_from(sys._getframe(), merge_partials, *given)
+        return out.to(query.dtype), lse
+
+    def _check_current(self) -> None:
+        """Refuse a batch whose sequences have changed."""
+        for sequence, version in zip(self.sequences, self._versions, strict=True):
+            if sequence.version != version:
+                raise ValueError(
+                    f"sequence {sequence.number} has changed since this batch was made; make a new "
+                    "one for each step"
+                )
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuse a tensor of another shape, dtype or device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_strided(name, x)
+    if (*x.shape, x.dtype, x.device) != (*shape, like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be {shape} {like.dtype} on {like.device}, got {tuple(x.shape)} "
+            f"{x.dtype} on {x.device}"
+        )

@@ -1,0 +1,286 @@
+"""A paged pool of keys and values, sharded over ranks: block tables, shared prefixes, eviction.
+
+Numbers only: every rank keeps the tables of all ranks, and the same calls in the same order give
+every rank the same tables, without a message.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from dtensor_ring.paged.blocks import BlockCopy, Blocks, PooledSequence, PoolUsage, as_tokens
+from dtensor_ring.planning.layout import Serpentine
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+
+MAX_BLOCKS = 2**24
+"""Blocks of all ranks, each of which costs the host a few bytes, and tokens of a block."""
+
+
+class BlockPool:
+    """Which blocks of each rank hold which tokens of which sequence.
+
+    The keys and values of a sequence are cut into blocks of `block` tokens, which are dealt to the
+    ranks there and back, as `BlockCyclic` deals. The owner of a token depends on its position
+    alone, so prompts that begin alike share their common full blocks, on any number of ranks (as
+    vLLM's paged attention does on one: Kwon et al., 2023, arXiv 2309.06180).
+
+    A block whose content was written, which `commit` says, serves later prompts. It stays when its
+    sequences are freed, until its memory is needed: the block of a rank that was held least
+    recently goes first, and what comes after it in its prompt goes with it.
+
+    `PagedCache` has the tensors. Every rank makes the same calls in the same order, and decides
+    alike; an error leaves the pool as it was.
+
+    Args:
+        num_blocks: blocks of each rank.
+        block: tokens of a block. On a CPU 64 is good; 256 is what all paged GPU kernels read.
+        world_size: number of ranks.
+
+    Raises:
+        TypeError: if one of them is not an int.
+        ValueError: if one of them is out of range.
+
+    >>> pool = BlockPool(num_blocks=4, block=2, world_size=2)
+    >>> first = pool.add([5, 6, 7, 8, 9])
+    >>> pool.commit(first)  # once its keys and values were written
+    >>> second = pool.add([5, 6, 7, 8, 1, 2])
+    >>> second.num_cached  # so two tokens are left to prefill
+    4
+    >>> pool.block_table(first, rank=1), pool.block_table(second, rank=1)
+    (array([0, 1], dtype=int32), array([0, 2], dtype=int32))
+    """
+
+    def __init__(self, num_blocks: int, block: int = 256, world_size: int = 1) -> None:
+        block = as_count("block", block, 1, MAX_BLOCKS)
+        world_size = as_count("world_size", world_size, 1, MAX_RANKS)
+        num_blocks = as_count("num_blocks", num_blocks, 1, MAX_BLOCKS // world_size)
+        self._blocks = Blocks(num_blocks, Serpentine(block, world_size))
+        self._sequences: dict[int, PooledSequence] = {}
+        self._num_added = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each rank."""
+        return self._blocks.num_blocks
+
+    @property
+    def dealing(self) -> Serpentine:
+        """How blocks are dealt to ranks: `block` tokens each, to `world_size` ranks."""
+        return self._blocks.dealing
+
+    def add(self, tokens: Any) -> PooledSequence:
+        """A new sequence. It takes the full blocks that others have written for the same beginning.
+
+        Its first `num_cached` tokens need no prefill; to get the logits of a prompt that is there
+        as a whole, compute the query of its last token without writing it. The keys and values of
+        all other tokens are to be written, and then committed.
+
+        Args:
+            tokens: of the prompt: integers in any form. Two prompts share keys where they are
+                equal, so what is not text needs integers that tell its content apart.
+
+        Raises:
+            TypeError: if `tokens` are not integers.
+            ValueError: if they are not in one row.
+            OutOfBlocks: if the pool has too few blocks for them.
+        """
+        given = as_tokens(tokens)
+        hits = self._blocks.match(given)
+        self._blocks.check_room(len(hits), self._num_blocks_of(len(given)), hits)
+        sequence = PooledSequence(self._num_added, self.dealing.world_size)
+        # Held before blocks are taken, so that none of them is evicted.
+        for node in hits:
+            self._blocks.ranks[node.rank].hold(node.index)
+            sequence.blocks[node.rank].append(node.index)
+        sequence.nodes = hits
+        sequence.num_cached = sequence.num_written = len(hits) * self.dealing.block
+        self._extend(sequence, given)
+        return self._enter(sequence)
+
+    def append(self, sequence: PooledSequence, tokens: Any) -> tuple[BlockCopy, ...]:
+        """Make room for tokens at the end of a sequence.
+
+        If others hold its last block, which is not full, the sequence gets a copy of its own
+        (copy-on-write).
+
+        Args:
+            sequence: which one.
+            tokens: what comes next: integers in any form.
+
+        Returns:
+            The blocks to copy before the new tokens are written, see `PagedCache.copy`: one on one
+            rank at most.
+
+        Raises:
+            TypeError: if `tokens` are not integers.
+            ValueError: if `sequence` is not in this pool, or `tokens` are not in one row.
+            OutOfBlocks: if the pool has too few blocks for them.
+        """
+        self.check(sequence)
+        given = as_tokens(tokens)
+        if not given:
+            return ()
+        last, num_in_last = divmod(len(sequence), self.dealing.block)
+        rank, at = self.dealing.owner(last), last // self.dealing.world_size
+        blocks = self._blocks.ranks[rank]
+        before = sequence.blocks[rank][at] if num_in_last else -1
+        is_shared = num_in_last > 0 and blocks.counts[before] > 1
+        is_kept = num_in_last > 0 and not is_shared
+        self._blocks.check_room(last + is_kept, self._num_blocks_of(len(sequence) + len(given)))
+        if is_shared:
+            blocks.release(sequence.blocks[rank].pop())
+        elif before in blocks.nodes:
+            # It is about to change; see Note [What comes after a block in the tree].
+            self._blocks.drop(blocks.nodes[before])
+        self._extend(sequence, given)
+        return (BlockCopy(rank, before, sequence.blocks[rank][at]),) if is_shared else ()
+
+    def crop(self, sequence: PooledSequence, length: int) -> None:
+        """Keep the first `length` tokens of a sequence, and give back the blocks of the others.
+
+        Raises:
+            TypeError: if `length` is not an int.
+            ValueError: if `sequence` is not in this pool, or has fewer tokens.
+        """
+        self.check(sequence)
+        length = as_count("length", length, 0, len(sequence))
+        self._release(sequence, self._num_blocks_of(length))
+        del sequence.tokens[length:]
+        del sequence.nodes[length // self.dealing.block :]
+        sequence.num_written = min(sequence.num_written, length)
+        sequence.num_cached = min(sequence.num_cached, length)
+        sequence.version += 1
+
+    def fork(self, sequence: PooledSequence) -> PooledSequence:
+        """A second sequence with the same tokens, which shares all blocks until one is written to.
+
+        Raises:
+            ValueError: if `sequence` is not in this pool, or has tokens that were not committed.
+        """
+        self.check(sequence)
+        if sequence.num_written < len(sequence):
+            raise ValueError(
+                f"{len(sequence) - sequence.num_written} tokens of sequence {sequence.number} were "
+                "not committed, so both would have to write them; write their keys and values, "
+                "and commit them, before it is forked"
+            )
+        twin = PooledSequence(self._num_added, self.dealing.world_size)
+        twin.tokens, twin.nodes = sequence.tokens[:], sequence.nodes[:]
+        twin.num_cached = twin.num_written = len(sequence)
+        twin.blocks = [row[:] for row in sequence.blocks]
+        for blocks, row in zip(self._blocks.ranks, twin.blocks, strict=True):
+            for index in row:
+                blocks.hold(index)
+        return self._enter(twin)
+
+    def free(self, sequence: PooledSequence) -> None:
+        """Give back the blocks of a sequence. Committed full ones stay until memory is needed.
+
+        Raises:
+            ValueError: if `sequence` is not in this pool, because it was freed already, say.
+        """
+        self.check(sequence)
+        self._release(sequence, 0)
+        del self._sequences[sequence.number]
+        sequence.version += 1
+
+    def commit(self, sequence: PooledSequence, length: int | None = None) -> None:
+        """Say that the keys and values of the first `length` tokens were written, in all layers.
+
+        Full blocks then serve other prompts. A block that another sequence committed in the
+        meantime, with the same tokens before it, takes the place of this one's own.
+
+        Args:
+            sequence: which one.
+            length: tokens; by default all of them.
+
+        Raises:
+            TypeError: if `length` is not an int.
+            ValueError: if `sequence` is not in this pool, or `length` is less than what was
+                committed before, or more than it has.
+        """
+        self.check(sequence)
+        length = len(sequence) if length is None else length
+        sequence.num_written = as_count("length", length, sequence.num_written, len(sequence))
+        for number in range(len(sequence.nodes), sequence.num_written // self.dealing.block):
+            self._publish(sequence, number)
+
+    def usage(self) -> PoolUsage:
+        """Blocks of every rank: held, shared, cached and free."""
+        return self._blocks.usage(len(self._sequences))
+
+    def block_table(self, sequence: PooledSequence, rank: int) -> np.ndarray:
+        """Indices of the blocks of a sequence on a rank, in the order of positions, int32.
+
+        Raises:
+            TypeError: if `rank` is not an int.
+            ValueError: if `sequence` is not in this pool, or there is no such rank.
+        """
+        self.check(sequence)
+        rank = as_count("rank", rank, 0, self.dealing.world_size - 1)
+        return np.array(sequence.blocks[rank], dtype=np.int32)
+
+    def runs(self, sequence: PooledSequence, begin: int = 0) -> np.ndarray:
+        """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
+
+        In a tensor, they are what `ring_attention` and `decode_attention` take as `key_runs`. Those
+        of the tokens from `begin` on are the `runs` of a prefill.
+
+        Raises:
+            TypeError: if `begin` is not an int.
+            ValueError: if `sequence` is not in this pool, or has fewer tokens.
+        """
+        self.check(sequence)
+        return self.dealing.runs(as_count("begin", begin, 0, len(sequence)), len(sequence))
+
+    def check(self, sequence: Any) -> None:
+        """Refuse what is not a sequence of this pool.
+
+        Raises:
+            TypeError: if it is not a sequence.
+            ValueError: if it was freed, or is of another pool.
+        """
+        if not isinstance(sequence, PooledSequence):
+            raise TypeError(f"sequence must be one that add or fork returned, got {sequence!r}")
+        if self._sequences.get(sequence.number) is not sequence:
+            raise ValueError(
+                f"sequence {sequence.number} is not in this pool: it was freed already, or belongs "
+                "to another pool"
+            )
+
+    def _num_blocks_of(self, length: int) -> int:
+        return -(-length // self.dealing.block)
+
+    def _extend(self, sequence: PooledSequence, tokens: array[int]) -> None:
+        """Add tokens to a sequence, and the blocks that they need, which are known to be there."""
+        sequence.tokens.extend(tokens)
+        for number in range(sequence.num_blocks, self._num_blocks_of(len(sequence))):
+            rank = self.dealing.owner(number)
+            sequence.blocks[rank].append(self._blocks.take(rank))
+        sequence.version += 1
+
+    def _enter(self, sequence: PooledSequence) -> PooledSequence:
+        self._sequences[sequence.number] = sequence
+        self._num_added += 1
+        return sequence
+
+    def _release(self, sequence: PooledSequence, num_kept: int) -> None:
+        """Give back all blocks but the first ones, the last one first."""
+        for number in reversed(range(num_kept, sequence.num_blocks)):
+            rank = self.dealing.owner(number)
+            self._blocks.ranks[rank].release(sequence.blocks[rank].pop())
+
+    def _publish(self, sequence: PooledSequence, number: int) -> None:
+        """Enter a full block of a sequence, whose earlier ones are in the tree, into the tree."""
+        rank, start = self.dealing.owner(number), number * self.dealing.block
+        row, at = sequence.blocks[rank], number // self.dealing.world_size
+        parent = sequence.nodes[-1] if sequence.nodes else self._blocks.root
+        tokens = sequence.tokens[start : start + self.dealing.block].tobytes()
+        node = self._blocks.publish(parent, tokens, rank, row[at])
+        if node.index != row[at]:
+            row[at] = node.index
+            sequence.version += 1
+        sequence.nodes.append(node)

@@ -1,0 +1,202 @@
+"""The paged kernels and the choice of one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import lru_cache
+from inspect import signature
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.kernels.flash_attn2 import PagedFlashAttn2
+from dtensor_ring.compute.kernels.flash_attn3 import PagedFlashAttn3
+from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
+from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Problem, Result, Scores
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
+from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.compute.kernels.registry import kernel_for
+from dtensor_ring.compute.memory import WHOLE, region
+from dtensor_ring.planning.tile import FULL
+
+
+class _ByEntry(PagedKernel):
+    """Runs a block kernel entry by entry."""
+
+    def missing(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        return Reference().supports(problem)
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        # As one long row of tokens: a range of them is a view.
+        keys, values = key_blocks.flatten(0, 1), value_blocks.flatten(0, 1)
+        found = [
+            self.attend(
+                query[entry : entry + 1].transpose(1, 2), keys, values, pages, entry, scores
+            )
+            for entry in range(len(query))
+        ]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat([out.transpose(1, 2) for out in outs]), torch.cat(lses)
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, entry: int, scores: Scores
+    ) -> Result:
+        """`out` `(1, N, R, Hv)` and `lse` `(1, N, R)` of an entry.
+
+        Args:
+            query: `(1, N, R, H)`.
+            keys: all tokens of the pool `(num_blocks * block, Nkv, H)`.
+            values: `(num_blocks * block, Nkv, Hv)`.
+            pages: which blocks the entries read.
+            entry: which of them.
+            scores: scale and softcap.
+        """
+
+
+class Gathered(_ByEntry):
+    """The paged kernel that defines the semantics: it copies the keys of an entry together."""
+
+    name = "gathered"
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, entry: int, scores: Scores
+    ) -> Result:
+        table, length = pages.on(keys.device)[0][entry], int(pages.lengths[entry])
+        k, v = (
+            _by_head(x.unflatten(0, (-1, pages.block))[table].flatten(0, 1)[:length])
+            for x in (keys, values)
+        )
+        return Reference().forward(query, k, v, Launch(WHOLE, WHOLE, FULL), scores)
+
+
+class InPlace(_ByEntry):
+    """Reads ranges of neighbouring blocks where they are, by a block kernel, and merges by lse."""
+
+    name = "in_place"
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, entry: int, scores: Scores
+    ) -> Result:
+        kernel = block_kernel(query, keys.shape[1], values.shape[2], scores)
+        partial = Partial(query, values.shape[2])
+        rows = region(None, (0, query.shape[2]))
+        for begin, end in pages.stretches[entry]:
+            k, v = _by_head(keys[begin:end]), _by_head(values[begin:end])
+            out, lse = kernel.forward(query, k, v, Launch(WHOLE, WHOLE, FULL), scores)
+            partial.add(rows, out, lse)
+        return partial.result()
+
+
+def block_kernel(query: Tensor, num_kv_heads: int, value_head_dim: int, scores: Scores) -> Kernel:
+    """The best block kernel for tiles of a query `(B, N, R, H)`."""
+    facts = query.dtype, query.shape[3], value_head_dim, scores.scale, scores.softcap
+    is_grouped = num_kv_heads < query.shape[1]
+    return kernel_for(None, query.device.type, *facts, False, True, is_grouped)
+
+
+def _by_head(tokens: Tensor) -> Tensor:
+    """`(C, Nkv, H)` to `(1, Nkv, C, H)`."""
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+class VarlenAttn(PagedKernel):
+    """`torch.nn.attention.varlen.varlen_attn(..., seqused_k=, block_table=)`, from PyTorch 2.13."""
+
+    name = "varlen_attn"
+
+    def missing(self) -> str | None:
+        return no_gpu() or _missing_argument()
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        # The check of flash attention 2, which PyTorch runs unless another one was activated.
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256):
+            return reason
+        return "it has no softcap" if problem.softcap else None
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        entries, num_rows, heads, _ = query.shape
+        tables, lengths = pages.on(query.device)
+        rows = torch.arange(entries + 1, dtype=torch.int32, device=query.device) * num_rows
+        out, lse = varlen_attn(
+            *(query.flatten(0, 1), key_blocks, value_blocks, rows, _boundaries(lengths)),
+            *(num_rows, pages.longest),
+            return_aux=AuxRequest(lse=True),
+            scale=scores.scale,
+            enable_gqa=heads != key_blocks.shape[2],
+            seqused_k=lengths,
+            block_table=tables,
+            # Keys in one split: flash attention 2 mixes up the parts of several in packed rows,
+            # Dao-AILab/flash-attention#2812.
+            num_splits=1,
+        )
+        lse = lse.unflatten(1, (entries, num_rows)).transpose(0, 1)
+        return out.unflatten(0, (entries, num_rows)), lse
+
+
+def _boundaries(lengths: Tensor) -> Tensor | None:
+    """The boundaries of the keys, as if they were packed."""
+    # Flash attention 2 wants both sides or none, and reads the lengths; 3 and 4 refuse them.
+    if attention.current_flash_attention_impl() not in (None, "FA2"):
+        return None
+    zero = lengths.new_zeros(1)
+    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)])
+
+
+def _missing_argument() -> str | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return f"this PyTorch has no varlen_attn: {error}"
+    if {"seqused_k", "block_table", "num_splits"} <= set(signature(varlen_attn).parameters):
+        return None
+    return "varlen_attn of this PyTorch reads no block tables, 2.13 and later do"
+
+
+PAGED: tuple[PagedKernel, ...] = (
+    PagedFlashAttn3(),
+    PagedFlashAttn2(),
+    VarlenAttn(),
+    InPlace(),
+    Gathered(),
+)
+"""In the order of preference: what was written for the GPU first, what runs anywhere last."""
+
+
+@lru_cache(maxsize=256)
+def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
+    """The named kernel, or the first that runs here and serves the problem.
+
+    Args:
+        name: of the kernel; `None` leaves the choice.
+        problem: what is asked; it has the current GPU's capability.
+        block: keys of a block.
+
+    Raises:
+        ValueError: if no kernel has the name, or it cannot serve the problem or the blocks.
+    """
+    known = {kernel.name: kernel for kernel in PAGED}
+    if name is not None and name not in known:
+        raise ValueError(f"unknown paged kernel {name!r}; known kernels: {', '.join(known)}")
+    reasons = {}
+    for kernel in known.values() if name is None else (known[name],):
+        # `supports` first: it is cheap, and importing a package for nothing is not.
+        reason = kernel.supports(problem, block) or kernel.missing()
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    what = f"kernel {name!r} cannot" if name else "no kernel can"
+    why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+    able = "" if name is None else "; leave kernel out, or take 'in_place', which reads any blocks"
+    raise ValueError(f"{what} read these blocks ({why}){able}")

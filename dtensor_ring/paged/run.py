@@ -1,0 +1,215 @@
+"""Attention of a few queries of many sequences to keys in blocks, on one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.execute import forward_step
+from dtensor_ring.compute.kernels.kernel import Scores
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
+from dtensor_ring.compute.memory import Numbers, part_of, region
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.decode_options import DecodeQuestion
+from dtensor_ring.paged.block_pool import BlockPool
+from dtensor_ring.paged.blocks import PooledSequence
+from dtensor_ring.paged.kernels import block_kernel
+from dtensor_ring.paged.plan import BlockReads, Read, block_reads, slots_of
+from dtensor_ring.planning.decode import decode_step
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.run_table import RunTable
+
+
+@dataclass(frozen=True)
+class Entries:
+    """One launch of a paged kernel: entries with equally many queries."""
+
+    reads: tuple[Read, ...]
+    pages: Pages
+
+    def queries(self, query: Tensor) -> Tensor:
+        """`(E, R, N, H)` of the queries `(B, N, M, H)`."""
+        if self.are_all(query):
+            return query.transpose(1, 2)
+        return torch.cat([part_of(query, region(x.batch, x.rows)) for x in self.reads]).transpose(
+            1, 2
+        )
+
+    def are_all(self, query: Tensor) -> bool:
+        """Whether there is one entry for each batch row, with all its queries."""
+        rows = [(row, (0, query.shape[2])) for row in range(len(query))]
+        return [(x.batch, x.rows) for x in self.reads] == rows
+
+
+class PagedStep:
+    """What a rank computes for a batch of sequences: made once, for all layers.
+
+    Args:
+        reads: what the queries see.
+        tables: by batch row, the blocks of the row's sequence on this rank.
+        block: tokens of a block.
+    """
+
+    def __init__(self, reads: BlockReads, tables: Sequence[np.ndarray], block: int) -> None:
+        self._reads, self._tables, self._block = reads, tables, block
+        self._edges = Step(0, 0, Cols(), reads.edges)
+
+    @cached_property
+    def _launches(self) -> tuple[Entries, ...]:
+        by_length: dict[int, list[Read]] = defaultdict(list)
+        for read in self._reads.reads:
+            by_length[length(read.rows)].append(read)
+        return tuple(Entries(tuple(reads), self._pages(reads)) for reads in by_length.values())
+
+    def _pages(self, reads: list[Read]) -> Pages:
+        lengths = np.array([read.num_keys for read in reads], dtype=np.int32)
+        width = -(-int(lengths.max()) // self._block)
+        tables = np.zeros((len(reads), width), dtype=np.int32)
+        for row, read in zip(tables, reads, strict=True):
+            found = self._tables[read.batch][read.first :][:width]
+            row[: len(found)] = found
+        return Pages(tables, lengths, self._block)
+
+    @cached_property
+    def _slots(self) -> Numbers:
+        """Where the columns of the edges are in the pool, `(B, C)`; short rows are filled up."""
+        width = max(map(len, self._reads.cols))
+        slots = np.zeros((len(self._tables), width), dtype=np.int64)
+        for row, table, cols in zip(slots, self._tables, self._reads.cols, strict=True):
+            spans = [np.arange(*span) for span in cols.spans]
+            found = np.concatenate(spans) if spans else np.arange(0)
+            row[: len(found)] = slots_of(table, found, self._block)
+        return Numbers(torch.int64, torch.from_numpy(slots))
+
+    def forward(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        kernel: PagedKernel,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` of the queries over the keys of this rank, float32 or wider.
+
+        Args:
+            query: `(B, N, M, H)`.
+            key_blocks: `(num_blocks, block, Nkv, H)`.
+            value_blocks: `(num_blocks, block, Nkv, Hv)`.
+            kernel: reads whole blocks.
+            scores: scale and softcap.
+        """
+        wide = torch.promote_types(query.dtype, torch.float32)
+        partial = Partial(query, value_blocks.shape[3], dtype=wide)
+        for entries in self._launches:
+            found = kernel.forward(
+                entries.queries(query), key_blocks, value_blocks, entries.pages, scores
+            )
+            self._add(partial, query, entries, *found)
+        if self._reads.edges:
+            slots = self._slots.on(query.device)[0]
+            kv = tuple(x.flatten(0, 1)[slots].transpose(1, 2) for x in (key_blocks, value_blocks))
+            edge_kernel = block_kernel(query, key_blocks.shape[2], value_blocks.shape[3], scores)
+            forward_step(
+                *(
+                    self._edges,
+                    query,
+                    (kv[0], kv[1]),
+                    partial,
+                    edge_kernel,
+                    scores,
+                    Label("decode", 0, 0),
+                ),
+                with_segments=False,
+            )
+        return partial.result()
+
+    def _add(
+        self, partial: Partial, query: Tensor, entries: Entries, out: Tensor, lse: Tensor
+    ) -> None:
+        """Merge what a kernel returned, `(E, R, N, Hv)` and `(E, N, R)`."""
+        out = out.transpose(1, 2)
+        if entries.are_all(query):
+            partial.add(region(None, (0, query.shape[2])), out, lse)
+            return
+        for number, read in enumerate(entries.reads):
+            one = slice(number, number + 1)
+            partial.add(region(read.batch, read.rows), out[one], lse[one])
+
+
+class PagedPlan:
+    """Made once, for all layers of a step, and only as far as it is asked for.
+
+    Args:
+        pool: of the sequences.
+        rank: of the pool, whose blocks these are.
+        sequences: in the order of the batch rows.
+        num_tokens: M, the new tokens of each sequence.
+    """
+
+    def __init__(
+        self, pool: BlockPool, rank: int, sequences: Sequence[PooledSequence], num_tokens: int
+    ) -> None:
+        self._pool, self._rank = pool, rank
+        self._sequences, self._num_tokens = sequences, num_tokens
+        self._steps: dict[Mask, PagedStep] = {}
+
+    @cached_property
+    def places(self) -> Numbers:
+        """Which of the B * M tokens are on this rank, and where."""
+        sources, slots = [], []
+        for row, sequence in enumerate(self._sequences):
+            begin, dealing = len(sequence) - self._num_tokens, self._pool.dealing
+            mine, columns = dealing.columns(begin, len(sequence), self._rank)
+            sources.append(mine + row * self._num_tokens)
+            slots.append(slots_of(self._table(sequence), columns, dealing.block))
+        lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
+        return Numbers(torch.int64, *map(torch.from_numpy, lists))
+
+    def step(self, mask: Mask) -> PagedStep:
+        """What is computed under a mask."""
+        if mask not in self._steps:
+            block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
+            reads = block_reads(decode_step(*self.question(mask)).tiles, block, len(tables))
+            self._steps[mask] = PagedStep(reads, tables, block)
+        return self._steps[mask]
+
+    def question(self, mask: Mask) -> DecodeQuestion:
+        """What the planner is asked: the same on all ranks, but for the rank."""
+        runs, ends, starts = self._lengths
+        where = self._rank, self._pool.dealing.world_size, runs.end
+        return DecodeQuestion(runs, mask, *where, starts, self._num_tokens, ends, None)
+
+    def agreed(self, layer: int) -> Tensor:
+        """Integers that are the same on all ranks, unless they have drifted apart."""
+        return torch.cat([torch.tensor([layer], device="cpu"), self._drifting])
+
+    @cached_property
+    def _drifting(self) -> Tensor:
+        """Of each sequence its number, its length, what was written and its new tokens."""
+        last = [x.tokens[len(x) - self._num_tokens :] for x in self._sequences]
+        numbers = [y for x in self._sequences for y in (x.number, len(x), x.num_written)]
+        numbers += [y for x in last for y in x]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    @cached_property
+    def _lengths(self) -> tuple[RunTable, Documents, tuple[int, ...]]:
+        """Where tokens are, where each sequence ends, and where its new tokens start."""
+        lengths = [len(x) for x in self._sequences]
+        # One table for all: where a token is depends on its position alone.
+        runs = RunTable(self._pool.dealing.runs(0, max(lengths, default=0)))
+        # A sequence ends where its tokens do, whatever its blocks held before.
+        ends = Documents([(0, length) for length in lengths])
+        return runs, ends, tuple(length - self._num_tokens for length in lengths)
+
+    def _table(self, sequence: PooledSequence) -> np.ndarray:
+        return self._pool.block_table(sequence, self._rank)

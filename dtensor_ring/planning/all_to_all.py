@@ -1,0 +1,267 @@
+"""Which tokens and heads each rank sends to which in an all-to-all.
+
+On the one side each rank has the tokens that a layout deals to it, with all heads. On the other
+side `heads` consecutive ranks are a group, which has the tokens that a layout deals to all of them:
+each rank of it has all of these, with a part of the heads. Tokens are in the order of their
+positions on both sides. A group of one rank has all heads: then only the layout changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Joined, Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.ranges import Span, length
+from dtensor_ring.planning.run_table import Dealing, deal
+
+
+class HeadShard(NamedTuple):
+    """The heads of one rank: whole key heads with their query heads, or a part of one key head.
+
+    Query heads stay with the key head that they see. Where a key head goes to several ranks, each
+    has a copy of it, and its own part of the query heads.
+    """
+
+    begin: int
+    """First key head."""
+    end: int
+    part: int = 0
+    """Which part of the query heads of its one key head."""
+    num_parts: int = 1
+
+    def span(self, num_heads: int, num_key_heads: int) -> Span:
+        """The heads of this shard in a tensor, which has some for each key head.
+
+        Raises:
+            ValueError: if they cannot be dealt so.
+
+        >>> HeadShard(1, 2, part=0, num_parts=2).span(14, 2), HeadShard(1, 2, 0, 2).span(2, 2)
+        ((7, 10), (1, 2))
+        """
+        if num_heads % num_key_heads:
+            raise ValueError(
+                f"{num_heads} heads cannot be dealt with {num_key_heads} key heads, of which that "
+                "must be a multiple"
+            )
+        per_key_head = num_heads // num_key_heads
+        begin, end = self.begin * per_key_head, self.end * per_key_head
+        if self.num_parts == 1 or per_key_head == 1:  # the key head itself is copied
+            return begin, end
+        if per_key_head < self.num_parts:
+            raise ValueError(
+                f"{num_heads} heads of {num_key_heads} key heads cannot be dealt to ranks of which "
+                f"{self.num_parts} have the same key head: each has to get a head"
+            )
+        first, last = (part * per_key_head // self.num_parts for part in (self.part, self.part + 1))
+        return begin + first, begin + last
+
+    def is_copied(self, num_heads: int, num_key_heads: int) -> bool:
+        """Whether other ranks of the group have the same heads of a tensor."""
+        return self.num_parts > 1 and num_heads == num_key_heads
+
+
+def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
+    """The heads of a rank of a group, as even as whole key heads allow.
+
+    The chunks of `shard_length` would leave the last ranks without heads where the number does not
+    divide, and the first ones would have no fewer.
+
+    Args:
+        member: index of the rank in its group.
+        num_ranks: ranks of the group.
+        num_key_heads: that are dealt; if they are fewer than ranks, a key head goes to several.
+
+    >>> [head_shard_of(member, 3, 4)[:2] for member in range(3)]
+    [(0, 1), (1, 2), (2, 4)]
+    >>> head_shard_of(1, 3, 2), head_shard_of(2, 3, 2)
+    (HeadShard(begin=0, end=1, part=1, num_parts=2), HeadShard(begin=1, end=2, part=0, num_parts=1))
+    """
+    if num_key_heads >= num_ranks:
+        begin, end = (i * num_key_heads // num_ranks for i in (member, member + 1))
+        return HeadShard(begin, end)
+    head = member * num_key_heads // num_ranks
+    # Rounded up: the first rank whose key head is this one, and the first of the next one.
+    first, end = (-(-i * num_ranks // num_key_heads) for i in (head, head + 1))
+    return HeadShard(head, head + 1, member - first, end - first)
+
+
+class TokenSplit(NamedTuple):
+    """Tokens that go to a rank or come from it, as they are counted in the tensor of this rank.
+
+    As the splits of `all_to_all_single`, but tokens of a rank need not lie side by side.
+    """
+
+    peer: int
+    cols: Cols
+
+
+class Amount(NamedTuple):
+    """What a message has of a tensor."""
+
+    tokens: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Exchange:
+    """The messages of one rank; those to itself stay here.
+
+    The k-th token that a rank sends is the k-th token that its peer receives.
+    The way back swaps the two sides: what was received is sent to where it came from, and copies of
+    a key head, which went to several ranks, are summed.
+    """
+
+    rank: int
+    heads: int
+    """Ranks of a group."""
+    num_tokens: tuple[int, int]
+    """Of this rank: before, and after."""
+    sends: tuple[TokenSplit, ...]
+    """With the heads of the peer."""
+    receives: tuple[TokenSplit, ...]
+    """With the heads of this rank."""
+
+    def head_shard(self, rank: int, num_key_heads: int) -> HeadShard:
+        """The heads of any rank, after the exchange."""
+        return head_shard_of(rank % self.heads, self.heads, num_key_heads)
+
+    def sent(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
+        """What leaves this rank of a tensor with so many heads, by peer.
+
+        On the way back it comes.
+        """
+        return {
+            x.peer: _amount(x, self.head_shard(x.peer, num_key_heads).span(*heads))
+            for heads in [(num_heads, num_key_heads)]
+            for x in self.sends
+            if x.peer != self.rank
+        }
+
+    def received(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
+        """What comes to this rank of a tensor with so many heads, by peer.
+
+        On the way back it leaves.
+        """
+        own = self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads)
+        return {x.peer: _amount(x, own) for x in self.receives if x.peer != self.rank}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the messages and of the indices made of them, in bytes, an estimate."""
+        cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
+        num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
+        return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
+
+
+def _amount(split: TokenSplit, heads: Span) -> Amount:
+    return Amount(len(split.cols), length(heads))
+
+
+@cached_bytes(2**26, lambda exchange: exchange.num_bytes)
+def exchange_of(
+    layout: Layout, to: Layout, heads: int, rank: int, world_size: int, seq_len: int
+) -> Exchange:
+    """The exchange of one rank; 64 MiB are kept.
+
+    It takes time in proportion to the runs of all ranks (to the tokens, if runs have gaps).
+
+    Args:
+        layout: that deals the tokens before.
+        to: that deals them to the groups after it.
+        heads: consecutive ranks of a group, which share the heads.
+        rank: this rank's index on the axis.
+        world_size: ranks on the axis.
+        seq_len: global length, in tokens.
+
+    Raises:
+        ValueError: if a layout cannot deal the length, or groups do not divide the axis.
+    """
+    if not 1 <= heads <= world_size or world_size % heads:
+        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"heads must be a number of ranks that divides the {world_size} of the axis, got "
+            f"{heads}; these do: {fitting}"
+        )
+    joined = to if heads == 1 else Joined(to, heads)
+    cells = _cells(
+        deal(layout, world_size, seq_len), deal(joined, world_size // heads, seq_len), seq_len
+    )
+    mine, ours = cells.owners == rank, cells.groups == rank // heads
+    to_groups = _splits(cells.groups, cells.lengths, mine)
+    sends = [
+        split._replace(peer=split.peer * heads + member)
+        for split in to_groups
+        for member in range(heads)
+    ]
+    receives = _splits(cells.owners, cells.lengths, ours)
+    num_tokens = int(cells.lengths[mine].sum()), int(cells.lengths[ours].sum())
+    return Exchange(rank, heads, num_tokens, tuple(sends), tuple(receives))
+
+
+class _Cells(NamedTuple):
+    """Neighbouring positions that stay together: arrays, in the order of positions."""
+
+    lengths: np.ndarray
+    owners: np.ndarray
+    """The rank that has them before."""
+    groups: np.ndarray
+    """The group that has them after."""
+
+
+def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
+    """Cut positions wherever a run of either side begins.
+
+    Raises:
+        ValueError: if the sides begin at different positions, as those of runs may.
+    """
+    (starts, owners), (other_starts, groups) = _runs(before), _runs(after)
+    if starts[:1].tolist() != other_starts[:1].tolist():
+        raise ValueError(
+            "tokens can be exchanged for the same ones only, but the layouts begin at position "
+            f"{starts[:1].tolist()} and {other_starts[:1].tolist()}: runs must hold all of them"
+        )
+    bounds = np.union1d(starts, other_starts)
+    # The run of each side that a cell is in is the last one that begins no later.
+    here, there = (np.searchsorted(x, bounds, "right") - 1 for x in (starts, other_starts))
+    return _Cells(np.diff(bounds, append=seq_len), owners[here], groups[there])
+
+
+def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
+    """First position and owner of all runs, where each lasts until the next; without gaps."""
+    if dealing.stride == 1:
+        return dealing.starts, dealing.owners
+    counts = dealing.lengths
+    steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.repeat(dealing.starts, counts) + steps * dealing.stride
+    order = np.argsort(positions)
+    return positions[order], np.repeat(dealing.owners, counts)[order]
+
+
+def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[TokenSplit]:
+    """The tokens of each peer, of cells that lie side by side in a tensor.
+
+    Args:
+        peers: of each cell, the rank or the group that has it on the other side.
+        lengths: of the cells, in tokens.
+        own: which of them this rank has.
+    """
+    peers, ends = peers[own], np.cumsum(lengths[own])
+    firsts = ends - lengths[own]
+    result = []
+    for peer in np.unique(peers).tolist():
+        at = peers == peer
+        begins, stops = firsts[at], ends[at]
+        touches = begins[1:] == stops[:-1]
+        result.append(TokenSplit(peer, Cols(_joined(begins, stops, touches))))
+    return result
+
+
+def _joined(begins: np.ndarray, stops: np.ndarray, touches: np.ndarray) -> tuple[Span, ...]:
+    """Cells as spans, those that touch the next one with it."""
+    is_new, is_last = np.append(True, ~touches), np.append(~touches, True)
+    return tuple(zip(begins[is_new].tolist(), stops[is_last].tolist(), strict=True))

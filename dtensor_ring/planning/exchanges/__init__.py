@@ -1,1 +1,0 @@
-"""Tokens for heads, and one layout for another: who sends what to whom."""

@@ -1,1 +1,0 @@
-"""How the tokens of a sequence are dealt to ranks."""

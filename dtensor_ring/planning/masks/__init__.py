@@ -1,1 +1,0 @@
-"""What queries see: masks, documents and slices, and how users say them."""

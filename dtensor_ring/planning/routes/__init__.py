@@ -1,1 +1,0 @@
-"""Which keys travel, when, and on which way around the ring."""

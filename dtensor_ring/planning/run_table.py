@@ -1,0 +1,376 @@
+"""The runs of all ranks as arrays, and layouts by their spelling or by such a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from dtensor_ring.planning.layout import (
+    BlockCyclic,
+    Contiguous,
+    Layout,
+    Run,
+    Striped,
+    ZigZag,
+    joined,
+)
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.ranges import FrozenArrays, numbered
+from dtensor_ring.planning.slice_tables import LARGEST
+
+BYTES_PER_RUN = 200
+"""Memory of a `Run`, its integers, and its row in the arrays."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dealing:
+    """How a layout deals one sequence to all ranks.
+
+    The arrays have one entry for each run, of all ranks, in the order of the first positions.
+    """
+
+    shards: tuple[tuple[Run, ...], ...]
+    """The runs of each rank."""
+    starts: np.ndarray
+    """First position."""
+    lengths: np.ndarray
+    owners: np.ndarray
+    """The rank that holds the run."""
+    cols: np.ndarray
+    """Where in the shard of its owner the run begins."""
+
+    @cached_property
+    def stride(self) -> int:
+        """Distance of neighbours in a run: the same for all runs."""
+        return next((shard[0].stride for shard in self.shards if shard), 1)
+
+    def num_local(self, rank: int) -> int:
+        """Tokens of a rank."""
+        return sum(run.length for run in self.shards[rank])
+
+
+@cached_bytes(2**26, lambda dealing: BYTES_PER_RUN * len(dealing.starts) + 64)
+def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
+    """The runs of all ranks; at most 64 MiB of them are kept.
+
+    Raises:
+        ValueError: if the layout cannot deal the length, or breaks the promise of `Layout.runs`.
+    """
+    shards = tuple(tuple(layout.runs(rank, world_size, seq_len)) for rank in range(world_size))
+    expected = [layout.num_tokens(rank, world_size, seq_len) for rank in range(world_size)]
+    wrong = _own_fault(shards, expected) or _common_fault(shards, seq_len)
+    if wrong:
+        raise ValueError(
+            f"{layout!r} breaks the promise of Layout.runs for {seq_len} tokens on {world_size} "
+            f"ranks: {wrong}"
+        )
+    if all(run.stride == 1 for shard in shards for run in shard):
+        # Neighbours, as the halves of zigzag's last rank are, make fewer tiles as one run.
+        shards = tuple(joined(list(shard)) for shard in shards)
+    rows = [
+        (run.start, run.length, rank, col)
+        for rank, shard in enumerate(shards)
+        for run, col in zip(shard, _offsets(shard), strict=True)
+    ]
+    # In the order of positions, which what searches them relies on.
+    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
+    return Dealing(shards, *np.ascontiguousarray(table.T))
+
+
+def _offsets(shard: tuple[Run, ...]) -> list[int]:
+    """Where in the shard each run begins."""
+    offsets, end = [], 0
+    for run in shard:
+        offsets.append(end)
+        end += run.length
+    return offsets
+
+
+def _own_fault(shards: tuple[tuple[Run, ...], ...], expected: list[int]) -> str | None:
+    """What is wrong with the runs of one rank, of so many tokens, whatever the others have."""
+    for rank, shard in enumerate(shards):
+        for run in shard:
+            if run.length < 1 or run.stride < 1:
+                return f"rank {rank} has an empty run, {run}"
+        # Tiles are found by bisection, which gives wrong results in silence out of order.
+        for run, following in pairwise(shard):
+            if following.start <= run.last:
+                return f"the runs of rank {rank} do not ascend, {following} follows {run}"
+        num_tokens = sum(run.length for run in shard)
+        if num_tokens != expected[rank]:
+            return f"rank {rank} has {num_tokens} tokens, but its shard has {expected[rank]}"
+    return None
+
+
+def _common_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
+    """What is wrong with the runs of all ranks together: strides, or positions not held once."""
+    runs = [(run, rank) for rank, shard in enumerate(shards) for run in shard]
+    stride = runs[0][0].stride if runs else 1
+    for run, rank in runs:
+        if run.stride != stride:
+            return f"rank {rank} has a run of stride {run.stride}, others have stride {stride}"
+    # Runs of one stride form chains, one for each remainder: each run begins where the last ended.
+    runs.sort(key=lambda owned: (owned[0].start % stride, owned[0].start))
+    expected, remainder = 0, -1
+    for run, rank in runs:
+        # A chain may begin anywhere: there are as many tokens as there should be, all within the
+        # sequence, so that none can be missing before it.
+        if run.start % stride != remainder:
+            expected, remainder = run.start, run.start % stride
+        if run.start < 0 or run.last >= seq_len:
+            return f"rank {rank} has {run}, outside of the sequence"
+        if run.start != expected:
+            missed = min(run.start, expected)
+            return f"rank {rank} has {run}, so that position {missed} is not held exactly once"
+        expected = run.last + stride
+    return None
+
+
+Rows = np.ndarray | Sequence[Sequence[tuple[int, int]]]
+"""Start and length of the runs of each rank, `(W, R, 2)`, or rows of any length."""
+
+MARKED = 1 << 30
+"""The smallest mark: where no run without a token starts by chance."""
+
+
+class RunTable(FrozenArrays, Layout):
+    """Positions written out as runs: of one batch, of a turn, or of what a cache holds.
+
+    Each position is on one rank at most, and ranks hold any number of them. As a layout, the table
+    has to hold all positions from its first one to the end of the sequence.
+
+    Args:
+        rows: start and length of the runs of each rank; runs without a token fill rows up. If one
+            ends the first row, and starts at `MARKED` or later, its start is the `mark`: a number
+            that ranks shall have alike, too.
+        argument: name of the argument that they were, for errors.
+
+    Raises:
+        ValueError: if a number is negative or no int32, the runs of a rank do not ascend, or two
+            runs hold one position.
+
+    >>> table = RunTable([[(4, 2), (9, 3)], [(6, 1)]])
+    >>> table.begin, table.end, table.missing
+    (4, 12, 7)
+    """
+
+    name: ClassVar[str] = "balanced"
+    per_batch: ClassVar[bool] = True
+
+    def __init__(self, rows: Rows, argument: str = "runs") -> None:
+        self.argument = argument
+        given = _filled(rows)
+        wrong = (given < 0) | (given > LARGEST) | (given.sum(-1, keepdims=True) > LARGEST)
+        if wrong.any():
+            raise ValueError(
+                f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
+            )
+        self.numbers, marks = self._freeze([_compact(given), _marks(given)])
+        self.mark = int(marks.sum())  # 0 without one
+        lengths = self.numbers[..., 1]
+        if ((np.diff(self.numbers[..., 0], axis=1) < 0) & (lengths[:, 1:] > 0)).any():
+            raise ValueError(
+                f"the {argument} of a rank must be in ascending order, see sequence_runs"
+            )
+        starts, ends = self._ordered
+        overlaps = starts[1:] < ends[:-1]
+        if overlaps.any():
+            raise self._not_once(int(starts[1:][overlaps.argmax()]))
+
+    @cached_property
+    def _ordered(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and last positions, plus one, of all runs in the order of positions."""
+        starts, lengths = self.numbers[self.numbers[..., 1] > 0].T
+        order = np.argsort(starts)
+        return starts[order], (starts + lengths)[order]
+
+    @cached_property
+    def begin(self) -> int:
+        """The first position; 0 if there is none."""
+        starts, _ = self._ordered
+        return int(starts[0]) if starts.size else 0
+
+    @cached_property
+    def end(self) -> int:
+        """The position after the last one; 0 if there is none."""
+        _, ends = self._ordered
+        return int(ends[-1]) if ends.size else 0
+
+    @cached_property
+    def missing(self) -> int | None:
+        """The first position between begin and end that no rank holds."""
+        starts, ends = self._ordered
+        gaps = ends[:-1] < starts[1:]
+        return int(ends[:-1][gaps.argmax()]) if gaps.any() else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table and of the object, in bytes."""
+        return 1000 + 2 * self.numbers.nbytes
+
+    def __repr__(self) -> str:
+        rows = [[tuple(run) for run in row if run[1]] for row in self.numbers.tolist()]
+        return f"RunTable({rows})"
+
+    def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
+        return int(self.numbers[rank, :, 1].sum())
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        if self.missing is not None:
+            raise self._not_once(self.missing)
+        if (len(self.numbers), self.end) != (world_size, seq_len):
+            raise ValueError(
+                f"these {self.argument} deal {self.end} tokens to {len(self.numbers)} ranks, not "
+                f"{seq_len} tokens to {world_size}; make a layout for each batch, see sequence_runs"
+            )
+        return self.held(rank, world_size)
+
+    def held(self, rank: int, world_size: int) -> tuple[Run, ...]:
+        """The runs of a rank, neighbours as one, whatever positions nobody holds.
+
+        Raises:
+            ValueError: if there is not one row for each rank.
+        """
+        starts, lengths = self.numbers_of(rank, world_size)
+        return joined(list(map(Run, starts.tolist(), lengths.tolist())))
+
+    def numbers_of(self, rank: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and length of each run of a rank.
+
+        Raises:
+            ValueError: if there is not one row for each rank.
+        """
+        if len(self.numbers) != world_size:
+            raise ValueError(
+                f"{self.argument} must have a row for each of the {world_size} ranks, got "
+                f"{len(self.numbers)}"
+            )
+        starts, lengths = self.numbers[rank].T
+        return starts[lengths > 0], lengths[lengths > 0]
+
+    def check_from(self, begin: int) -> None:
+        """Refuse a table that begins after a position.
+
+        Raises:
+            ValueError: naming the position.
+        """
+        if self.begin > begin:
+            raise self._not_once(begin)
+
+    def _not_once(self, position: int) -> ValueError:
+        return ValueError(
+            f"{self.argument} must hold each position once, not so position {position}"
+        )
+
+
+def _filled(rows: Rows) -> np.ndarray:
+    """The rows as one array `(W, R, 2)`."""
+    if isinstance(rows, np.ndarray):
+        return rows.astype(np.int64)
+    filled = np.zeros((len(rows), max(map(len, rows), default=0), 2), dtype=np.int64)
+    for row, runs in zip(filled, rows, strict=True):
+        row[: len(runs)] = np.array(runs, dtype=np.int64).reshape(-1, 2)
+    return filled
+
+
+def _marks(given: np.ndarray) -> np.ndarray:
+    """What stands in the last run of the first row, if that holds nothing."""
+    starts, lengths = given[:1, -1:].reshape(-1, 2).T
+    return starts[(lengths == 0) & (starts >= MARKED)]
+
+
+def _compact(given: np.ndarray) -> np.ndarray:
+    """The rows without runs that hold nothing, as narrow as can be: alike if they say the same."""
+    ranks, places = np.nonzero(given[..., 1])
+    counts = np.bincount(ranks, minlength=len(given))
+    numbers = np.zeros((len(given), counts.max(initial=0), 2), dtype=np.int64)
+    numbers[numbered(counts)] = given[ranks, places]
+    return numbers
+
+
+@dataclass(frozen=True)
+class PerBatch(Layout):
+    """Stands for layouts that belong to a batch: each batch brings its own, see `sequence_runs`."""
+
+    name: ClassVar[str] = "balanced"
+    per_batch: ClassVar[bool] = True
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        raise ValueError(
+            "the balanced layout belongs to one batch, so it is passed with it: "
+            "ring_attention(..., runs=sequence_runs(Balanced(...))), and so to shard_sequence"
+        )
+
+
+LAYOUTS: dict[str, type[Layout]] = {
+    layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic)
+}
+"""The layouts that a name and integers spell."""
+
+
+def as_layout(layout: Layout | str) -> Layout:
+    """The layout itself, or the one of that spelling.
+
+    Args:
+        layout: a layout, or its `spec`: `"zigzag"`, `"block_cyclic:128"`; `"balanced"` stands for
+            the layouts that belong to a batch.
+
+    Raises:
+        ValueError: if no layout is spelled so.
+        TypeError: if `layout` is neither a layout nor a string.
+
+    >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
+    (BlockCyclic(block=128), 'zigzag')
+    """
+    if isinstance(layout, str):
+        # A bare name needs no cache, which a compiler that traces this would warn of.
+        kind = LAYOUTS.get(layout)
+        return _spelled(layout) if kind is None or kind.parameters else kind()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
+    # A layout of another class is not in the table, so its spelling would not lead back to it.
+    if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
+        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_spellings())}")
+    return layout
+
+
+@lru_cache(maxsize=256)  # the ops spell their layout in every call
+def _spelled(spelling: str) -> Layout:
+    """The layout of that spelling."""
+    # Per-batch layouts are no class with parameters: their runs come with the batch.
+    if spelling == PerBatch.name:
+        return PerBatch()
+    name, _, parameters = spelling.partition(":")
+    if name not in LAYOUTS:
+        raise ValueError(f"unknown layout {spelling!r}; known layouts: {', '.join(_spellings())}")
+    return _parsed(LAYOUTS[name], spelling, parameters)
+
+
+def _parsed(kind: type[Layout], spelling: str, parameters: str) -> Layout:
+    """The layout with these parameters, which commas separate."""
+    values = parameters.split(",") if ":" in spelling else []
+    try:
+        if len(values) != len(kind.parameters):
+            raise ValueError(f"takes {len(kind.parameters)} parameters, got {len(values)}")
+        return kind(*map(int, values))
+    except ValueError as error:
+        raise ValueError(
+            f"the layout {spelling!r} has wrong parameters ({error}); "
+            f"known layouts: {', '.join(_spellings())}"
+        ) from None
+
+
+def layout_names() -> list[str]:
+    """The names of the layouts that take no parameters, for errors that say which there are."""
+    return [name for name, kind in LAYOUTS.items() if not kind.parameters]
+
+
+def _spellings() -> list[str]:
+    """The spelling of each known layout, with the names of its parameters."""
+    named = {name: ",".join(f"<{x}>" for x in kind.parameters) for name, kind in LAYOUTS.items()}
+    return [f"{name}:{parameters}" if parameters else name for name, parameters in named.items()]

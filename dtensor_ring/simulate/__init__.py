@@ -1,0 +1,1 @@
+"""What a layout or a strategy would cost, without running it."""

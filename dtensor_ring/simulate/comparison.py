@@ -1,0 +1,323 @@
+"""What strategies cost over one axis, side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dtensor_ring.compute.execute import launches
+from dtensor_ring.planning.all_to_all import Amount, Exchange, exchange_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Boundaries, Mask
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.simulate.schedule import (
+    Schedule,
+    Traffic,
+    describe_schedule,
+    largest_packet,
+    shard_traffic,
+    sum_traffic,
+)
+from dtensor_ring.transport.messages import aligned
+from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.rotation import goes_apart
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank sends and holds in one direction of an attention; sizes are in bytes."""
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+    """That it sends."""
+    held: int = 0
+    """At most at a time: buffers of messages, and what it has while tokens are traded for heads.
+
+    Keys and values that need no buffer, as they are large and lie in one piece of memory, count as
+    if they did.
+    """
+
+    def __add__(self, other: Cost) -> Cost:
+        return by_field(sum, [self, other])
+
+
+def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
+    """The sum of each field, or the largest of each."""
+    return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
+
+
+class Sizes(NamedTuple):
+    """What the tensors of an attention are like."""
+
+    heads: tuple[int, int]
+    """Of queries, and of keys and values."""
+    head_dims: tuple[int, int]
+    """Of queries and keys, and of values."""
+    batch: int
+    itemsize: int
+    kv_itemsize: int
+    """Of keys and values on their way."""
+    sum_itemsize: int
+    """Of sums of their gradients."""
+
+    def heads_after(self, exchange: Exchange | None) -> tuple[int, int]:
+        """Query heads and key heads of a rank after an exchange, all of them without one."""
+        if exchange is None:
+            return self.heads
+        of_rank = exchange.head_shard(exchange.rank, self.heads[1])
+        query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
+        return query, key
+
+
+def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cost, Cost]:
+    """Forward and backward of one rank, which may exchange before its plan and after it."""
+    num_heads, num_key_heads = sizes.heads_after(exchange)
+    column = sizes.batch * num_key_heads * sum(sizes.head_dims)
+    room = largest_packet(plan)
+    forward = moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
+    backward = forward + moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
+    if exchange is None:
+        return forward, backward
+    # Queries, keys and values go, outputs come back; then gradients, the other way round.
+    (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
+    inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
+    output = ((heads, value_dim),)
+    there, given = (traded(exchange, sizes, tensors) for tensors in (inputs, output))
+    back, returned = (traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
+    token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
+    kept = token * exchange.num_tokens[1]
+    # Backward has the gradients beside query, key, value and output.
+    return _around(there, forward, back, kept), _around(given, backward, returned, 2 * kept)
+
+
+def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
+    """All of them, one after the other, and what stays meanwhile."""
+    return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
+
+
+def moved(traffic: Traffic, column: int, room: int) -> Cost:
+    """Messages of columns of so many bytes, in buffers of so many columns."""
+    held = traffic.num_buffers * room * column
+    num_second = sum(goes_apart(cols * column) for cols in traffic.owned)
+    num_sent = traffic.num_sent + num_second
+    return Cost(traffic.sent * column, traffic.received * column, num_sent, held)
+
+
+def traded(
+    exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
+) -> Cost:
+    """The cost of one exchange; `tensors` are pairs of a number of heads and a head dim."""
+    num_key_heads = sizes.heads[1]
+    leaving, coming = Counter[int](), Counter[int]()
+    for num_heads, head_dim in tensors:
+        there, here = (leaving, coming) if not is_back else (coming, leaving)
+        _add(there, exchange.sent(num_heads, num_key_heads), sizes, head_dim)
+        _add(here, exchange.received(num_heads, num_key_heads), sizes, head_dim)
+    held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
+    num_messages = sum(size > 0 for size in leaving.values())  # nothing empty travels
+    return Cost(leaving.total(), coming.total(), num_messages, held)
+
+
+def _add(
+    num_bytes: Counter[int], amounts: Mapping[int, Amount], sizes: Sizes, head_dim: int
+) -> None:
+    """Add the bytes of a tensor to those of each peer."""
+    for peer, (tokens, heads) in amounts.items():
+        num_bytes[peer] += tokens * heads * head_dim * sizes.batch * sizes.itemsize
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """What an attention costs by one strategy."""
+
+    strategy: str
+    why_not: str | None = None
+    """Why it cannot be: too few heads, and all numbers are zero then, or too little memory."""
+    forward: Cost = field(default_factory=Cost)
+    """Of each number, that of the rank where it is largest."""
+    backward: Cost = field(default_factory=Cost)
+    launches: int = 0
+    """Of the rank that has most, forward, by a kernel that takes segments."""
+    tiles: int = 0
+    """The same by a kernel that takes one tile at a time."""
+    balance: float = 0.0
+    """Work of the busiest rank over the mean."""
+
+
+@dataclass(frozen=True)
+class StrategyComparison:
+    """What an attention costs by each strategy. Printed, it is a table."""
+
+    rows: tuple[StrategyCost, ...]
+
+    def __str__(self) -> str:
+        names = "sent", "received", "messages", "held"
+        table = [(*names, *names, "launches", "tiles", "balance"), *map(_cells, self.rows)]
+        # A row that says why not has one cell, as wide as it is.
+        widths = [max(len(x[i]) for x in table if len(x) > 1) for i in range(len(table[0]))]
+        titles = ["strategy", *(row.strategy for row in self.rows)]
+        first = max(map(len, titles))
+        lines = [
+            "  ".join([title.ljust(first), *map(str.rjust, cells, widths)])
+            for title, cells in zip(titles, table, strict=True)
+        ]
+        over = "forward, MB".ljust(sum(widths[:4]) + 8) + "backward, MB"
+        return "\n".join([" " * (first + 2) + over, *lines])
+
+
+def _cells(row: StrategyCost) -> tuple[str, ...]:
+    if row.why_not is not None:
+        return (row.why_not,)
+    numbers = []
+    for x in (row.forward, row.backward):
+        sent, received, held = (f"{size / 1e6:.1f}" for size in (x.sent, x.received, x.held))
+        numbers += [sent, received, str(x.messages), held]
+    return *numbers, str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+
+
+def compare_strategies(
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    cu_seqlens: Boundaries | None = None,
+    *,
+    slices: Slices | None = None,
+    layout: Layout | str = "zigzag",
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    policy: TransferPolicy = DEFAULT_POLICY,
+    strategies: Sequence[str] | None = None,
+    max_held: int | None = None,
+) -> StrategyComparison:
+    """What one attention costs by each strategy, counted from the plans of all ranks.
+
+    Args:
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
+        head_dim: of queries, keys and values.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+        layout: a layout or its name.
+        batch: rows of the batch, if boundaries do not say it by row.
+        dtype: of query, key and value.
+        policy: the dtypes in which messages travel.
+        strategies: spellings, see `SequenceAxis`; by default every way to travel, and tokens traded
+            for heads over groups of each size.
+        max_held: bytes that a rank may hold of others at a time, forward or backward; a strategy
+            that holds more on some rank cannot be. By default any number.
+
+    Returns:
+        A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, or
+            the boundaries do not fit the sequence.
+
+    Example:
+        >>> found = compare_strategies(Mask.causal(), 8192, 4, strategies=("ring", "ulysses"))
+        >>> [(row.strategy, row.forward.sent, row.launches) for row in found.rows]
+        [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
+    """
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    sizes = _sizes(heads, head_dim, batch, dtype, policy)
+    allowed = None if max_held is None else as_count("max_held", max_held)
+    rows = []
+    for strategy in _strategies(strategies, num_ranks):
+        reason = why_not(strategy, *sizes.heads)
+        if reason is not None:
+            rows.append(StrategyCost(strategy.spec, reason))
+            continue
+        asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
+        cost = _cost(describe_schedule(*asked), strategy, sizes)
+        rows.append(replace(cost, why_not=_too_much(cost, allowed)))
+    return StrategyComparison(tuple(rows))
+
+
+def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
+    """Why a strategy cannot be where so many bytes are allowed; `None` if it can."""
+    held, direction = max((cost.forward.held, "forward"), (cost.backward.held, "backward"))
+    if allowed is None or held <= allowed:
+        return None
+    return (
+        f"the busiest rank would hold {held / 1e6:.1f} MB {direction}, more than the "
+        f"{allowed / 1e6:.1f} MB of max_held"
+    )
+
+
+def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
+    """Those that are compared."""
+    if given is None:
+        sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
+        return [*(Strategy(way=way) for way in ROUTES), *map(Strategy, sizes)]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"strategies must be a list of names, such as ['ring'], got {given!r}")
+    return [as_strategy(name, world_size) for name in given]
+
+
+def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Sizes:
+    """What the tensors are like."""
+    if not isinstance(heads, Sequence) or len(heads) != 2:
+        raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
+    query, key = (as_count("heads", count, 1) for count in heads)
+    if query % key:
+        raise ValueError(f"heads of queries must be a multiple of those of keys, got {heads}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating, such as torch.bfloat16, got {dtype!r}")
+    if not isinstance(policy, TransferPolicy):
+        raise TypeError(
+            f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
+        )
+    dim = as_count("head_dim", head_dim)
+    return Sizes(
+        *((query, key), (dim, dim), as_count("batch", batch), dtype.itemsize),
+        (policy.kv_dtype or dtype).itemsize,
+        policy.sum_dtype(dtype).itemsize,
+    )
+
+
+def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
+    """The cost of the busiest rank."""
+    # Boundaries by row say how many there are.
+    rows = len(schedule.documents or schedule.slices or ())
+    sizes = sizes._replace(batch=max(sizes.batch, rows))
+    layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
+    exchanges: list[Exchange | None] = [None] * size
+    if strategy.heads > 1:  # else nothing is traded
+        exchanges = [
+            exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
+        ]
+    pairs = list(zip(schedule.plans, exchanges, strict=True))
+    costs = [rank_costs(plan, exchange, sizes) for plan, exchange in pairs]
+    forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))
+    heads = [sizes.heads_after(exchange)[0] for exchange in exchanges]
+    work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
+    return StrategyCost(
+        strategy.spec,
+        None,
+        forward,
+        backward,
+        max(sum(_num_launches(plan, sizes.batch)) for plan in schedule.plans),
+        max(sum(len(step.tiles) for step in plan.steps) for plan in schedule.plans),
+        max(work) * len(work) / sum(work) if any(work) else 1.0,
+    )
+
+
+def _num_launches(plan: Plan, batch: int) -> Iterator[int]:
+    """Of each step."""
+    for step in plan.steps:
+        shape = batch, plan.num_local[0], len(step.cols)
+        yield len(launches(step, shape, has_segments=True))

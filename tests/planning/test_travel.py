@@ -1,0 +1,211 @@
+"""What travels: the keys that are seen, on as few hops as it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.ranges import Span
+from dtensor_ring.planning.route import ROUTES, Hop, Transfer
+from tests.columns import indices_of
+from tests.layouts import LAYOUTS
+from tests.planning.test_needs import legs_written_out, needs_of, table_of
+from tests.planning.test_plan import cross_rings, rings
+from tests.rings import Ring, Rows
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@settings(deadline=None, max_examples=100)
+@given(rings() | cross_rings())
+def test_nothing_moves_that_nobody_sees(route: str, ring: Ring) -> None:
+    plans, ranks = replace(ring, route=route).plans(), range(ring.world_size)
+    for source, needed in enumerate(table_of(ring)):
+        after = [plans[(source + i) % ring.world_size] for i in ranks]
+        held = [Cols()] * ring.world_size
+        for i, found in enumerate(after):
+            (held[i],) = {x.cols for x in found.steps[1:] if x.source == source} or {Cols()}
+        expected = list(needed) if is_straight(plans) else legs_written_out(needed)
+        assert held == expected, f"of source {source}"
+    for schedule in plans:
+        assert schedule.num_steps == plans[0].num_steps
+        check_steps(schedule, len(ring.positions(schedule.rank, of_keys=True)))
+        check_releases(schedule)
+
+
+def is_straight(plans: list[Plan]) -> bool:
+    transfers = [(plan.rank, x) for plan in plans for hop in plan.shards for x in hop.sends]
+    return any(x.peer != (rank + 1) % len(plans) for rank, x in transfers)
+
+
+def check_steps(schedule: Plan, num_local: int) -> None:
+    first = schedule.steps[0]
+    assert (first.source, first.cols) == (schedule.rank, Cols.union([(0, num_local)]))
+    assert len(schedule.shards) == len(schedule.sums) == schedule.num_steps
+    assert schedule.shards[-1] == schedule.sums[0] == Hop()
+    resident: dict[int, Cols] = {schedule.rank: Cols.union([(0, num_local)])}
+    for number, (step, hop) in enumerate(zip(schedule.steps, schedule.shards, strict=True)):
+        assert step.number == number
+        assert step.cols == resident.get(step.source, Cols())
+        assert step.cols or not step.tiles, f"step {number} needs what does not arrive"
+        assert not resident.keys() & {x.source for x in hop.receives}, "one packet of a source"
+        resident |= {x.source: x.cols for x in hop.receives}
+
+
+def check_releases(schedule: Plan) -> None:
+    """Once each, as soon as possible; what the last hop leaves goes with everything else."""
+    released = [source for hop in schedule.shards for source in hop.releases]
+    assert len(set(released)) == len(released)
+    for source in {x.source for hop in schedule.shards for x in hop.receives}:
+        users = [
+            number
+            for number, (step, hop) in enumerate(zip(schedule.steps, schedule.shards, strict=True))
+            if source in [x.source for x in (*hop.sends, *hop.receives)]
+            or (step.source == source and step.tiles)
+        ]
+        found = [i for i, hop in enumerate(schedule.shards) if source in hop.releases]
+        assert found == ([users[-1]] if users[-1] < schedule.num_steps - 1 else [])
+    assert schedule.rank not in released
+
+
+MASKS = [
+    CAUSAL,
+    FULL,
+    *(Mask.sliding(5), Mask.local(2, 3), Mask.chunked(12), Mask.prefix_causal(7)),
+]
+BATCHES = {
+    "one document": None,
+    "documents": ((0, 5, 11, 30, 31, 44, 48),),
+    "rows": ((0, 5, 11, 30, 31, 44, 48), (0, 16, 17, 20, 40, 41, 43)),
+}
+
+
+@pytest.mark.parametrize("documents", BATCHES.values(), ids=list(BATCHES))
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, None], ids=lambda x: x.spec if x else "balanced")
+def test_keys_that_come_are_those_that_are_seen(
+    layout: Layout | None, mask: Mask, documents: Rows | None
+) -> None:
+    """Directly, each rank gets what it sees; around, what it or any rank further on sees.
+
+    Around, a seventh more may come along.
+    """
+    for world_size in (3, 4):
+        dealt = layout or Balanced(mask, 48, world_size, documents, 4)
+        ring = Ring(dealt, world_size, 48, mask, documents)
+        seen, ranks = ring.visible().any(0), range(world_size)
+        positions = [ring.positions(rank) for rank in ranks]
+        sees = [set(seen[rows].any(0).nonzero()[:, 0].tolist()) for rows in positions]
+        for rank, found in enumerate(replace(ring, route="direct").plans()):
+            assert received(ring, found) == sorted(sees[rank] - set(positions[rank].tolist()))
+        for rank, found in enumerate(replace(ring, route="around").plans()):
+            least, most = set(), set()
+            for source in {*ranks} - {rank}:
+                own = set(positions[source].tolist())
+                # From this rank on to the one before the source.
+                after = range(rank, rank + (source - rank) % world_size)
+                later = own & set().union(*(sees[i % world_size] for i in after))
+                least |= later
+                most |= own if later else set()
+            came = received(ring, found)
+            assert least <= {*came} <= most
+            assert 7 * len(came) <= 8 * len(least)
+
+
+def received(ring: Ring, plan: Plan) -> list[int]:
+    """Positions of all tokens that come to a rank."""
+    transfers = [x for hop in plan.shards for x in hop.receives]
+    assert plan.num_received == sum(len(x.cols) for x in transfers)
+    return sorted(
+        position
+        for x in transfers
+        for position in ring.positions(x.source)[indices_of(x.cols)].tolist()
+    )
+
+
+WINDOW = Mask.sliding(1024)
+SHORT_DOCUMENTS = (tuple(range(0, 64 * 256 + 1, 256)),)
+HOPS = {
+    "window": (Ring(Contiguous(), 4, 16384, WINDOW), [1, 1, 1, 0]),
+    "documents": (Ring(Contiguous(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "causal": (Ring(Contiguous(), 4, 16384, CAUSAL), [3, 2, 1, 0]),
+    "full": (Ring(Contiguous(), 4, 16384, FULL), [3, 3, 3, 3]),
+    "one ahead": (Ring(Contiguous(), 4, 16384, Mask.local(0, 1)), [0, 1, 1, 1]),
+    "striped": (Ring(Striped(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "striped, one back": (Ring(Striped(), 4, 16384, Mask.sliding(1)), [1, 1, 1, 1]),
+    "zigzag": (Ring(ZigZag(), 4, 16384, CAUSAL), [3, 3, 3, 3]),
+    "zigzag, documents": (Ring(ZigZag(), 4, 16384, CAUSAL, SHORT_DOCUMENTS), [0, 0, 0, 0]),
+    "zigzag, one token each": (Ring(ZigZag(), 4, 4, CAUSAL), [3, 2, 1, 0]),
+    "alone": (Ring(Contiguous(), 1, 64, CAUSAL), [0]),
+    "striped alone": (Ring(Striped(), 1, 64, FULL), [0]),
+    "zigzag alone": (Ring(ZigZag(), 1, 64, CAUSAL), [0]),
+    "no token": (Ring(ZigZag(), 3, 0, FULL), [0, 0, 0]),
+    "a chunk each": (Ring(Contiguous(), 4, 16384, Mask.chunked(4096)), [0, 0, 0, 0]),
+    "chunks": (Ring(Contiguous(), 4, 16384, Mask.chunked(8192)), [1, 0, 1, 0]),
+    "prefix": (Ring(Contiguous(), 4, 16384, Mask.prefix_causal(5000)), [3, 3, 1, 0]),
+    "prefix in a window": (Ring(Contiguous(), 4, 64, Mask(4, 0, prefix=64)), [1, 3, 3, 3]),
+    "cross": (Ring(Contiguous(), 4, 64, FULL, None, 8), [3, 3, 3, 3]),
+    "cross, a document each": (
+        Ring(Contiguous(), 4, 64, FULL, ((0, 16, 32, 48, 64),), 8, ((0, 2, 4, 6, 8),)),
+        [0, 0, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ring", "num_hops"), HOPS.values(), ids=list(HOPS))
+def test_hops(ring: Ring, num_hops: list[int]) -> None:
+    plans = ring.plans()
+    sources = [x.source for plan in plans for hop in plan.shards for x in hop.receives]
+    assert [sources.count(rank) for rank in range(ring.world_size)] == num_hops
+    assert plans[0].num_steps == 1 + max(num_hops)
+
+
+def test_only_columns_that_others_see_travel() -> None:
+    def travelling(ring: Ring) -> list[set[tuple[Span, ...]]]:
+        sent = [x for plan in ring.plans() for hop in plan.shards for x in hop.sends]
+        return [{x.cols.spans for x in sent if x.source == rank} for rank in range(ring.world_size)]
+
+    first, *others = travelling(Ring(ZigZag(), 4, 64, CAUSAL))
+    assert first == {((0, 8),)}, "the last chunk is seen by its owner alone"
+    assert others == [{((0, 16),)}] * 3
+    assert travelling(Ring(Contiguous(), 4, 64, Mask.sliding(5))) == [{((11, 16),)}] * 3 + [set()]
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
+def test_packets_stay_whole_where_all_see_all(layout: Layout, mask: Mask) -> None:
+    """No copy and no message more than a ring has."""
+    for world_size in (2, 3, 8):
+        ring = Ring(layout, world_size, 96 * world_size, mask)
+        needs = needs_of(ring)
+        assert {len(legs) for legs in needs.legs} <= {0, 1}
+        assert not needs.direct_is_lighter
+
+
+def test_a_window_costs_its_width() -> None:
+    """Whatever the number of ranks and the length of the chunks."""
+    for world_size in (4, 8, 16):
+        plans = Ring(ZigZag(), world_size, 256 * world_size, Mask.sliding(20)).plans()
+        assert {plan.num_steps for plan in plans} == {3}, "one more than neighbours"
+        assert max(plan.num_received for plan in plans) == 2 * 20
+
+
+def test_parcels_of_a_zigzag_window() -> None:
+    """The ranks next to each other hold chunks next to each other: 0 and 7, 1 and 6, ..."""
+    plan = Ring(ZigZag(), 4, 64, Mask.sliding(3)).plans()[1]
+    assert [step.source for step in plan.steps] == [1, 0, 2]
+    left, right = Cols(((5, 8),)), Cols(((13, 16),))
+    assert plan.shards == (
+        Hop((Transfer(1, left, 2),), (Transfer(0, left, 0),)),
+        Hop((Transfer(1, right, 0),), (Transfer(2, right, 2),), releases=(0,)),
+        Hop(),
+    )
+    back = (Hop(hop.receives, hop.sends) for hop in plan.shards[:2])
+    assert plan.sums == (Hop(), *back)

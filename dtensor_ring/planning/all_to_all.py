@@ -26,8 +26,7 @@ class HeadShard(NamedTuple):
     has a copy of it, and its own part of the query heads.
 
     Attributes:
-        begin: first key head.
-        end: one after the last key head.
+        begin, end: range of key heads.
         part: which part of the query heads this rank has, if it has one key head only.
         num_parts: number of ranks that share this key head.
     """
@@ -119,11 +118,9 @@ class Exchange:
     went to several ranks.
 
     Attributes:
-        rank: this rank's index on the axis.
         heads: number of ranks in a group.
         num_tokens: tokens of this rank before and after the exchange.
-        sends: tokens sent to each peer, with the peer's heads.
-        receives: tokens received from each peer, with this rank's heads.
+        sends, receives: tokens to each peer (with its heads), from each peer (with this rank's).
     """
 
     rank: int
@@ -210,13 +207,7 @@ def exchange_of(
 
 
 class _Cells(NamedTuple):
-    """Cells of consecutive positions that travel together, in the order of positions.
-
-    Attributes:
-        lengths: tokens of each cell.
-        owners: rank that holds each cell before the exchange.
-        groups: group that holds each cell after the exchange.
-    """
+    """Consecutive positions that stay together, with their rank before and their group after."""
 
     lengths: np.ndarray
     owners: np.ndarray

@@ -135,13 +135,7 @@ def one_row(name: str, rows: Rows) -> np.ndarray:
 
 
 def of_each(name: str, row: np.ndarray, total: int, of: str) -> np.ndarray:
-    """Return `row` with one entry for each of `total` items; a scalar is repeated.
-
-    Args:
-        name: what the error calls the row.
-        row: one entry for each item, or a scalar.
-        total: number of items.
-        of: what the error calls the items.
+    """Return `row` with one entry for each of `total` items, named `of`; a scalar is repeated.
 
     Raises:
         ValueError: if the row is longer or shorter.

@@ -192,8 +192,7 @@ class Builders:
         """Build masks aligned at the last query and key, as flash-attn aligns them.
 
         In a document whose queries end at e and whose keys end at f, q sees k iff the mask shows
-        key k to query q + f - e. Use it for queries that continue a sequence, or for causal cross
-        attention.
+        key k to query q + f - e (queries that continue a sequence, or causal cross attention).
 
         Args:
             cu_seqlens: boundaries of the queries, `(D+1,)` or `(B, D+1)`; `[0, S]` is one document.

@@ -29,13 +29,11 @@ class CacheTable:
 
     All ranks compute the same table without a message. It is a frozen value: each change makes
     another table in a few microseconds, whatever the number of runs. Without crops, the lengths of
-    two ranks differ by at most one block, plus W - 1 tokens for each sharded turn: the shards of a
-    turn that W does not divide differ in length.
+    two ranks differ by at most one block, plus W - 1 tokens for each sharded turn.
 
     Attributes:
         block: tokens of a block.
-        num_local: tokens of each rank, `(W,)`.
-        num_runs: runs of each rank, `(W,)`.
+        num_local, num_runs: number of tokens and of runs of each rank, W entries.
         numbers: start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
         current: rank and first position of the block that single tokens go to.
 

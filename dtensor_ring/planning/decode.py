@@ -33,8 +33,7 @@ def decode_step(
     """Return the only step of a rank, from a cache of 16 MiB.
 
     Its tiles pair all queries with the rank's own columns. The time grows with the number of runs
-    of this rank, and with the number of tiles at the edges of what queries see. Keys that all
-    queries see are one tile, however many runs they have.
+    of this rank, and of runs at an edge of what a query sees. Keys that all see are one tile.
 
     Args:
         layout: how the keys are sharded, or a `RunTable`.
@@ -50,8 +49,7 @@ def decode_step(
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
-    # Rounded up to a power of two, so a growing sequence reuses one table: positions without keys
-    # add no tiles.
+    # A power of two, so a growing sequence reuses one table: positions without keys add no tiles.
     longest = max(seq_len, max(starts, default=0) + num_queries)
     horizon = 1 << max(10, (longest - 1).bit_length())
     if documents is not None or slices is not None:

@@ -1,9 +1,8 @@
-"""Which tokens and heads each rank sends to which in an all-to-all.
+"""Plans an all-to-all: the tokens and heads that each rank sends to each other rank.
 
-On the one side each rank has the tokens that a layout deals to it, with all heads. On the other
-side `heads` consecutive ranks are a group, which has the tokens that a layout deals to all of them:
-each rank of it has all of these, with a part of the heads. Tokens are in the order of their
-positions on both sides. A group of one rank has all heads: then only the layout changes.
+Before it, each rank holds its tokens of a layout, with all heads. After it, `heads` consecutive
+ranks form a group: each of them holds all tokens of the group, with a part of the heads. Tokens
+are in the order of their positions on both sides. With groups of one rank only the layout changes.
 """
 
 from __future__ import annotations
@@ -25,20 +24,23 @@ class HeadShard(NamedTuple):
 
     Query heads stay with the key head that they see. Where a key head goes to several ranks, each
     has a copy of it, and its own part of the query heads.
+
+    Attributes:
+        begin, end: range of key heads.
+        part: which part of the query heads this rank has, if it has one key head only.
+        num_parts: number of ranks that share this key head.
     """
 
     begin: int
-    """First key head."""
     end: int
     part: int = 0
-    """Which part of the query heads of its one key head."""
     num_parts: int = 1
 
     def span(self, num_heads: int, num_key_heads: int) -> Span:
-        """The heads of this shard in a tensor, which has some for each key head.
+        """Return the heads of this shard in a tensor that has some for each key head.
 
         Raises:
-            ValueError: if they cannot be dealt so.
+            ValueError: if `num_heads` cannot be sharded this way.
 
         >>> HeadShard(1, 2, part=0, num_parts=2).span(14, 2), HeadShard(1, 2, 0, 2).span(2, 2)
         ((7, 10), (1, 2))
@@ -61,20 +63,20 @@ class HeadShard(NamedTuple):
         return begin + first, begin + last
 
     def is_copied(self, num_heads: int, num_key_heads: int) -> bool:
-        """Whether other ranks of the group have the same heads of a tensor."""
+        """Return whether other ranks of the group have the same heads of a tensor."""
         return self.num_parts > 1 and num_heads == num_key_heads
 
 
 def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
-    """The heads of a rank of a group, as even as whole key heads allow.
+    """Return the heads of a rank of a group, as even as whole key heads allow.
 
     The chunks of `shard_length` would leave the last ranks without heads where the number does not
-    divide, and the first ones would have no fewer.
+    divide, while the first ranks would have no fewer.
 
     Args:
         member: index of the rank in its group.
         num_ranks: ranks of the group.
-        num_key_heads: that are dealt; if they are fewer than ranks, a key head goes to several.
+        num_key_heads: key heads of all ranks; if fewer than ranks, several ranks share one.
 
     >>> [head_shard_of(member, 3, 4)[:2] for member in range(3)]
     [(0, 1), (1, 2), (2, 4)]
@@ -91,9 +93,9 @@ def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
 
 
 class TokenSplit(NamedTuple):
-    """Tokens that go to a rank or come from it, as they are counted in the tensor of this rank.
+    """Tokens sent to or received from a peer, as columns of this rank's tensor.
 
-    As the splits of `all_to_all_single`, but tokens of a rank need not lie side by side.
+    It is like a split of `all_to_all_single`, but its tokens need not be contiguous.
     """
 
     peer: int
@@ -101,7 +103,7 @@ class TokenSplit(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """What a message has of a tensor."""
+    """The number of tokens and heads of a tensor in one message."""
 
     tokens: int
     heads: int
@@ -111,29 +113,30 @@ class Amount(NamedTuple):
 class Exchange:
     """The messages of one rank; those to itself stay here.
 
-    The k-th token that a rank sends is the k-th token that its peer receives.
-    The way back swaps the two sides: what was received is sent to where it came from, and copies of
-    a key head, which went to several ranks, are summed.
+    The k-th token that a rank sends is the k-th token that its peer receives. The reverse exchange
+    swaps the two sides: it sends back what was received, and sums the copies of a key head that
+    went to several ranks.
+
+    Attributes:
+        heads: number of ranks in a group.
+        num_tokens: tokens of this rank before and after the exchange.
+        sends, receives: tokens to each peer (with its heads), from each peer (with this rank's).
     """
 
     rank: int
     heads: int
-    """Ranks of a group."""
     num_tokens: tuple[int, int]
-    """Of this rank: before, and after."""
     sends: tuple[TokenSplit, ...]
-    """With the heads of the peer."""
     receives: tuple[TokenSplit, ...]
-    """With the heads of this rank."""
 
     def head_shard(self, rank: int, num_key_heads: int) -> HeadShard:
-        """The heads of any rank, after the exchange."""
+        """Return the heads of any rank after the exchange."""
         return head_shard_of(rank % self.heads, self.heads, num_key_heads)
 
     def sent(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
-        """What leaves this rank of a tensor with so many heads, by peer.
+        """Return how much of a tensor this rank sends to each peer, keyed by peer.
 
-        On the way back it comes.
+        In the reverse exchange it receives the same amounts.
         """
         return {
             x.peer: _amount(x, self.head_shard(x.peer, num_key_heads).span(*heads))
@@ -143,16 +146,16 @@ class Exchange:
         }
 
     def received(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
-        """What comes to this rank of a tensor with so many heads, by peer.
+        """Return how much of a tensor this rank receives from each peer, keyed by peer.
 
-        On the way back it leaves.
+        In the reverse exchange it sends the same amounts.
         """
         own = self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads)
         return {x.peer: _amount(x, own) for x in self.receives if x.peer != self.rank}
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the messages and of the indices made of them, in bytes, an estimate."""
+        """Estimated memory of the messages and of the indices made from them, in bytes."""
         cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
         num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
         return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
@@ -166,20 +169,20 @@ def _amount(split: TokenSplit, heads: Span) -> Amount:
 def exchange_of(
     layout: Layout, to: Layout, heads: int, rank: int, world_size: int, seq_len: int
 ) -> Exchange:
-    """The exchange of one rank; 64 MiB are kept.
+    """Return the exchange of one rank, from a cache of 64 MiB.
 
-    It takes time in proportion to the runs of all ranks (to the tokens, if runs have gaps).
+    The time grows with the number of runs of all ranks (of tokens, if runs have gaps).
 
     Args:
-        layout: that deals the tokens before.
-        to: that deals them to the groups after it.
-        heads: consecutive ranks of a group, which share the heads.
+        layout: how tokens are sharded before the exchange.
+        to: how tokens are sharded to the groups after the exchange.
+        heads: number of consecutive ranks that form a group and share the heads.
         rank: this rank's index on the axis.
         world_size: ranks on the axis.
         seq_len: global length, in tokens.
 
     Raises:
-        ValueError: if a layout cannot deal the length, or groups do not divide the axis.
+        ValueError: if a layout cannot shard the length, or groups do not divide the axis.
     """
     if not 1 <= heads <= world_size or world_size % heads:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -204,20 +207,18 @@ def exchange_of(
 
 
 class _Cells(NamedTuple):
-    """Neighbouring positions that stay together: arrays, in the order of positions."""
+    """Consecutive positions that stay together, with their rank before and their group after."""
 
     lengths: np.ndarray
     owners: np.ndarray
-    """The rank that has them before."""
     groups: np.ndarray
-    """The group that has them after."""
 
 
 def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
     """Cut positions wherever a run of either side begins.
 
     Raises:
-        ValueError: if the sides begin at different positions, as those of runs may.
+        ValueError: if the sides begin at different positions, which runs written out may do.
     """
     (starts, owners), (other_starts, groups) = _runs(before), _runs(after)
     if starts[:1].tolist() != other_starts[:1].tolist():
@@ -232,7 +233,7 @@ def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
 
 
 def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
-    """First position and owner of all runs, where each lasts until the next; without gaps."""
+    """Return first position and owner of each run; a run lasts until the next one begins."""
     if dealing.stride == 1:
         return dealing.starts, dealing.owners
     counts = dealing.lengths
@@ -243,12 +244,12 @@ def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[TokenSplit]:
-    """The tokens of each peer, of cells that lie side by side in a tensor.
+    """Split the tokens of this rank by peer; its cells lie side by side in its tensor.
 
     Args:
-        peers: of each cell, the rank or the group that has it on the other side.
-        lengths: of the cells, in tokens.
-        own: which of them this rank has.
+        peers: rank or group that holds each cell on the other side.
+        lengths: tokens of each cell.
+        own: mask of the cells that this rank holds.
     """
     peers, ends = peers[own], np.cumsum(lengths[own])
     firsts = ends - lengths[own]
@@ -262,6 +263,6 @@ def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[Tok
 
 
 def _joined(begins: np.ndarray, stops: np.ndarray, touches: np.ndarray) -> tuple[Span, ...]:
-    """Cells as spans, those that touch the next one with it."""
+    """Return cells as spans; a cell that touches the next one shares its span."""
     is_new, is_last = np.append(True, ~touches), np.append(~touches, True)
     return tuple(zip(begins[is_new].tolist(), stops[is_last].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What builders of slices are given, refused in words where it is impossible."""
+"""Converts and checks the arguments of the builders of slices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import integer_array, integer_rows
 from dtensor_ring.planning.slice_tables import LARGEST, UNBOUNDED
 
+# One array for each batch row, or a single one that serves all rows.
 Rows = list[np.ndarray]
-"""Integers of each batch row, or of one row that stands for all."""
 
 
 def slices_given(query_ranges: Any, key_ranges: Any, bands: Any) -> np.ndarray:
-    """Slices as one array `(N, 6)` or `(B, N, 6)`.
+    """Return slices as one array `(N, 6)` or `(B, N, 6)`.
 
     Raises:
-        ValueError: if they are not pairs, or not as many.
-        TypeError: if they do not hold integers.
+        ValueError: if an argument does not hold pairs, or their shapes differ.
+        TypeError: if an argument does not hold integers.
     """
     given = {"query_ranges": query_ranges, "key_ranges": key_ranges, "bands": _without_none(bands)}
     parts = [_pairs(name, x) for name, x in given.items()]
@@ -31,14 +31,14 @@ def slices_given(query_ranges: Any, key_ranges: Any, bands: Any) -> np.ndarray:
 
 
 def _without_none(bands: Any) -> Any:
-    """The bands with a number for each bound that is `None`."""
+    """Replace each bound that is `None` by `LARGEST`."""
     if isinstance(bands, (list, tuple)):
         return [_without_none(band) for band in bands]
     return LARGEST if bands is None else bands
 
 
 def _pairs(name: str, given: Any) -> np.ndarray:
-    """An argument as `(N, 2)` or `(B, N, 2)`."""
+    """Convert an argument to `(N, 2)` or `(B, N, 2)`."""
     shape = "(N, 2) or (B, N, 2)"
     array = integer_array(given, name, "pairs of integers", shape, (1, 2, 3), given)
     if array.shape == (0,):  # an empty sequence
@@ -51,10 +51,10 @@ def _pairs(name: str, given: Any) -> np.ndarray:
 
 
 def unbounded(content: np.ndarray) -> np.ndarray:
-    """Tables `(B, N, 6)` of numbers in which `LARGEST` is no bound.
+    """Return tables `(B, N, 6)` in which bounds from `LARGEST` on are `UNBOUNDED`.
 
     Raises:
-        ValueError: if a position is negative, a range ends before it begins, or one is too large.
+        ValueError: if a position or a band is out of range, or a range ends before it begins.
     """
     tables = np.array(content, dtype=np.int64, ndmin=3)
     for name, begin, end in (
@@ -75,7 +75,7 @@ def unbounded(content: np.ndarray) -> np.ndarray:
 
 
 def boundaries(name: str, given: Any) -> Rows:
-    """Boundaries of documents, which may begin at any position."""
+    """Convert boundaries of documents; the first one may be at any position."""
     rows = integer_rows(given, name, "boundaries", "(D+1,) or (B, D+1)")
     for row in rows:
         _check_positions(name, row)
@@ -85,7 +85,7 @@ def boundaries(name: str, given: Any) -> Rows:
 
 
 def integers(name: str, given: Any, size: str, smallest: int = 0) -> Rows:
-    """Positions, lengths or numbers of parts, `(size,)` or `(B, size)`."""
+    """Convert positions, lengths or numbers of parts, `(size,)` or `(B, size)`."""
     rows = integer_rows(given, name, "integers", f"({size},) or (B, {size})")
     for row in rows:
         _check_positions(name, row, smallest)
@@ -93,7 +93,7 @@ def integers(name: str, given: Any, size: str, smallest: int = 0) -> Rows:
 
 
 def edges(name: str, given: Any) -> Rows:
-    """Positions of each query, one `(S,)` or several `(S, R)` in each row: always `(R, S)`."""
+    """Convert the positions of queries; a row of shape `(S,)` or `(S, R)` becomes `(R, S)`."""
     rows = integer_rows(given, name, "positions", "(S,), (B, S) or (B, S, R)", (1, 2, 3))
     for row in rows:
         _check_positions(name, row)
@@ -101,7 +101,7 @@ def edges(name: str, given: Any) -> Rows:
 
 
 def part_lengths(name: str, given: Any) -> Rows:
-    """Lengths of parts that follow one another."""
+    """Convert the lengths of consecutive parts, whose sum must be int32, too."""
     rows = integers(name, given, "N")
     for row in rows:
         _check_positions(f"the sum of {name}", row.sum(keepdims=True))
@@ -109,7 +109,7 @@ def part_lengths(name: str, given: Any) -> Rows:
 
 
 def counts(name: str, given: Any) -> Rows:
-    """A number of tokens of each document, or one for all, which has no dim."""
+    """Convert a number of tokens for each document, or a scalar for all documents."""
     rows = integer_rows(given, name, "integers", "one for all, (D,) or (B, D)", (0, 1, 2))
     for row in rows:
         _check_positions(name, row)
@@ -122,7 +122,7 @@ def _check_positions(name: str, row: np.ndarray, smallest: int = 0) -> None:
 
 
 def one_row(name: str, rows: Rows) -> np.ndarray:
-    """What stands for the whole batch.
+    """Return the only row, which serves the whole batch.
 
     Raises:
         ValueError: if there are several rows, or none.
@@ -135,10 +135,10 @@ def one_row(name: str, rows: Rows) -> np.ndarray:
 
 
 def of_each(name: str, row: np.ndarray, total: int, of: str) -> np.ndarray:
-    """A number for each of those; without a dim, it is one for all.
+    """Return `row` with one entry for each of `total` items, named `of`; a scalar is repeated.
 
     Raises:
-        ValueError: if there are more or fewer.
+        ValueError: if the row is longer or shorter.
     """
     if row.ndim and len(row) != total:
         raise ValueError(
@@ -148,7 +148,7 @@ def of_each(name: str, row: np.ndarray, total: int, of: str) -> np.ndarray:
 
 
 def masks(name: str, given: Any) -> Rows:
-    """A mask of each document, or one for all, which has no dim: arrays of objects."""
+    """Convert masks to arrays of objects: one for each document, or a scalar for all."""
     if isinstance(given, Mask):
         return [np.array(given)]
     is_nested = isinstance(given, Sequence) and bool(given) and isinstance(given[0], (list, tuple))
@@ -163,10 +163,10 @@ def masks(name: str, given: Any) -> Rows:
 
 
 def plain(name: str, mask: Any) -> Mask:
-    """A mask that is a band and nothing else.
+    """Return `mask` if it is a band without chunk and prefix.
 
     Raises:
-        TypeError: if it is no mask.
+        TypeError: if it is not a mask.
         ValueError: if it has chunks or a prefix.
     """
     if not isinstance(mask, Mask):
@@ -180,10 +180,10 @@ def plain(name: str, mask: Any) -> Mask:
 
 
 def check_blocks(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-    """Refuse blocks that overlap, or are not in one document.
+    """Refuse blocks that overlap, or are not within one document.
 
     Raises:
-        ValueError: if one does; shows it.
+        ValueError: with the first bad block.
     """
     if len(begins) != len(ends):
         raise ValueError(
@@ -209,16 +209,16 @@ def check_blocks(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> No
 
 
 def _document(bounds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The number of the document of each position, -1 before the first and after the last."""
+    """Return the document index of each position, -1 before the first and after the last."""
     number = np.searchsorted(bounds, positions, "right") - 1
     return np.where(positions < bounds[-1], number, -1)
 
 
 def check_parents(parents: np.ndarray, lengths: np.ndarray) -> None:
-    """Refuse what is no tree, or one whose parents come after their children.
+    """Refuse trees in which a parent does not come before its children.
 
     Raises:
-        ValueError: if it is; shows the node.
+        ValueError: with the first bad node.
     """
     if len(parents) != len(lengths):
         raise ValueError(

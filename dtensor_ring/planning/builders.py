@@ -1,12 +1,11 @@
-"""Slices of packed documents and of sequences that consist of parts, by the names of the field.
+"""Builds slices for well-known masks over packed documents and over sequences made of parts.
 
 Arguments that hold integers are tensors on the CPU, arrays or sequences: one row for the whole
-batch, or one for each batch row. Rows may be of different lengths, or filled up: with the last
-boundary, and with parts without tokens. Positions are global.
+batch, or one for each batch row. Rows may differ in length. To pad them, repeat the last boundary,
+or add parts without tokens. Positions are global.
 
-Parts are given by their lengths, one after the other from position 0 on, in any form that holds
-integers: one row for the whole batch, or one for each batch row. For parts of several documents,
-see `Slices.shifted` and `|`.
+Parts are given by their lengths and follow one another from position 0 on. For parts of several
+documents, see `Slices.shifted` and `|`.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ CAUSAL = Mask.causal()
 
 
 class Builders:
-    """Makes slices of packed documents."""
+    """Builds slices for packed documents."""
 
     @classmethod
     def of_tables(cls, tables: Any) -> Self:
-        """Slices of one table `(N, 6)` for the whole batch, or of one for each batch row."""
+        """Build slices from one table `(N, 6)` for the whole batch, or one for each batch row."""
         raise NotImplementedError
 
     @classmethod
     def _of_rows(cls, make: Callable[..., np.ndarray], **sides: Sequence[Any]) -> Self:
-        """Slices of the tables that are made of what the sides have in each batch row."""
+        """Build slices from the tables that `make` returns for each batch row of the sides."""
         return cls.of_tables([make(*row) for row in broadcast(**sides)])
 
     @classmethod
     def _of_counts(
         cls, make: Callable[..., np.ndarray], cu_seqlens: Integers, name: str, counts: Any
     ) -> Self:
-        """Slices of the tables that are made of boundaries and a number for each document."""
+        """Build slices from boundaries and one count for each document."""
 
         def of_row(bounds: np.ndarray, row: np.ndarray) -> np.ndarray:
             return make(bounds, builder_inputs.of_each(name, row, len(bounds) - 1, "documents"))
@@ -54,17 +53,17 @@ class Builders:
     def documents(
         cls, cu_seqlens: Integers, mask: Mask | Sequence[Mask] | Sequence[Sequence[Mask]] = CAUSAL
     ) -> Self:
-        """Documents, each with a mask of its own: full next to causal next to windows.
+        """Build documents with a mask each: full, causal and windowed ones can be mixed.
 
-        q sees k iff both are in one document, and its mask shows it. A prefix counts from the begin
-        of its document, chunks from position 0 of the row.
+        q sees k iff both are in one document and its mask allows it. A prefix counts from the start
+        of its document, chunks count from position 0 of the row.
 
         Args:
             cu_seqlens: boundaries, `(D+1,)` or `(B, D+1)`.
-            mask: one for all documents; or a list of D; or one of those for each batch row.
+            mask: one for all documents; or a list of D; or a list of D for each batch row.
 
         Raises:
-            ValueError: if boundaries decrease, or masks are not as many as documents.
+            ValueError: if boundaries decrease, or the number of masks differs from D.
             TypeError: if arguments hold something else.
 
         >>> print(Slices.documents([0, 2, 5], [Mask.full(), Mask.sliding(1)]))
@@ -89,17 +88,17 @@ class Builders:
 
     @classmethod
     def prefix(cls, cu_seqlens: Integers, prefix_lengths: int | Integers) -> Self:
-        """Prefix language models: a prompt that sees itself both ways, then causal text.
+        """Build the mask of prefix language models: a bidirectional prompt, then causal text.
 
-        In a document from b on with prefix length p, q sees k iff k <= q or k < b + p (Raffel et
-        al., 2020, arXiv 1910.10683, section 3.2.1; UL2, PaliGemma).
+        In a document that starts at b and has prefix length p, q sees k iff k <= q or k < b + p
+        (Raffel et al., 2020, arXiv 1910.10683, section 3.2.1; UL2, PaliGemma).
 
         Args:
             cu_seqlens: boundaries, `(D+1,)` or `(B, D+1)`.
             prefix_lengths: an integer for all documents, `(D,)` or `(B, D)`.
 
         Raises:
-            ValueError: if boundaries decrease, or lengths are negative or not as many as documents.
+            ValueError: if boundaries decrease, a length is negative, or there are not D of them.
             TypeError: if arguments do not hold integers.
 
         >>> print(Slices.prefix([0, 4], prefix_lengths=2))
@@ -119,19 +118,19 @@ class Builders:
     def blocks(
         cls, cu_seqlens: Integers, begins: Integers, ends: Integers, mask: Mask = CAUSAL
     ) -> Self:
-        """Blocks that see themselves both ways in causal text, as images do.
+        """Build bidirectional blocks in causal text, such as images.
 
-        q sees k iff both are in one document, and the mask shows it or both are in one block
-        (Gemma 3, arXiv 2503.19786, in layers of both kinds; Molmo).
+        q sees k iff both are in one document, and either the mask allows it or both are in one
+        block (Gemma 3, arXiv 2503.19786, in layers of both kinds; Molmo).
 
         Args:
             cu_seqlens: boundaries, `(D+1,)` or `(B, D+1)`; `[0, S]` is one document.
-            begins: where blocks begin, `(M,)` or `(B, M)`.
-            ends: where they end. Blocks do not overlap, and each is in one document.
+            begins: first position of each block, `(M,)` or `(B, M)`.
+            ends: one after its last position. Blocks do not overlap, and each is in one document.
             mask: `Mask.causal()`, or `Mask.sliding(window)`.
 
         Raises:
-            ValueError: if blocks or boundaries are impossible, or the mask is another one.
+            ValueError: if blocks or boundaries are impossible, or the mask is of another kind.
             TypeError: if arguments hold something else.
 
         >>> print(Slices.blocks([0, 5], begins=[1], ends=[3], mask=Mask.sliding(1)))
@@ -157,19 +156,19 @@ class Builders:
 
     @classmethod
     def global_tokens(cls, cu_seqlens: Integers, num_global: int | Integers, window: int) -> Self:
-        """A causal window, and first tokens that all later ones see, however far behind.
+        """Build a causal window plus first tokens of a document that all its later tokens see.
 
-        In a document from b on, q sees k iff 0 <= q - k, and q - k <= window or k < b + num_global
-        (StreamingLLM, Xiao et al., 2023, arXiv 2309.17453).
+        In a document that starts at b, q sees k iff k <= q and (q - k <= window or
+        k < b + num_global) (StreamingLLM, Xiao et al., 2023, arXiv 2309.17453).
 
         Args:
             cu_seqlens: boundaries, `(D+1,)` or `(B, D+1)`; `[0, S]` is one document.
-            num_global: tokens that all later ones see: an integer for all documents, `(D,)` or
+            num_global: number of such first tokens: an integer for all documents, `(D,)` or
                 `(B, D)`.
-            window: how many tokens before itself a query sees, as in `Mask.sliding`.
+            window: number of tokens before itself that a query sees, as in `Mask.sliding`.
 
         Raises:
-            ValueError: if boundaries decrease, or numbers are negative or not as many as documents.
+            ValueError: if boundaries decrease, a number is negative, or there are not D of them.
             TypeError: if arguments do not hold integers.
 
         >>> print(Slices.global_tokens([0, 5], num_global=1, window=1))
@@ -190,18 +189,18 @@ class Builders:
     def bottom_right(
         cls, cu_seqlens: Integers, key_cu_seqlens: Integers, mask: Mask = CAUSAL
     ) -> Self:
-        """Masks aligned at the last query and key, as flash-attn aligns them.
+        """Build masks aligned at the last query and key, as flash-attn aligns them.
 
-        In document d, whose queries end at e and whose keys end at f, q sees k iff the mask shows
-        key k to query q + f - e: queries that continue a sequence, or causal cross attention.
+        In a document whose queries end at e and whose keys end at f, q sees k iff the mask shows
+        key k to query q + f - e (queries that continue a sequence, or causal cross attention).
 
         Args:
             cu_seqlens: boundaries of the queries, `(D+1,)` or `(B, D+1)`; `[0, S]` is one document.
-            key_cu_seqlens: boundaries of the keys, of as many documents.
+            key_cu_seqlens: boundaries of the keys, for the same number of documents.
             mask: a band, without chunk or prefix.
 
         Raises:
-            ValueError: if boundaries decrease or are not as many, or the mask is another one.
+            ValueError: if boundaries decrease or differ in number, or the mask is of another kind.
             TypeError: if arguments hold something else.
 
         >>> print(Slices.bottom_right([0, 2], [0, 5]))
@@ -224,18 +223,19 @@ class Builders:
 
     @classmethod
     def per_query(cls, begins: Integers, ends: Integers) -> Self:
-        """Any ranges of keys for each query: text that sees its last image, streaming speech.
+        """Build slices from any ranges of keys for each query.
 
-        q sees k iff begins[q] <= k < ends[q], of one of its ranges if there are several. Queries
-        in a row are one slice while both ends of their ranges stay, or move along with them.
+        q sees k iff begins[q] <= k < ends[q] for one of its ranges. Examples are text that sees its
+        last image, and streaming speech. Consecutive queries form one slice while each end of
+        their ranges stays in place or moves along with them.
 
         Args:
-            begins: the first key of each query, `(S,)` or `(B, S)`; or `(B, S, R)` of R ranges that
-                have no key in common.
-            ends: the position after its last key; at the begin or before it where a range is empty.
+            begins: the first key of each query, `(S,)` or `(B, S)`; or `(B, S, R)` for R ranges
+                that have no key in common.
+            ends: one after its last key; at most `begins` where a range is empty.
 
         Raises:
-            ValueError: if positions are negative, or ends not as many as begins.
+            ValueError: if a position is negative, or `begins` and `ends` differ in shape.
             TypeError: if arguments do not hold integers.
 
         >>> print(Slices.per_query(begins=[0, 0, 3, 3], ends=[3, 3, 5, 5]))
@@ -260,22 +260,22 @@ class Builders:
 
 
 class PartBuilders:
-    """Makes slices of sequences that consist of parts."""
+    """Builds slices for sequences that consist of parts."""
 
     @classmethod
     def _of_rows(cls, make: Callable[..., np.ndarray], **sides: Sequence[Any]) -> Self:
-        """Slices of the tables that are made of what the sides have in each batch row."""
+        """Build slices from the tables that `make` returns for each batch row of the sides."""
         raise NotImplementedError
 
     @classmethod
     def block_causal(cls, lengths: Integers, num_earlier: int | None = None) -> Self:
-        """Blocks that see themselves both ways, and earlier blocks: video, streaming speech.
+        """Build bidirectional blocks that also see earlier blocks (video, streaming speech).
 
         q of block i sees k of block j iff i - num_earlier <= j <= i (MAGI-1, arXiv 2505.13211).
 
         Args:
-            lengths: of the blocks, in tokens, `(N,)` or `(B, N)`.
-            num_earlier: how many earlier blocks are seen; `None` is all.
+            lengths: lengths of the blocks, in tokens, `(N,)` or `(B, N)`.
+            num_earlier: number of earlier blocks that are seen; `None` is all.
 
         Raises:
             ValueError: if a number is negative.
@@ -294,17 +294,17 @@ class PartBuilders:
 
     @classmethod
     def block_diffusion(cls, lengths: Integers) -> Self:
-        """Training of block diffusion: all blocks with noise, then all of them clean.
+        """Build the training mask of block diffusion: all noisy blocks, then all clean ones.
 
-        A noisy block sees itself both ways, and the clean blocks before it; a clean block sees
-        itself and the clean blocks before it (BD3-LM, Arriola et al., 2025, arXiv 2503.09573).
+        Block i, noisy or clean, sees all of itself and each clean block j < i (BD3-LM, Arriola et
+        al., 2025, arXiv 2503.09573).
 
         Args:
-            lengths: of the blocks of one half, in tokens, `(N,)` or `(B, N)`.
+            lengths: lengths of the blocks of one half, in tokens, `(N,)` or `(B, N)`.
 
         Raises:
             ValueError: if a length is negative.
-            TypeError: if they are not integers.
+            TypeError: if lengths are not integers.
 
         >>> print(Slices.block_diffusion([1, 2]))
         #.....
@@ -319,18 +319,18 @@ class PartBuilders:
 
     @classmethod
     def tree(cls, parents: Integers, lengths: Integers) -> Self:
-        """A tree of texts, each of which sees itself causally, and all that it continues.
+        """Build a tree of texts: each node sees itself causally, and all of its ancestors.
 
         q of node i sees k of node j iff j is an ancestor of i, or i = j and k <= q (drafts of
         Medusa, arXiv 2401.10774, and EAGLE; rollouts and conversations that branch).
 
         Args:
-            parents: the node that each one continues, -1 of a root, `(N,)` or `(B, N)`. Nodes come
-                after their parents.
-            lengths: of the nodes, in tokens, of the same shape.
+            parents: the node that each node continues, -1 for a root, `(N,)` or `(B, N)`. A parent
+                comes before its children.
+            lengths: lengths of the nodes, in tokens, in the same shape.
 
         Raises:
-            ValueError: if a parent comes late, a length is negative, or they are not as many.
+            ValueError: if a parent comes too late, a length is negative, or the shapes differ.
             TypeError: if arguments do not hold integers.
 
         >>> print(Slices.tree(parents=[-1, 0, 0], lengths=[2, 2, 1]))
@@ -353,18 +353,18 @@ class PartBuilders:
 
     @classmethod
     def shared_prefix(cls, prefix_lengths: int | Integers, answer_lengths: Integers) -> Self:
-        """Answers that share a question: each sees it and itself, not the others.
+        """Build answers that share a question: each sees it and itself, not the other answers.
 
-        A tree of a root and its leaves, or several in a row (DPO and reward models with shared
-        prompts, FlashMask, arXiv 2410.01359; GRPO).
+        It is a tree of a root and its leaves, or several in a row (DPO and reward models with
+        shared prompts, FlashMask, arXiv 2410.01359; GRPO).
 
         Args:
-            prefix_lengths: length of the question; or `(G,)`, of G groups that see nothing of one
+            prefix_lengths: length of the question; or `(G,)` for G groups that do not see one
                 another.
-            answer_lengths: lengths of its answers; or a sequence of those for each group.
+            answer_lengths: lengths of its answers; or one sequence of lengths for each group.
 
         Raises:
-            ValueError: if a length is negative, or there are not as many questions as groups.
+            ValueError: if a length is negative, or questions and groups differ in number.
             TypeError: if arguments do not hold integers.
 
         >>> print(Slices.shared_prefix(2, [2, 1]))

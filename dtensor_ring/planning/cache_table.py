@@ -1,4 +1,4 @@
-"""Which positions of a growing sequence each rank holds."""
+"""A table of the positions of a growing sequence that each rank holds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded
 from dtensor_ring.planning.run_table import MARKED, deal
 from dtensor_ring.planning.slice_tables import LARGEST
 
+# Smallest number of runs per rank that a table has room for: a compiler then sees few shapes.
 FEWEST_RUNS = 8
-"""Runs of each rank that a table has room for: its shape changes rarely, as compilers like it."""
 
+# Start and length of runs of consecutive positions.
 Ranges = list[tuple[int, int]]
-"""Start and length of runs of neighbouring positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class CacheTable:
-    """The positions `0 ... seq_len - 1` of a sequence that grows at its end, dealt to ranks.
+    """The positions `0 ... seq_len - 1` of a sequence that grows at its end, sharded over ranks.
 
-    A turn of many tokens (a prompt, a chunk of it) is dealt by a layout within itself, so each turn
-    is balanced. Single tokens go in blocks to the rank that has the fewest. A rank's tokens ascend
-    in position: new ones are its last columns, and a crop takes its last columns away.
+    A turn of many tokens (a prompt, or a chunk of it) is sharded by a layout on its own, so each
+    turn is balanced. Single tokens go in blocks to the rank that has the fewest. A rank's tokens
+    ascend in position: new ones are its last columns, and a crop removes its last columns.
 
     All ranks compute the same table without a message. It is a frozen value: each change makes
-    another table, in a few microseconds whatever the number of runs. Without crops, the lengths of
-    two ranks differ by at most a block and W - 1 tokens for each dealt turn, as shards of a layout
-    do if their ranks do not divide it.
+    another table in a few microseconds, whatever the number of runs. Without crops, the lengths of
+    two ranks differ by at most one block, plus W - 1 tokens for each sharded turn.
+
+    Attributes:
+        block: tokens of a block.
+        num_local, num_runs: number of tokens and of runs of each rank, W entries.
+        numbers: start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
+        current: rank and first position of the block that single tokens go to.
 
     >>> table = CacheTable.empty(world_size=2, block=4).append_dealt(ZigZag(), 8).append(5)
     >>> table.runs
@@ -40,27 +45,22 @@ class CacheTable:
     """
 
     block: int
-    """Tokens of a block."""
     num_local: tuple[int, ...]
-    """Tokens of each rank."""
     num_runs: tuple[int, ...]
-    """Runs of each rank."""
     numbers: np.ndarray
-    """Start and length of each run, `(W, R, 2)`, int32; runs of no token fill it up."""
     current: tuple[int, int] | None = None
-    """The block that single tokens go to: its rank and its first position."""
 
     @classmethod
     def empty(cls, world_size: int, block: int = 256) -> CacheTable:
-        """The table of no tokens.
+        """Return a table without tokens.
 
         Args:
-            world_size: ranks W.
+            world_size: number of ranks, W.
             block: tokens of a block.
 
         Raises:
             ValueError: if there is no rank, or no token in a block.
-            TypeError: if one is not an integer.
+            TypeError: if an argument is not an integer.
         """
         world_size = as_count("world_size", world_size, 1, MAX_RANKS)
         numbers = np.zeros((world_size, FEWEST_RUNS, 2), dtype=np.int32)
@@ -72,17 +72,17 @@ class CacheTable:
 
     @property
     def world_size(self) -> int:
-        """Ranks W."""
+        """Number of ranks, W."""
         return len(self.num_local)
 
     @cached_property
     def seq_len(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens of the sequence."""
         return sum(self.num_local)
 
     @property
     def num_reserved(self) -> tuple[int, ...]:
-        """Tokens of each rank once the current block is full."""
+        """Number of tokens of each rank once the current block is full."""
         if self.current is None:
             return self.num_local
         rank, begin = self.current
@@ -91,7 +91,7 @@ class CacheTable:
 
     @cached_property
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By rank, start and length of its runs: ascending, neighbours as one."""
+        """Start and length of the runs of each rank; they ascend, and adjacent runs are merged."""
         return tuple(tuple(self.runs_from(rank, 0)) for rank in range(self.world_size))
 
     def __eq__(self, other: object) -> bool:
@@ -111,10 +111,10 @@ class CacheTable:
         return hash((self._key, self.numbers.tobytes()))
 
     def append_dealt(self, layout: Layout, num_tokens: int) -> CacheTable:
-        """The table with a turn of so many tokens, which the layout deals as a sequence of its own.
+        """Return the table with one more turn, which the layout shards as a separate sequence.
 
         Raises:
-            ValueError: if the layout cannot deal them, or not as runs of neighbouring positions.
+            ValueError: if the layout cannot shard the turn, or does so in runs with gaps.
         """
         num_tokens = self._fitting(num_tokens)
         dealing = deal(layout, self.world_size, num_tokens)
@@ -127,14 +127,14 @@ class CacheTable:
         for rank, shard in enumerate(dealing.shards):
             for run in shard:
                 rows.add(rank, self.seq_len + run.start, run.length)
-        # The next single token chooses its rank anew.
+        # The turn ends the current block: the next single token chooses a rank again.
         return rows.table(None)
 
     def append(self, num_tokens: int = 1) -> CacheTable:
-        """The table with so many single tokens more.
+        """Return the table with `num_tokens` more single tokens.
 
-        They go to the rank of the current block until that is full, then to the rank with the
-        fewest tokens; of several, to the next one after rank `number of the block % W`.
+        They go to the rank of the current block until it is full, then to the rank with the fewest
+        tokens. Ties go to the first such rank from `position // block % W` on.
         """
         num_tokens = self._fitting(num_tokens)
         rows, position, current = _Rows(self), self.seq_len, self.current
@@ -149,17 +149,17 @@ class CacheTable:
         return rows.table(current)
 
     def crop(self, seq_len: int) -> CacheTable:
-        """The table of the first positions only.
+        """Return the table of the first `seq_len` positions.
 
-        The current block goes on if some of it is left.
+        The current block stays current if any of it is left.
 
         Raises:
-            ValueError: if it is negative, or more than there is.
+            ValueError: if `seq_len` is negative or larger than the sequence.
         """
         seq_len = as_count("seq_len", seq_len, 0, self.seq_len)
         starts = self.numbers[..., 0]
         lengths = np.clip(seq_len - starts, 0, self.numbers[..., 1])
-        # Runs ascend, so those that are left are the first ones.
+        # Runs ascend, so the crop keeps the first ones.
         runs = np.stack([np.where(lengths > 0, starts, 0), lengths], axis=-1)
         num_runs, num_local = (lengths > 0).sum(1).tolist(), lengths.sum(1, dtype=np.int64).tolist()
         current = self.current
@@ -169,9 +169,9 @@ class CacheTable:
         return CacheTable(self.block, tuple(num_local), tuple(num_runs), runs, current)
 
     def runs_from(self, rank: int, begin: int) -> Ranges:
-        """The runs of a rank from a position on, the one that it cuts included."""
+        """Return the runs of a rank from a position on; a run that contains it is cut there."""
         runs, found = self.numbers[rank], []
-        # From the end: most often only the last turn is asked for.
+        # Search from the end: callers mostly want the last turn only.
         for number in range(self.num_runs[rank] - 1, -1, -1):
             start, length = runs[number].tolist()
             if start + length <= begin:
@@ -181,7 +181,7 @@ class CacheTable:
         return found[::-1]
 
     def turn(self, begin: int) -> np.ndarray:
-        """The runs of all ranks from a position on, `(W, R, 2)`, int32, as `numbers` has them."""
+        """Return the runs of all ranks from a position on, in the format of `numbers`."""
         rows = [self.runs_from(rank, begin) for rank in range(self.world_size)]
         numbers = np.zeros((self.world_size, _width(max(map(len, rows))), 2), dtype=np.int32)
         for rank, row in enumerate(rows):
@@ -190,10 +190,10 @@ class CacheTable:
         return numbers
 
     def marked(self, mark: int) -> np.ndarray:
-        """`numbers` with a mark that ranks shall have alike, as `RunTable` reads it.
+        """Return `numbers` with a mark that must agree across ranks, in the format of `RunTable`.
 
         Args:
-            mark: the lower 30 bits are kept; 0 means no mark.
+            mark: an integer whose lower 30 bits are stored; 0 means no mark.
         """
         width = self.numbers.shape[1]
         more = width if mark and self.num_runs[0] == width else 0
@@ -203,22 +203,22 @@ class CacheTable:
         return numbers
 
     def num_before(self, rank: int, position: int) -> int:
-        """Tokens of a rank before a position: the column of that position, if the rank has it."""
+        """Count a rank's tokens before a position: the column of that position on its rank."""
         starts, lengths = self.numbers[rank].T
         return int(np.clip(position - starts, 0, lengths).sum(dtype=np.int64))
 
     def positions(self, rank: int) -> np.ndarray:
-        """The position of each column of a rank, int64."""
+        """Return the position of each column of a rank, int64."""
         starts, lengths = self.numbers[rank].astype(np.int64).T
         return expanded(starts, starts + lengths)[1]
 
     def _fitting(self, num_tokens: int) -> int:
-        """A number of tokens, of those that int32 can still count."""
+        """Return `num_tokens` as an int, or raise if the sequence would no longer fit int32."""
         return as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
 
 
 class _Rows:
-    """The runs of a table while some are added."""
+    """A mutable copy of the runs of a table, to which runs are added."""
 
     def __init__(self, table: CacheTable) -> None:
         self._block = table.block
@@ -226,7 +226,7 @@ class _Rows:
         self._num_runs, self._num_local = list(table.num_runs), list(table.num_local)
 
     def add(self, rank: int, start: int, length: int) -> None:
-        """A run at the end of a rank's; one that it follows without a gap grows."""
+        """Add a run to the end of a rank, or extend its last run if there is no gap between."""
         last = self._num_runs[rank] - 1
         if last >= 0 and int(self._runs[rank, last].sum()) == start:
             self._runs[rank, last, 1] += length
@@ -238,31 +238,31 @@ class _Rows:
         self._num_local[rank] += length
 
     def shortest(self, number: int) -> int:
-        """The rank with the fewest tokens; of several, the first from rank `number % W` on."""
+        """Return the rank with the fewest tokens; ties go to the first from `number % W` on."""
         world_size, num_local = len(self._num_local), self._num_local
         return min(range(world_size), key=lambda x: (num_local[x], (x - number) % world_size))
 
     def table(self, current: tuple[int, int] | None) -> CacheTable:
-        """What has come of them."""
+        """Return the table of all runs."""
         num_local, num_runs = tuple(self._num_local), tuple(self._num_runs)
         return CacheTable(self._block, num_local, num_runs, self._runs, current)
 
 
 def _width(num_runs: int) -> int:
-    """Runs that a table of so many has room for: few sizes, so that few shapes are compiled."""
+    """Round a number of runs up to a power of two, so a compiler sees few shapes."""
     return max(FEWEST_RUNS, 1 << (num_runs - 1).bit_length())
 
 
 def turn_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
-    """The runs of neighbouring positions that each rank has of a turn dealt by a layout.
+    """Return the runs of consecutive positions that each rank holds of a turn.
 
     Args:
-        layout: how the turn is dealt.
-        num_tokens: the length of the turn, which the layout must be able to deal.
+        layout: how the turn is sharded.
+        num_tokens: the length of the turn, which the layout must be able to shard.
         world_size: the number of ranks, W.
 
     Returns:
-        Start and length of each run, `(W, R, 2)`, int32; runs of no token fill it up.
+        Start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
 
     >>> turn_runs(ZigZag(), 8, 2)[:, :2].tolist()
     [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]

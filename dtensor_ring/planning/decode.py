@@ -1,4 +1,4 @@
-"""What a few queries, the same on every rank, see of the columns that one rank holds."""
+"""Plans decoding: a few queries, the same on every rank, attend to the keys of one rank."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def decode_step(
     documents: Documents | None = None,
     slices: Slices | None = None,
 ) -> Step:
-    """The one step of a rank: its tiles of all queries and its own columns; 16 MiB are kept.
+    """Return the only step of a rank, from a cache of 16 MiB.
 
-    It takes time in proportion to the runs of this rank, and to those near the edge of what a query
-    sees: what all queries see is one tile, however many runs it has.
+    Its tiles pair all queries with the rank's own columns. The time grows with the number of runs
+    of this rank, and of runs at an edge of what a query sees. Keys that all see are one tile.
 
     Args:
-        layout: how the keys are dealt, or a `RunTable`.
+        layout: how the keys are sharded, or a `RunTable`.
         mask: what a query sees.
         rank: this rank's index on the axis.
         world_size: ranks on the axis.
         seq_len: number of positions of keys; queries may come after them.
         starts: position of the first query, for the whole batch or for each batch row.
-        num_queries: at consecutive positions.
-        documents: boundaries, see `plan`; they may reach beyond the positions.
-        slices: what a query sees, in place of mask and documents; likewise.
+        num_queries: number of queries, at consecutive positions.
+        documents: boundaries, see `plan`; they may reach beyond `seq_len`.
+        slices: what a query sees, instead of mask and documents; they may reach beyond `seq_len`.
 
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
-    # Positions that nobody holds show nothing, so one table serves while a sequence grows.
+    # A power of two, so a growing sequence reuses one table: positions without keys add no tiles.
     longest = max(seq_len, max(starts, default=0) + num_queries)
     horizon = 1 << max(10, (longest - 1).bit_length())
     if documents is not None or slices is not None:
-        horizon = LARGEST  # theirs may be those of the sequence as it will be
+        horizon = LARGEST  # they may describe the sequence at its final length
     seen = checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
     columns = _columns(layout, rank, world_size, seq_len)
     tiles: list[Tile] = []
@@ -67,7 +67,7 @@ def decode_step(
 def _batch_rows(
     rows: Rows, starts: tuple[int, ...]
 ) -> Iterator[tuple[int | None, int, np.ndarray]]:
-    """Batch row, `None` for all of them, its first query, and its slices."""
+    """Yield the batch row (`None` for all rows), its first query position, and its slices."""
     if len(set(starts)) == 1:
         yield from ((batch, starts[0], table) for batch, table in rows)
         return
@@ -76,19 +76,19 @@ def _batch_rows(
 
 
 def _queries(start: int, num_queries: int, stride: int) -> list[Run]:
-    """The queries as runs that have a common band with keys of a stride."""
+    """Return the queries as runs; against keys with gaps, each query is a run of its own."""
     if stride == 1:
         return [Run(start, num_queries)]
     return [Run(start + index, 1) for index in range(num_queries)]
 
 
 class _Columns:
-    """The columns of a rank, which runs of positions lie side by side in.
+    """The columns of a rank, in which its runs lie side by side.
 
     Args:
         starts: first position of each run, ascending.
-        lengths: of each run; none is empty.
-        stride: of all runs.
+        lengths: number of tokens of each run, at least 1.
+        stride: the stride of all runs.
     """
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray, stride: int) -> None:
@@ -98,10 +98,10 @@ class _Columns:
         self.num_tokens = int(self._offsets[-1])
 
     def tiles(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
-        """What the queries of a piece see, in any order."""
+        """Yield the tiles that the queries of a piece see, in no defined order."""
         first, last = piece.run.position(piece.span[0]), piece.run.position(piece.span[1] - 1)
         begin, end = piece.keys
-        # Keys between these are seen by all queries, the others by some.
+        # All queries see the keys from `inner` to `outer`; only some see the other keys.
         inner = begin if piece.left is None else max(begin, last - piece.left)
         outer = end if piece.right is None else min(end, first + piece.right + 1)
         if inner >= outer:
@@ -114,14 +114,14 @@ class _Columns:
                 yield from self._edge(piece._replace(keys=span), batch)
 
     def _below(self, position: int) -> int:
-        """The number of columns before a position."""
+        """Return the number of columns before a position."""
         index = int(np.searchsorted(self._lasts, position))
         if index == len(self._lasts):
             return self.num_tokens
         return int(self._offsets[index]) + self._run(index).indices(position, position)[0]
 
     def _edge(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
-        """The tiles of the runs that have keys of a piece."""
+        """Yield the tiles of the runs that hold keys of a piece."""
         first, end = np.searchsorted(self._lasts, piece.keys).tolist()
         runs = tuple(map(self._run, range(first, min(end + 1, len(self._lasts)))))
         for tile in shard_tiles([piece], runs, batch):

@@ -1,4 +1,4 @@
-"""The columns of keys that ranks need of one another; routes are chosen by them."""
+"""Computes which columns of keys each rank needs from each other rank, to choose routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtensor_ring.planning.slices import Slices
 class Cols:
     """Columns of a shard: ascending spans, none of which is empty, overlaps or touches the next.
 
-    A packet of columns has them side by side, without what lies between the spans.
+    A packet holds the columns side by side, without the gaps between the spans.
 
     >>> cols = Cols(((0, 4), (10, 12)))
     >>> len(cols), cols.packed((10, 11))
@@ -35,7 +35,7 @@ class Cols:
 
     @classmethod
     def union(cls, spans: Iterable[Span]) -> Cols:
-        """All columns of the spans.
+        """Return all columns of the spans.
 
         >>> Cols.union([(3, 5), (0, 1), (4, 8), (8, 9), (2, 2)])
         Cols(spans=((0, 1), (3, 9)))
@@ -50,22 +50,22 @@ class Cols:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each span begins among the packed columns, and the number of columns at last."""
+        """First packed column of each span, followed by the total number of columns."""
         return tuple(accumulate(map(length, self.spans), initial=0))
 
     def packed(self, span: Span) -> Span:
-        """Where columns that lie within one of the spans are among the packed columns."""
+        """Map columns that lie within one of the spans to packed columns."""
         number = bisect_right(self.spans, span[0], key=itemgetter(0)) - 1
         return moved(span, self.offsets[number] - self.spans[number][0])
 
     def within(self, whole: Cols) -> Cols:
-        """These columns, as they are counted among the packed columns of `whole`, which has them.
+        """Return these columns as packed columns of `whole`, which must contain them.
 
         >>> Cols(((10, 12),)).within(Cols(((0, 4), (10, 14))))
         Cols(spans=((4, 6),))
         """
         if whole not in self._within:
-            # Kept, as what is made of columns is kept for as long as they live.
+            # Kept, because indices made from columns are cached only while these live.
             self._within[whole] = Cols.union(map(whole.packed, self.spans))
         return self._within[whole]
 
@@ -85,7 +85,7 @@ class Cols:
 
 
 def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
-    """The columns of each id, whose entries follow one another, united."""
+    """Return the columns of each id; entries must be sorted by id and already united."""
     spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
     begins = np.flatnonzero(np.diff(ids, prepend=-1))
     bounds = pairwise([*begins.tolist(), len(spans)])
@@ -95,44 +95,49 @@ def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, 
     }
 
 
+# A packet drops columns once at least 1/8 of it is no longer needed. Each drop costs a copy of the
+# remaining columns and one message that returns the gradient sums of the dropped ones. So a packet
+# is at most 1/7 larger than what later ranks see, and stays whole under a plain causal mask.
 ONE_OFF = 8
-"""A packet leaves columns behind where they are one in so many of it, or more.
-
-It costs a copy of the others, and a message that takes the sum of their gradients home. So a packet
-holds at most a seventh more than is seen further on, and stays whole under a plain causal mask.
-"""
 
 
 class Reach(NamedTuple):
-    """Columns that other ranks see, each once: arrays, by source, ascending, none of them empty."""
+    """Spans of columns that other ranks see: arrays sorted by source, then column; none is empty.
+
+    Attributes:
+        sources: rank that holds the span; each of its columns is in one span only.
+        firsts, ends: the span, in columns of the source's shard.
+        distances: distance from the source to the last rank on the ring that sees the span.
+    """
 
     sources: np.ndarray
     firsts: np.ndarray
-    """First column of the source's shard."""
     ends: np.ndarray
-    """One after the last column."""
     distances: np.ndarray
-    """From the source to the last rank on the ring that sees them."""
 
 
 class Leg(NamedTuple):
-    """A part of the way around the ring on which a packet holds the same columns."""
+    """A part of the way around the ring on which a packet holds the same columns.
+
+    Attributes:
+        last: distance from the source to the last rank that gets these columns.
+        cols: columns that the packet holds.
+        ending: columns that it drops after this leg.
+    """
 
     last: int = 0
-    """Distance from the source to the last rank that gets these columns."""
     cols: Cols = Cols()
     ending: Cols = Cols()
-    """Those that go no further."""
 
 
 def legs_of(reach: Reach, world_size: int) -> list[tuple[Leg, ...]]:
-    """By source: the legs of its packet, each with what is seen from its first rank on.
+    """Return the legs of each source's packet; a leg holds what its ranks and later ones see.
 
-    A packet begins with all columns that any rank sees. On its way it leaves those behind that
-    nobody further on sees, where they are enough, see `ONE_OFF`.
+    A packet begins with all columns that any rank sees. It drops columns that no later rank sees,
+    once they are enough of it, see `ONE_OFF`.
     """
     stops = _stops(reach, world_size)
-    # Legs are numbered through. Columns are on all legs of their source up to where they end.
+    # Legs are numbered over all sources. A column is on each leg of its source up to its last.
     ids = np.arange(world_size) * world_size
     begins, keys = np.searchsorted(stops, ids), reach.sources * world_size + reach.distances
     last = np.searchsorted(stops, keys)
@@ -147,7 +152,7 @@ def legs_of(reach: Reach, world_size: int) -> list[tuple[Leg, ...]]:
 
 
 def _stops(reach: Reach, world_size: int) -> np.ndarray:
-    """Where packets leave columns behind: `source * world_size + distance`, ascending."""
+    """Return where packets drop columns: `source * world_size + distance`, ascending."""
     keys, which = np.unique(reach.sources * world_size + reach.distances, return_inverse=True)
     counts, left = np.zeros(len(keys), dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     np.add.at(counts, which, reach.ends - reach.firsts)
@@ -162,37 +167,38 @@ def _stops(reach: Reach, world_size: int) -> np.ndarray:
     return np.array(stops, dtype=np.int64)
 
 
+# The direct route must save more than 1/5 of the load of the ring, see `ring_unless_sparse`.
 ONE_IN = 5
-"""The direct route has to save one in so many of the load: see `ring_unless_sparse`."""
-
+# Evenly spaced ranks that are sampled first: all pairs of ranks take long.
 NUM_PROBES = 8
-"""Evenly spaced ranks that are looked at before all are."""
-
+# Savings threshold for the sampled ranks; looser than `ONE_IN` because it is an estimate.
 ONE_IN_PROBED = 6
-"""Those have to save one in so many: less than all must, as they are no more than a sample."""
 
+# Pairs of pieces of shards that are compared at once: an array of them takes about 16 MiB.
 BLOCK = 2**21
-"""Pairs of pieces of shards that are compared at once, about 16 MiB for each array of them."""
 
 
 class Sights(NamedTuple):
-    """Columns that ranks see of sources: arrays, one entry for each sight, none of them empty."""
+    """Columns of sources that other ranks see: arrays with one entry for each span, none empty.
+
+    Attributes:
+        sources, viewers: rank that holds the span, and rank that sees it.
+        firsts, ends: the span, in columns of the source's shard.
+    """
 
     sources: np.ndarray
     viewers: np.ndarray
     firsts: np.ndarray
-    """First column of the source's shard."""
     ends: np.ndarray
-    """One after the last column."""
 
     def united(self, world_size: int) -> Sights:
-        """The same columns in as few entries as there can be, by source, then viewer, ascending."""
+        """Merge the spans of each pair of ranks; sort them by source, viewer and column."""
         ids, *spans = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
         return Sights(ids // world_size, ids % world_size, *spans)
 
 
 class _DirectTraffic(NamedTuple):
-    """Arrays of columns by rank, and of how many pairs of ranks are at each distance."""
+    """Columns of the direct route by rank, and the number of sights by distance: `(W,)` each."""
 
     received: np.ndarray
     sent: np.ndarray
@@ -202,58 +208,58 @@ class _DirectTraffic(NamedTuple):
 class Needs(ABC):
     """The columns of each source's shard that each other rank sees, in any row of the batch.
 
-    A rank needs nothing of itself.
+    A rank needs nothing from itself.
     """
 
     world_size: int
 
     @abstractmethod
     def sights(self) -> Iterator[Sights]:
-        """All there is, united, in blocks; all entries of a source are in one block."""
+        """Yield all sights in blocks, united; all entries of a source are in one block."""
 
     @abstractmethod
     def sights_by(self, rank: int) -> Sights:
-        """What `rank` sees, united."""
+        """Return what `rank` sees of other ranks, united."""
 
     @abstractmethod
     def sights_of(self, source: int) -> Sights:
-        """What is seen of the shard of `source`, united."""
+        """Return what other ranks see of the shard of `source`, united."""
 
     @property
     @abstractmethod
     def reach(self) -> Reach:
-        """All columns that any other rank sees, with how far around the ring they are seen."""
+        """All columns that any other rank sees, each with the distance of the last such rank."""
 
     @cached_property
     def legs(self) -> list[tuple[Leg, ...]]:
-        """By source: the way of its packet around the ring, see `legs_of`."""
+        """The legs of each source's packet around the ring, see `legs_of`."""
         return legs_of(self.reach, self.world_size)
 
     def leg(self, source: int, distance: int) -> Leg:
-        """The leg of a packet at that distance from its source; an empty one if it ends before."""
+        """Return the leg of a packet at a distance from its source; empty if it ends before."""
         return next((leg for leg in self.legs[source] if leg.last >= distance), Leg())
 
     def seen_by(self, rank: int) -> dict[int, Cols]:
-        """The columns that `rank` sees, by source; nothing empty."""
+        """Return the columns that `rank` sees, keyed by source; none is empty."""
         sources, _, *spans = self.sights_by(rank)
         return cols_by(sources, *spans)
 
     def seen_of(self, source: int) -> dict[int, Cols]:
-        """The columns of the shard of `source` that others see, by rank; nothing empty."""
+        """Return the columns of `source` that others see, keyed by rank; none is empty."""
         _, *spans = self.sights_of(source)
         return cols_by(*spans)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that this takes, in bytes."""
+        """Estimated memory of this object, in bytes."""
         return 200 * self.world_size
 
     @cached_property
     def ring_load(self) -> Fraction:
-        """Columns of the busiest rank plus the mean if all goes around the ring."""
-        # A packet comes to the ranks after the last of the one before it, up to its own last: an
-        # interval, counted by its ends, on two laps as it may pass rank 0. What a rank sends is
-        # what the next one receives.
+        """Load of the ring route: columns of the busiest rank plus the mean over ranks."""
+        # A leg reaches an interval of ranks, from after the previous leg's last to its own last. We
+        # count intervals by their ends, on two laps, as they may pass rank 0. Each rank sends what
+        # the next one receives.
         change = np.zeros(2 * self.world_size + 1, dtype=np.int64)
         for source, legs in enumerate(self.legs):
             first = source + 1
@@ -266,8 +272,8 @@ class Needs(ABC):
 
     @cached_property
     def direct_is_lighter(self) -> bool:
-        """Whether the load is less by more than a fifth if all goes directly."""
-        # Most often a few ranks tell; all of them take as long as there are pairs of ranks.
+        """Whether the direct route saves more than a fifth (`ONE_IN`) of the load of the ring."""
+        # A few sampled ranks mostly suffice; the exact load takes time for all pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
         sample = [
@@ -281,12 +287,12 @@ class Needs(ABC):
 
     @cached_property
     def distances(self) -> list[int]:
-        """All numbers of ranks that lie between a source and one that sees it; ascending."""
+        """All distances on the ring between a source and a rank that sees it, ascending."""
         return np.flatnonzero(self._direct.distances).tolist()
 
     @cached_property
     def _direct(self) -> _DirectTraffic:
-        """Traffic if all goes directly; computed in one pass, as it may take all pairs of ranks."""
+        """Traffic of the direct route, computed in one pass: it may take all pairs of ranks."""
         result = _DirectTraffic(*np.zeros((3, self.world_size), dtype=np.int64))
         for block in self.sights():
             np.add.at(result.sent, block.sources, block.ends - block.firsts)
@@ -296,26 +302,26 @@ class Needs(ABC):
 
 
 def _load(received: np.ndarray, sent: np.ndarray) -> Fraction:
-    """By what routes are compared: columns of the busiest rank, plus those of a rank in the mean.
+    """Return the load by which routes are compared: maximum plus mean columns per rank.
 
     Args:
         received: columns that come to each rank.
-        sent: columns that leave it.
+        sent: columns that leave each rank.
     """
-    # Exact, as ranks must decide alike.
+    # Exact, because all ranks must choose the same route.
     mean = Fraction(int(received.sum() + sent.sum()), len(received) + len(sent))
     return mean + int(max(received.max(), sent.max()))
 
 
 def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of keys in blocks of about `BLOCK` pairs; all keys of a source are in one block.
+    """Yield indices of keys in blocks of about `BLOCK` pairs, without splitting a source.
 
     Args:
         owners: the source of each key.
-        num_pairs: how many queries each key is compared with.
+        num_pairs: number of queries that each key is compared with.
     """
     order = np.argsort(owners, kind="stable")
-    # A source must not be split: sights are united for each pair of ranks within a block.
+    # A source must not be split: `Sights.united` merges the spans of a pair within one block.
     last = np.flatnonzero(np.diff(owners[order], append=-1))
     block = np.cumsum(num_pairs[order])[last] // BLOCK
     # A block ends with the last source before the running count passes a multiple of BLOCK.
@@ -324,27 +330,24 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
         yield order[begin:end]
 
 
+# Pairs of runs, times slices, up to which each one is looked at (in about 0.25 s). Above it, a run
+# of queries counts as seeing all columns of a run of keys from the first to the last one it sees
+# in a batch row: with gaps in the runs, it sees nearly all of them. A striped layout gets there
+# with 128 documents on 64 ranks, or with a single one on 1,024 ranks.
 MAX_PAIRS = 2**19
-"""Pairs of runs, times slices, up to which each is looked at, in a quarter of a second or so.
-
-Above it, all columns from the first to the last that a run shows another one in a row of the batch
-count as seen: nearly all of it is, where runs have gaps. A striped layout of 64 ranks gets there
-with 128 documents, one of 1,024 ranks with one.
-"""
 
 
 class PairedNeeds(Needs):
-    """Runs with gaps interleave, so there is no order of positions to search in.
+    """Needs of runs with gaps, which interleave: every pair of runs is compared.
 
-    Whatever concerns all ranks takes O(n * n) for n runs and for each slice, in blocks of arrays.
-    Above `MAX_PAIRS`, a pair of runs is settled by the first and the last slice in which it has
-    something to see.
+    What concerns all ranks takes O(n * n) time for n runs and each slice, in blocks of arrays.
+    Above `MAX_PAIRS`, only the first and the last slice that show a pair anything decide.
     """
 
     def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
         self.world_size = len(keys.shards)
         self._queries, self._keys = queries, keys
-        # An empty batch has no table, and sees what an empty table shows.
+        # An empty batch has no table; an empty table shows nothing, too.
         self._tables = slices.tables or (stacked([]),)
         # One answer for all ranks, as both sides of a message must agree.
         num_pairs = len(queries.owners) * len(keys.owners)
@@ -379,12 +382,12 @@ class PairedNeeds(Needs):
         return Reach(*np.concatenate(blocks, axis=1))
 
     def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Sights:
-        """Columns of these runs of keys that the runs of queries of other ranks see."""
+        """Return the columns of runs of keys that runs of queries of other ranks see."""
         key, query = np.repeat(keys, len(queries)), np.tile(queries, len(keys))
-        # A rank needs nothing of itself.
+        # A rank needs nothing from itself.
         is_other = self._keys.owners[key] != self._queries.owners[query]
         key, query = key[is_other], query[is_other]
-        # Rows of the batch are united: a packet serves them all.
+        # Unite the rows of the batch: one packet serves them all.
         seen_in = self._seen if self._is_exact else self._hulls
         found = [seen_in(key, query, table) for table in self._tables]
         pairs, firsts, ends = map(np.concatenate, zip(*found, strict=True))
@@ -396,7 +399,7 @@ class PairedNeeds(Needs):
     def _seen(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Numbers of pairs, and the columns that are seen in each slice, where there are any."""
+        """Return indices of pairs, and the columns that each sees in a slice; none is empty."""
         firsts, ends = self._columns(key, query, table.T[:, :, None])
         slices, pairs = np.nonzero(firsts < ends)
         return pairs, firsts[slices, pairs], ends[slices, pairs]
@@ -404,8 +407,8 @@ class PairedNeeds(Needs):
     def _hulls(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Numbers of pairs, and the columns from the first that is seen to the last."""
-        # Where keys ascend from slice to slice, the first that shows anything has the first column.
+        """Return indices of pairs, and the columns from the first one seen to the last one."""
+        # If keys ascend from slice to slice, the first slice that shows any has the first column.
         if (table[1:, 2] >= table[:-1, 3]).all():
             firsts, ends = self._first_seen(key, query, table)
             if len(table) > 1:
@@ -423,10 +426,10 @@ class PairedNeeds(Needs):
     def _first_seen(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pair, the columns of the run in the first slice that has any; (0, 0) if none."""
+        """Return each pair's columns in the first slice that shows it any, else (0, 0)."""
         firsts, ends = np.zeros((2, len(key)), dtype=np.int64)
         todo = np.arange(len(key))
-        # Most pairs are settled by the first document: only the others go on to the next.
+        # The first document settles most pairs: only the others go on to the next one.
         for row in table:
             if not todo.size:
                 break
@@ -439,18 +442,18 @@ class PairedNeeds(Needs):
     def _columns(
         self, key: np.ndarray, query: np.ndarray, cut: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pair, the columns of the run of keys that are seen in a slice; empty if none.
+        """Return first and end of the columns that each pair sees in a slice; empty if none.
 
-        They are neighbours. As `tile._band_tiles`, of which it takes the hull: bounds of positions
-        become bounds of indices, and trim the rectangle from all sides.
+        The columns are contiguous: they are the bounding box of what `tile._band_tiles` cuts.
+        Bounds of positions become bounds of indices, which trim the rectangle from all sides.
 
         Args:
-            key: run of keys of each pair.
-            query: run of queries.
-            cut: the slice, a row of a table; or the columns of a table, `(6, slices, 1)`, for
-                results of shape `(slices, pairs)`.
+            key: index of each pair's run of keys.
+            query: index of each pair's run of queries.
+            cut: one slice, `(6,)`; or all slices of a table, `(6, slices, 1)`, for results of shape
+                `(slices, pairs)`.
         """
-        # Each run is cut to the slice first; indices then count from the first token inside.
+        # Cut each run to the slice first; indices then count from the first token inside it.
         row, num_rows = (x[..., query] for x in _indices(self._queries, cut[:2]))
         col, num_cols = (x[..., key] for x in _indices(self._keys, cut[2:4]))
         queries, keys, stride = self._queries, self._keys, self._queries.stride
@@ -465,7 +468,7 @@ class PairedNeeds(Needs):
 
 
 def _indices(dealing: Dealing, span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First token of each run in a span of positions, and the number of its tokens there."""
+    """Return the index of each run's first token in a span, and the number of its tokens there."""
     # Rounded up, as -(-a // b): the first token at or after each end of the span.
     first = np.maximum(0, -((dealing.starts - span[0]) // dealing.stride))
     end = np.minimum(dealing.lengths, -((dealing.starts - span[1]) // dealing.stride))

@@ -1,9 +1,4 @@
-"""How the tokens of a sequence are sharded over the ranks of a ring.
-
-The owner of a position depends on the position alone, whatever the length of the sequence. So
-prompts that begin alike have their common blocks on the same ranks. Each rank gets one block of
-every round of W.
-"""
+"""Layouts: how the tokens of a sequence are sharded over the ranks of a ring."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ class Run:
     stride: int = 1
 
     def position(self, index: int) -> int:
-        """Global position of the run's token number `index`."""
+        """Return the global position of the run's token `index`."""
         return self.start + index * self.stride
 
     @property
@@ -34,7 +29,7 @@ class Run:
         return self.position(self.length - 1)
 
     def indices(self, begin: int, end: int) -> tuple[int, int]:
-        """Half-open range of the run's tokens whose positions lie in `[begin, end)`."""
+        """Return the half-open range of the run's tokens with positions in `[begin, end)`."""
         # Rounded up, as -(-a // b): the first token at or after each end.
         first = max(0, -((self.start - begin) // self.stride))
         last = min(self.length, -((self.start - end) // self.stride))
@@ -42,14 +37,14 @@ class Run:
 
 
 def shard_length(rank: int, world_size: int, seq_len: int) -> int:
-    """Tokens that `rank` holds: the sizes of `torch.chunk`, hence of DTensor's `Shard`."""
+    """Return the shard size of `rank`, as in `torch.chunk` and therefore DTensor's `Shard`."""
     # All ranks get a full chunk until the tokens run out.
     chunk = -(-seq_len // world_size)
     return max(0, min(chunk, seq_len - rank * chunk))
 
 
 def joined(runs: list[Run]) -> tuple[Run, ...]:
-    """Runs of stride 1 in ascending order, neighbours as one run."""
+    """Merge adjacent runs; they have stride 1 and ascend."""
     result: list[Run] = []
     for run in runs:
         if result and result[-1].start + result[-1].length == run.start:
@@ -59,27 +54,29 @@ def joined(runs: list[Run]) -> tuple[Run, ...]:
 
 
 def nth_block(rank: int, n: int, world_size: int) -> int:
-    """Number of the n-th block of a rank.
+    """Return the number of a rank's n-th block.
 
     >>> [nth_block(0, n, 2) for n in range(4)], [nth_block(1, n, 2) for n in range(4)]
     ([0, 3, 4, 7], [1, 2, 5, 6])
     """
-    # Odd rounds go back, so that the last rank of one is the first of the next.
+    # Odd rounds run backwards, so the last rank of a round is the first of the next one.
     return n * world_size + (world_size - 1 - rank if n % 2 else rank)
 
 
 class Serpentine(NamedTuple):
-    """How blocks of `block` tokens are dealt to `world_size` ranks.
+    """Shards blocks of `block` tokens over `world_size` ranks W, back and forth.
 
-    A rank's *columns* are its tokens in the order of their positions: the n-th block of a rank has
-    the columns from `n * block` on.
+    Each rank gets one block of every round of W blocks. The owner of a position does not depend on
+    the length of the sequence, so prompts with a common prefix have its blocks on the same ranks.
+    A rank's *columns* are its tokens in the order of their positions: its n-th block begins at
+    column `n * block`.
     """
 
     block: int
     world_size: int
 
     def owner(self, number: int) -> int:
-        """The rank that holds a block.
+        """Return the rank that holds a block.
 
         >>> [Serpentine(64, 3).owner(number) for number in range(7)]
         [0, 1, 2, 2, 1, 0, 0]
@@ -88,18 +85,18 @@ class Serpentine(NamedTuple):
         return self.world_size - 1 - place if n % 2 else place
 
     def num_before(self, position: int, rank: int) -> int:
-        """Columns of a rank whose positions are less than this one.
+        """Count the columns of a rank that come before a position.
 
         >>> Serpentine(4, 2).num_before(10, rank=0), Serpentine(4, 2).num_before(10, rank=1)
         (4, 6)
         """
         n = position // (self.block * self.world_size)
-        # All blocks of earlier rounds, and what of this round's block comes before.
+        # All blocks of earlier rounds, and the part of this round's block before the position.
         start = nth_block(rank, n, self.world_size) * self.block
         return n * self.block + min(self.block, max(0, position - start))
 
     def columns(self, begin: int, end: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the positions from `begin` to `end` a rank holds, and in which columns: int64.
+        """Return a rank's positions in `[begin, end)`, minus `begin`, and their columns, int64.
 
         >>> Serpentine(4, 2).columns(2, 14, rank=0)
         (array([ 0,  1, 10, 11]), array([2, 3, 4, 5]))
@@ -110,9 +107,9 @@ class Serpentine(NamedTuple):
         return np.flatnonzero(mine), n[mine] * self.block + offsets[mine]
 
     def runs(self, begin: int, end: int) -> np.ndarray:
-        """Start and length of the runs of each rank from `begin` to `end`, `(W, R, 2)`, int32.
+        """Return start and length of each rank's runs in `[begin, end)`, `(W, R, 2)`, int32.
 
-        A run for each block; those that hold nothing fill the rows up.
+        There is one run for each block. Runs of length 0 pad the rows.
 
         >>> Serpentine(4, 2).runs(2, 10).tolist()
         [[[2, 2], [12, 0]], [[4, 4], [8, 2]]]
@@ -125,30 +122,32 @@ class Serpentine(NamedTuple):
         return np.stack([firsts, np.maximum(ends - firsts, 0)], axis=2).astype(np.int32)
 
 
+# Largest number of blocks of a block-cyclic rank.
 MAX_ROUNDS = 2**20
-"""Blocks that a block-cyclic rank has at most."""
 
 
 class Layout(ABC):
-    """Deals the positions `0 ... seq_len - 1` to `world_size` ranks.
+    """Shards the positions `0 ... seq_len - 1` over `world_size` ranks.
 
     A layout is a hashable value without state.
+
+    Attributes:
+        per_batch: whether it is made for one batch, and so travels with it as a table of runs.
+        parameters: names of its parameters, which are integers, in the order of its `spec`.
     """
 
     name: ClassVar[str]
     per_batch: ClassVar[bool] = False
-    """Whether it is made for one batch, and so travels with it as a table of runs."""
     parameters: ClassVar[tuple[str, ...]] = ()
-    """Names of its parameters, which are integers, in the order of its spelling."""
 
     @abstractmethod
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        """The runs of `rank`, in the order of its local tokens.
+        """Return the runs of `rank`, in the order of its local tokens.
 
-        A layout promises, and the planner checks once for each sequence length:
+        A layout promises the following, and the planner checks it once for each sequence length:
 
-        - the runs of a rank ascend: each starts after the last position of the one before;
-        - none is empty, and all runs of all ranks have one stride;
+        - the runs of a rank ascend: each starts after the last position of the previous one;
+        - no run is empty, and all runs of all ranks have the same stride;
         - rank r holds `num_tokens(r, world_size, seq_len)` tokens;
         - all ranks together hold every position exactly once.
 
@@ -158,44 +157,44 @@ class Layout(ABC):
             seq_len: global length, in tokens.
 
         Raises:
-            ValueError: if this layout cannot deal `seq_len` tokens to `world_size` ranks.
+            ValueError: if this layout cannot shard `seq_len` tokens over `world_size` ranks.
         """
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
-        """Tokens that `rank` holds: as DTensor's `Shard` says, unless runs are written out."""
+        """Return the number of tokens of `rank`: DTensor's shard size, unless overridden."""
         return shard_length(rank, world_size, seq_len)
 
     @property
     def spec(self) -> str:
-        """The spelling that `as_layout` reads: the name, and the parameters after a colon."""
+        """The layout as text for `as_layout`: its name, and its parameters after a colon."""
         values = ",".join(str(getattr(self, name)) for name in self.parameters)
         return f"{self.name}:{values}" if values else self.name
 
     def positions(self, rank: int, world_size: int, seq_len: int) -> list[int]:
-        """Global position of each local token of `rank`."""
+        """Return the global position of each local token of `rank`."""
         runs = self.runs(rank, world_size, seq_len)
         return [run.position(index) for run in runs for index in range(run.length)]
 
     def padded_length(self, seq_len: int, world_size: int) -> int:
-        """The length to pad to: every rank gets equally many tokens, in equally long pieces.
+        """Return the length to pad to: all ranks get the same number of tokens, in equal pieces.
 
-        It is the smallest such length from `seq_len` on, in tokens.
+        It is the smallest one from `seq_len` on, in tokens.
         """
         return -(-seq_len // world_size) * world_size
 
     def dealt_length(self, seq_len: int, world_size: int) -> int:
-        """The smallest length from `seq_len` on that leaves no rank without tokens.
+        """Return the smallest length from `seq_len` on that leaves no rank without tokens.
 
-        Shards may differ in length, where the layout allows it.
+        Shards may differ in length if the layout allows it.
         """
-        # Shards are of equal length but for the last one, which needs a token.
+        # All shards have equal length except the last one, which needs at least one token.
         chunk = max(1, -(-seq_len // world_size))
         return max(seq_len, (world_size - 1) * chunk + 1)
 
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Rank r holds the r-th slice of the sequence. Under a causal mask the last rank works most.
+    """Rank r holds the r-th chunk of the sequence. Under a causal mask the last rank works most.
 
     >>> Contiguous().positions(rank=1, world_size=2, seq_len=8)
     [4, 5, 6, 7]
@@ -204,7 +203,7 @@ class Contiguous(Layout):
     name: ClassVar[str] = "contiguous"
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        # Shards are full up to the first that is not, after which they are empty.
+        # Ranks get full shards until the tokens run out; at most one shard is partly full.
         start = min(seq_len, rank * -(-seq_len // world_size))
         return non_empty(Run(start, shard_length(rank, world_size, seq_len)))
 
@@ -236,8 +235,8 @@ class Striped(Layout):
 class ZigZag(Layout):
     """Rank r holds chunks r and 2W-1-r of 2W (as Llama 3 did, arXiv 2407.21783, section 3.3.2).
 
-    Where 2W does not divide the length, each shard is halved: the first halves are dealt
-    in rank order from the front, the second halves from the back.
+    Where 2W does not divide the length, each shard is halved: the first halves lie in rank order
+    from the front, the second halves from the back.
 
     >>> ZigZag().positions(rank=0, world_size=2, seq_len=8)
     [0, 1, 6, 7]
@@ -246,7 +245,7 @@ class ZigZag(Layout):
     name: ClassVar[str] = "zigzag"
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        # Early chunks see few keys, late ones many: one of each evens the work out.
+        # Early chunks see few keys, late ones many: one of each balances the work.
         return _halves(rank, -(-seq_len // world_size), 0, seq_len)
 
     def padded_length(self, seq_len: int, world_size: int) -> int:
@@ -256,13 +255,13 @@ class ZigZag(Layout):
 
 @dataclass(frozen=True)
 class BlockCyclic(Layout):
-    """Blocks of `block` tokens are dealt there and back: to ranks 0 to W-1, then W-1 to 0, ...
+    """Blocks of `block` tokens go back and forth: to ranks 0 to W-1, then W-1 to 0, and so on.
 
-    So causal work is even at any length. Tokens that are left after whole rounds there and back are
-    dealt as zigzag does: halves from the front in rank order, halves from the back.
+    Causal work is balanced at any length. The tokens left after an even number of rounds are
+    sharded as in zigzag: first halves from the front in rank order, second halves from the back.
 
     Args:
-        block: tokens of a block; small ones make many runs, hence many tiles.
+        block: tokens of a block; small blocks make many runs and therefore many tiles.
 
     Raises:
         ValueError: if a block has no tokens.
@@ -284,7 +283,7 @@ class BlockCyclic(Layout):
             raise ValueError(f"a block holds at least one token, got {self.block}")
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
-        # The shortest shard bounds the rounds. Each round there has one back, which evens work out.
+        # The shortest shard bounds the rounds. Rounds come in pairs, which balances the work.
         shortest = shard_length(world_size - 1, world_size, seq_len)
         num_rounds = 2 * (shortest // (2 * self.block))
         if num_rounds > MAX_ROUNDS:
@@ -302,15 +301,15 @@ class BlockCyclic(Layout):
 
 
 def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
-    """Deal positions `begin` to `end`: first halves in rank order, second halves in reverse.
+    """Shard positions `begin` to `end`: first halves in rank order, second halves in reverse.
 
     A rank gets `per_rank` positions, but the last rank that has any may get fewer.
     """
-    # No divmod: a compiler traces this with a length that is a symbol, and knows none.
+    # No divmod: a compiler traces this with a symbolic length, which does not support it.
     num_full = (end - begin) // per_rank if per_rank else 0
     rest = end - begin - num_full * per_rank
     length = per_rank if rank < num_full else rest if rank == num_full else 0
-    # All ranks before this one are full, but for the shorter one and those after it.
+    # Of the ranks before this one, `full` are full, and one more may hold the rest.
     full, has_rest = min(rank, num_full), rank > num_full
     front = full * -(-per_rank // 2) + has_rest * -(-rest // 2)
     back = full * (per_rank // 2) + has_rest * (rest // 2)
@@ -319,7 +318,7 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
 
 
 def non_empty(*runs: Run) -> tuple[Run, ...]:
-    """The runs that hold a token."""
+    """Return the runs that hold a token."""
     return tuple([run for run in runs if run.length])
 
 
@@ -327,7 +326,7 @@ def non_empty(*runs: Run) -> tuple[Run, ...]:
 class Joined(Layout):
     """Group g holds what ranks `g * heads` to `(g + 1) * heads - 1` of a layout hold together.
 
-    Its ranks are the groups. Their tokens are in the order of positions.
+    The groups are the ranks of this layout. Their tokens are in the order of positions.
 
     >>> from dtensor_ring.planning.layout import ZigZag
     >>> Joined(ZigZag(), 2).positions(rank=0, world_size=2, seq_len=16)
@@ -348,7 +347,7 @@ class Joined(Layout):
             .reshape(-1, 3)
             .T
         )
-        # Runs of a stride lie between one another: what is left of them are their single tokens.
+        # Runs with a stride interleave, so split them into single tokens before they are united.
         pieces = np.where(strides > 1, lengths, 1)
         whose, number = expanded(np.zeros_like(pieces), pieces)
         firsts = starts[whose] + number * strides[whose]
@@ -361,5 +360,5 @@ class Joined(Layout):
         return sum(self.layout.num_tokens(x, num_ranks, seq_len) for x in self._ranks(rank))
 
     def _ranks(self, group: int) -> range:
-        """The ranks of a group."""
+        """Return the ranks of a group."""
         return range(group * self.heads, (group + 1) * self.heads)

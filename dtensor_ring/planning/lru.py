@@ -1,4 +1,4 @@
-"""A cache that is bounded by the bytes of what it keeps."""
+"""An LRU cache that is bounded by the bytes of its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class ByteStore(Generic[T]):
     """Keeps the most recently used values by their keys, up to a number of bytes.
 
-    It is thread safe. A value that is larger than the bound is not kept, so that it evicts nothing.
+    It is thread safe. A value larger than the bound is not kept, so it evicts nothing.
 
     Args:
         max_bytes: bound on the sum of the sizes of the kept values.
@@ -43,7 +43,7 @@ class ByteStore(Generic[T]):
         return len(self._kept)
 
     def get(self, key: Hashable) -> T | None:
-        """The value of a key, `None` if it is not kept."""
+        """Return the value of a key, or `None` if it is not kept."""
         with self._lock:
             found = self._kept.get(key)
             if found is None:
@@ -53,7 +53,7 @@ class ByteStore(Generic[T]):
             return found[0]
 
     def put(self, key: Hashable, value: T, key_bytes: int = 0) -> T:
-        """Keep a value, in place of the one that the key had; returns it."""
+        """Keep a value, which replaces the one that the key had, and return it."""
         # Outside of the lock: an estimate may walk through the value.
         size = self._size_of(value) + key_bytes
         with self._lock:
@@ -72,7 +72,7 @@ class ByteStore(Generic[T]):
 class ByteCache(ByteStore[T]):
     """A function that keeps its most recently used results, up to a number of bytes.
 
-    Two threads that miss at once both compute, and the last result is kept.
+    If two threads miss at the same time, both compute, and the last result is kept.
 
     Args:
         function: takes hashable arguments and has no side effects; a result is never `None`.
@@ -92,7 +92,7 @@ class ByteCache(ByteStore[T]):
         found = self.get(key)
         if found is not None:
             return found
-        # Outside of the lock: a plan may take seconds, and needs other results of this cache.
+        # Outside of the lock: a plan may take seconds, and may call this cache itself.
         value = self._function(*args, **kwargs)
         # Boundaries and tables of runs are kept as part of the key, and can be most of an entry.
         return self.put(key, value, sum([getattr(x, "num_bytes", 0) for x in args]))

@@ -1,4 +1,4 @@
-"""Which keys a query sees: bands of lags, chunks, prefixes and packed documents."""
+"""Masks say which keys a query sees: bands, chunks and prefixes, within packed documents."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 
 from dtensor_ring.planning.ranges import FrozenArrays, Integers, integer_rows
 
+# The largest integer that the ops take (int64).
 LARGEST = 2**63 - 1
-"""The largest integer that the ops take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
     """How far back (`left`) and ahead (`right`) of itself a query sees, in tokens.
 
-    Query position q sees key position k if and only if `-right <= q - k <= left`; `None` is
-    unbounded. The numbers mean what flash-attn's `window_size` means, where -1 is our `None`.
+    Query position q sees key position k if and only if `-right <= q - k <= left`; `None` means
+    unbounded. The bounds are those of flash-attn's `window_size`, where -1 is our `None`.
 
     With `chunk`, a query sees only its own chunk of `chunk` positions: `q // chunk == k // chunk`.
-    With `prefix`, every query of a document sees its first `prefix` tokens, however far ahead they
-    are: `right` does not hold for them.
+    With `prefix`, `right` does not apply to the first `prefix` tokens of a document: every query
+    sees them however far ahead they are.
 
     >>> Mask.sliding(2).sees(5, 3), Mask.sliding(2).sees(5, 2), Mask.causal().sees(5, 6)
     (True, False, False)
 
     Raises:
-        ValueError: if a bound is negative or beyond int64, a chunk empty, or a mask has both chunk
-            and prefix.
-        TypeError: if one of them is neither an int nor None.
+        ValueError: if a bound is negative or beyond int64, a chunk is empty, or the mask has both
+            chunk and prefix.
+        TypeError: if an argument is neither an int nor None.
     """
 
     left: int | None
@@ -61,52 +61,52 @@ class Mask:
 
     @classmethod
     def causal(cls) -> Mask:
-        """Each query sees itself and everything before it."""
+        """Return a mask in which a query sees itself and everything before it."""
         return cls(None, 0)
 
     @classmethod
     def full(cls) -> Mask:
-        """Each query sees everything."""
+        """Return a mask in which a query sees everything."""
         return cls(None, None)
 
     @classmethod
     def sliding(cls, window: int) -> Mask:
-        """Each query sees itself and the `window` tokens before it (lags 0 to `window`).
+        """Return a mask in which a query sees itself and the `window` tokens before it.
 
-        A Hugging Face `sliding_window` of w counts the query itself: it is `sliding(w - 1)`. So is
-        the `window_size=(w - 1, 0)` that flash-attn gets for it.
+        A Hugging Face `sliding_window` of w counts the query itself, so it is `sliding(w - 1)`. So
+        is the `window_size=(w - 1, 0)` that it passes to flash-attn.
         """
         return cls(window, 0)
 
     @classmethod
     def local(cls, left: int | None, right: int | None) -> Mask:
-        """Each query sees `left` tokens before itself and `right` after."""
+        """Return a mask in which a query sees `left` tokens before itself and `right` after."""
         return cls(left, right)
 
     @classmethod
     def chunked(cls, chunk: int) -> Mask:
-        """Causal within chunks of `chunk` tokens, as in Llama 4: 0 to chunk - 1, and so on.
+        """Return a mask that is causal within chunks of `chunk` tokens, as in Llama 4.
 
-        Chunks count from position 0 of the row, not from the start of each document. For chunks of
-        each document, as flash-attn's `attention_chunk` has them, put their boundaries into
+        Chunks count from position 0 of the row, not from the start of each document. For chunks
+        within each document, as in flash-attn's `attention_chunk`, put their boundaries into
         `cu_seqlens` and take `causal()`.
 
-        Other bands take chunks too: `Mask(window, 0, chunk=8192)`. Each chunk is a slice, and there
-        are at most 65,536 of a batch row.
+        Other bands can have chunks, too: `Mask(window, 0, chunk=8192)`. Each chunk is a slice, and
+        a batch row has at most 65,536 of them.
         """
         return cls(None, 0, chunk=chunk)
 
     @classmethod
     def prefix_causal(cls, prefix: int) -> Mask:
-        """Causal, but everything also sees the first `prefix` tokens of its document.
+        """Return a causal mask in which all queries see the first `prefix` tokens of a document.
 
-        So the prefix sees itself in both directions (prefix language models, as in Raffel et al.,
-        2020, arXiv 1910.10683, section 3.2.1).
+        The prefix therefore sees itself in both directions (prefix language models, as in Raffel
+        et al., 2020, arXiv 1910.10683, section 3.2.1).
         """
         return cls(None, 0, prefix=prefix)
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether the query at one position sees the key at another, in one document from 0 on."""
+        """Return whether a query sees a key, both in one document that starts at position 0."""
         # Positive lags look back, negative ones ahead.
         lag = query - key
         ahead = self.right is None or -lag <= self.right
@@ -121,11 +121,11 @@ class Mask:
 class Documents(FrozenArrays):
     """Boundaries of documents in global positions: one row for the whole batch, or one per row.
 
-    Document d of a row holds the positions from boundary d up to boundary d + 1. Equal by content;
-    the hash is computed once, so that a cache finds boundaries without reading them again.
+    Document d of a row holds the positions from boundary d up to boundary d + 1. Documents compare
+    by content. Their hash is computed once, so a cache lookup does not read the boundaries again.
 
     Args:
-        rows: boundaries of each batch row, integers. No row at all is an empty batch.
+        rows: boundaries of each batch row, integers. Without rows, the batch is empty.
 
     >>> Documents([(0, 3, 8)]) == Documents([[0, 3, 8]]), Documents([(0, 3, 8)]).rows
     (True, ((0, 3, 8),))
@@ -136,16 +136,16 @@ class Documents(FrozenArrays):
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The boundaries as Python integers, for people to look at."""
+        """The boundaries as Python integers, to print them."""
         return tuple(tuple(array.tolist()) for array in self.arrays)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the boundaries and of their slices, which are six numbers each, in bytes."""
+        """Memory of the boundaries and of their slices (six numbers each), in bytes."""
         return 48 * sum(array.size for array in self.arrays)
 
     def check(self, seq_len: int, name: str = "cu_seqlens") -> None:
-        """Refuse what cannot be the boundaries of a sequence.
+        """Refuse boundaries that do not fit a sequence.
 
         Args:
             seq_len: global length of the sequence, in tokens.
@@ -171,8 +171,8 @@ class Documents(FrozenArrays):
         return f"Documents({[list(row) for row in self.rows]})"
 
 
+# Boundaries of documents `(D+1,)` or `(B, D+1)`, in any form that `as_documents` takes.
 Boundaries = Documents | Integers
-"""Boundaries of documents `(D+1,)` or `(B, D+1)`, in any form that `as_documents` takes."""
 
 
 def as_documents(
@@ -184,15 +184,15 @@ def as_documents(
         cu_seqlens: `(D+1,)` or `(B, D+1)` integers: a tensor on the CPU, an array, a sequence, a
             sequence of sequences, `Documents` (returned as they are) or `None` (stays `None`).
         name: what errors call the boundaries.
-        keep_empty: keep documents without tokens, whose numbers count in cross attention.
+        keep_empty: keep documents without tokens: cross attention pairs documents by number.
             Otherwise they are dropped, and with them the padding of `cu_seqlens`.
 
     Returns:
-        The boundaries; rows that are all alike as one row.
+        The boundaries. If all rows are equal, only one is returned.
 
     Raises:
-        ValueError: if they are neither `(D+1,)` nor `(B, D+1)`.
-        TypeError: if they are not integers.
+        ValueError: if the shape is neither `(D+1,)` nor `(B, D+1)`.
+        TypeError: if the boundaries are not integers.
 
     >>> as_documents([[0, 3, 8, 8], [0, 3, 8, 8]])
     Documents([[0, 3, 8]])
@@ -208,8 +208,8 @@ def as_documents(
 
 
 def _without_empty(row: np.ndarray) -> np.ndarray:
-    """The row without repeated boundaries.
+    """Return the row without repeated boundaries.
 
-    One comparison of all neighbours finds them, so only those of real documents are ever copied.
+    One comparison of adjacent entries finds them, so only the other boundaries are copied.
     """
     return row[np.append(0, 1 + np.flatnonzero(row[1:] != row[:-1]))] if row.size else row

@@ -1,1 +1,1 @@
-"""Layouts made for one batch: every rank gets the same work. No torch."""
+"""Layouts made for one batch: every rank gets the same work. Nothing here imports torch."""

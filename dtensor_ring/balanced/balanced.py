@@ -1,4 +1,4 @@
-"""A layout made for one batch: all ranks get the same work, and little travels."""
+"""A layout made for one batch: all ranks get the same work, and few tokens travel."""
 
 from __future__ import annotations
 
@@ -18,36 +18,34 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded
 from dtensor_ring.planning.run_table import LAYOUTS, as_layout
 from dtensor_ring.planning.slices import Slices
 
+# The largest number of pairs of pieces for which steps are simulated, in about 0.2 s. With more,
+# the cost does not count waiting.
 MAX_PAIRS = 2**20
-"""Pairs of pieces that steps are computed for, in about 0.2 s; of more, no waiting is counted."""
 
+# Pairs that a rank computes while the key and value of one token travel. With 32 query heads and 8
+# key heads of 128 in 16 bits: 16 Kflop and 4 KiB, at 500 Tflop/s and 50 GB/s.
 TOKEN = 2048
-"""Pairs that a rank computes while the key and value of one token travel.
-
-With 32 query heads and 8 key heads of 128 in 16 bits: 16 Kflop and 4 KiB, at 500 Tflop/s and
-50 GB/s.
-"""
 
 
 def busiest_load(work: Work, partition: Partition, world_size: int) -> int:
-    """Pairs that the queries of the busiest rank see."""
+    """Return the number of pairs that the queries of the busiest rank see."""
     loads = np.zeros(world_size, dtype=work.table.dtype)
     np.add.at(loads, partition.owners, work.areas(partition.begins, partition.ends))
     return int(loads.max())
 
 
 def cost(work: Work, partition: Partition, world_size: int) -> int:
-    """Pairs that all ranks together could compute until the ring is done and all has travelled."""
+    """Return the time of all ranks on the ring plus the time of transfers, both in pairs."""
     makespan, num_received = ring_cost(work, partition, world_size)
     return world_size * makespan + TOKEN * work.num_rows * num_received
 
 
 def ring_cost(work: Work, partition: Partition, world_size: int) -> tuple[int, int]:
-    """When the last rank is done, in pairs, and the positions that all ranks receive."""
+    """Return the time of the slowest rank, in pairs, and the positions that all ranks receive."""
     begins, ends, owners = partition
     ranges, slices, first, end = work.seen(begins, ends)
     num_received = _num_received(partition, owners[ranges], first, end)
-    # The pieces that have any of the keys follow one another.
+    # The pieces that hold any of the keys are adjacent.
     key_first, key_end = np.searchsorted(ends, first, "right"), np.searchsorted(begins, end, "left")
     if (key_end - key_first).sum() > MAX_PAIRS:
         makespan = busiest_load(work, partition, world_size)
@@ -64,16 +62,16 @@ def ring_cost(work: Work, partition: Partition, world_size: int) -> tuple[int, i
 def ring_makespan(
     viewers: np.ndarray, sources: np.ndarray, found: np.ndarray, world_size: int
 ) -> int:
-    """When the last rank is done, in pairs, if keys go around the ring and messages take no time.
+    """Return when the slowest rank is done, in pairs, on a ring whose messages take no time.
 
-    A step of a rank begins when its step before is done, and the neighbours that it exchanges
-    messages with meanwhile have begun theirs.
+    A rank begins a step when its previous step is done, and when the neighbours with which it had
+    messages in that step had begun it, too.
 
     Args:
-        viewers: ranks whose queries see pairs; one for each entry, in any order.
-        sources: the ranks that hold the keys.
-        found: how many pairs.
-        world_size: ranks on the ring.
+        viewers: for each entry, in any order, the rank whose queries see the pairs.
+        sources: the rank that holds the keys.
+        found: the number of pairs.
+        world_size: number of ranks on the ring.
     """
     ranks, distances = np.arange(world_size), (viewers - sources) % world_size
     after, before = (ranks + 1) % world_size, ranks - 1
@@ -87,7 +85,7 @@ def ring_makespan(
         part = order[bounds[step] : bounds[step + 1]]
         done = begun.copy()
         np.add.at(done, viewers[part], found[part])
-        # A packet goes on to the last rank that sees any of it.
+        # A packet travels on to the furthest rank that sees any of it.
         sends = reaches[(ranks - step) % world_size] > step
         done = np.maximum(done, np.where(sends, begun[after], 0))
         begun = np.maximum(done, np.where(sends[before], begun[before], 0))
@@ -97,10 +95,10 @@ def ring_makespan(
 def _num_received(
     partition: Partition, viewers: np.ndarray, first: np.ndarray, end: np.ndarray
 ) -> int:
-    """Positions that ranks see and do not hold: each once for every rank that sees it."""
+    """Return the number of positions that ranks see and do not hold, summed over the ranks."""
     if not len(partition.ends):
         return 0
-    # One line of positions for each rank: the union of what it sees and holds, less what it holds.
+    # A line of positions for each rank: the union of what it sees and holds, less what it holds.
     line = int(partition.ends[-1]) + 1
     owners = partition.owners
     begins = np.concatenate([viewers * line + first, owners * line + partition.begins])
@@ -111,46 +109,47 @@ def _num_received(
     return int(np.maximum(covered, 0).sum() - (partition.ends - partition.begins).sum())
 
 
+# A partition is even if the busiest rank is at most one 20th above the mean.
 TOLERANCE = 20
-"""A dealing is even if the busiest rank is within one 20th of the mean."""
 
+# Largest areas of units that stay whole, in 16ths of the mean per rank. Smaller ones move more.
 SHARES = (15, 14, 8, 4)
-"""Largest areas of units that are dealt whole, in 16ths of the mean of a rank; less moves more."""
 
+# The largest number of blocks per rank if units cannot be spread evenly.
 MAX_ROUNDS = 32
-"""Blocks that each rank gets at most where units cannot be dealt evenly."""
 
+# The largest number of blocks. With more, a table of runs would take half a gigabyte.
 MAX_BLOCKS = 2**23
-"""More would make a table of runs of half a gigabyte."""
 
 
+# Layouts that give a rank at most two runs, for any batch.
 WHOLE: tuple[Layout, ...] = (ZigZag(), Contiguous())
-"""Layouts that give a rank two runs at most, whatever the batch."""
 
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Equal work for all ranks: short documents whole, long ones in parts on ranks side by side.
+    """Equal work for all ranks: short documents stay whole, long ones span neighbouring ranks.
 
-    Of several even dealings it is the one with which the ring is soonest done; contiguous and
-    zigzag are among them. It is found in closed form, and is the same on every rank. It belongs to
+    It compares several even partitions, contiguous and zigzag among them, and takes the one of
+    least cost. The result is computed in closed form, and is the same on every rank. It belongs to
     one batch, so it is passed as data: see `sequence_runs`.
 
     Args:
-        mask: the mask that the areas are counted for; `None` where `slices` say what is seen.
+        mask: the mask whose pairs are counted; `None` if `slices` say what is seen.
         seq_len: global length, in tokens.
-        world_size: ranks on the ring.
+        world_size: number of ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence;
             kept as `Documents`.
-        block: shorter documents, in tokens, are dealt together with their neighbours. Small blocks
-            balance better, large ones make fewer runs, hence fewer tiles. By default a 32nd of a
+        block: documents shorter than this many tokens stay together with their neighbours. Small
+            blocks balance better; large ones make fewer runs and tiles. The default is a 32nd of a
             shard.
         slices: what queries see, in place of mask and boundaries.
 
     Raises:
-        TypeError: if the mask is not a `Mask`, slices are no `Slices`, or a number is no integer.
+        TypeError: if the mask is not a `Mask`, slices are not `Slices`, or a number is not an
+            integer.
         ValueError: if a number is out of range, there are too many blocks, the boundaries or slices
-            do not fit the sequence, or slices come beside a mask or boundaries.
+            do not fit the sequence, or slices are given with a mask or boundaries.
 
     Example:
         >>> layout = Balanced(Mask.causal(), 16, 2, cu_seqlens=(0, 12, 16), block=2)
@@ -176,7 +175,7 @@ class Balanced(Layout):
             "world_size": as_count("world_size", self.world_size, 1, MAX_RANKS),
             "block": None if self.block is None else as_count("block", self.block, 1),
         }
-        for name, count in counts.items():  # a float would count as the same number
+        for name, count in counts.items():  # keep the int: the argument may be another integer type
             object.__setattr__(self, name, count)
         num_blocks = self.seq_len // self.block_length
         if num_blocks > MAX_BLOCKS:
@@ -189,23 +188,23 @@ class Balanced(Layout):
 
     @property
     def documents(self) -> Documents | None:
-        """The boundaries, converted."""
+        """The boundaries as `Documents`."""
         return as_documents(self.cu_seqlens)
 
     def _checked(self) -> Slices:
-        """What queries see, if it can be planned."""
+        """Check what queries see, and return it as slices."""
         lengths = self.seq_len, self.seq_len
         mask = FULL if self.mask is None else self.mask
         return checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
 
     @property
     def block_length(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self.block or max(1, self.seq_len // (32 * self.world_size))
 
     @property
     def max_runs(self) -> int:
-        """Runs that a rank has at most, whatever the documents: two for each of its blocks."""
+        """The largest number of runs of a rank for any documents: two for each of its blocks."""
         return 2 * -(-shard_length(0, self.world_size, self.seq_len) // self.block_length)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
@@ -219,7 +218,7 @@ class Balanced(Layout):
 
 @cached_bytes(2**26, lambda runs: 64 + 100 * sum(map(len, runs)))
 def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
-    """The runs of every rank; at most 64 MiB of them are kept."""
+    """Return the runs of every rank; a cache keeps at most 64 MiB of them."""
     sizes = layout.world_size, layout.seq_len, layout.block_length
     return balanced_partition(layout._seen, *sizes, layout.max_runs).runs(layout.world_size)
 
@@ -227,21 +226,21 @@ def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
 def balanced_partition(
     slices: Slices, world_size: int, seq_len: int, block: int, max_runs: int
 ) -> Partition:
-    """Deal a sequence evenly: of several even ways, the one of the least cost.
+    """Partition a sequence evenly: return the even partition of the least cost.
 
-    If no way is even, it is the most even one. Ties go to the first.
+    If none is even, return the most even one. Ties go to the first.
 
     Args:
         slices: what queries see.
-        world_size: ranks on the ring.
+        world_size: number of ranks on the ring.
         seq_len: global length, in tokens.
-        block: units shorter than this many tokens are dealt together with their neighbours.
-        max_runs: that a rank may have, at least 2.
+        block: units shorter than this many tokens stay together with their neighbours.
+        max_runs: the largest number of runs of a rank, at least 2.
     """
     work, sizes = Work(slices), (world_size, seq_len)
     most = work.total + work.total // TOLERANCE
     found = [(busiest_load(work, x, world_size), x) for x in _whole(*sizes)]
-    # What comes later moves more, so the first even one ends the search.
+    # Later partitions move more tokens, so the first even one ends the search.
     for dealings in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
         for partition in dealings:
             if partition.max_runs <= max_runs:
@@ -255,13 +254,13 @@ def balanced_partition(
 
 
 def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:
-    """The sequence as a whole."""
+    """Yield the partitions of fixed layouts, which do not look at documents."""
     for layout in WHOLE:
         yield Partition.dealt(layout, world_size, seq_len)
 
 
 def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
-    """Small units whole, large ones in parts, for each share that makes a difference."""
+    """Yield partitions with small units whole and large ones in parts, one for each share."""
     units, tried = work.units(seq_len, block), set()
     lengths = units.ends - units.begins
     longest = max(1, shard_length(0, world_size, seq_len))
@@ -279,7 +278,7 @@ def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator
 
 
 def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
-    """Blocks of equal lengths, for units that hold too much for any rank, or rows that differ."""
+    """Yield partitions into blocks of equal length, for large units or rows that differ."""
     shard, rounds = shard_length(0, world_size, seq_len), 4
     while rounds <= MAX_ROUNDS and rounds * block <= shard:
         edges = np.append(np.arange(0, seq_len, shard // rounds), seq_len)
@@ -290,10 +289,10 @@ def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterato
 
 
 def check_seen(mask: Mask | None, slices: Slices | None) -> None:
-    """Refuse what does not say which keys a query sees.
+    """Refuse a mask and slices that do not say which keys a query sees.
 
     Raises:
-        TypeError: if it is neither a mask nor slices.
+        TypeError: if neither is given, or one has the wrong type.
     """
     if slices is not None and not isinstance(slices, Slices):
         raise TypeError(f"slices must be Slices, got {type(slices).__name__}")
@@ -309,10 +308,10 @@ def layout_for(
     documents: Documents | None,
     slices: Slices | None = None,
 ) -> Layout:
-    """A layout as given, the one of that spelling, or the one of that name made for a batch.
+    """Return a layout, given as a layout or its spelling; `"balanced"` makes one for this batch.
 
     Raises:
-        ValueError: if no layout is spelled so.
+        ValueError: if the spelling is unknown.
         TypeError: if `layout` is neither a layout nor a string.
     """
     if layout == Balanced.name:
@@ -327,6 +326,6 @@ def layouts_for(
     documents: Documents | None,
     slices: Slices | None = None,
 ) -> list[Layout]:
-    """All layouts without parameters, then those that are made for this batch."""
+    """Return all layouts without parameters, then those made for this batch."""
     fixed = [kind() for kind in LAYOUTS.values() if not kind.parameters]
     return [*fixed, Balanced(mask, seq_len, world_size, documents, slices=slices)]

@@ -1,7 +1,7 @@
-"""What layouts cost models in which some layers carry a state along the sequence.
+"""The cost of layouts in models where some layers carry a state along the sequence.
 
-Such layers need neighbouring tokens on each rank, in order. A layout that deals them so leaves the
-causal mask of attention uneven; with any other one tokens are dealt anew around these layers.
+Layers with a state need contiguous tokens on each rank. A contiguous layout makes the causal mask
+of attention uneven; any other layout has to move tokens before and after these layers.
 """
 
 from __future__ import annotations
@@ -20,47 +20,56 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
+# Bytes that travel while a rank computes one pair, per number in its query; see `TOKEN`.
 PAIR = 4096 / TOKEN / (32 * 128)
-"""Bytes that travel while a rank computes one pair, by number of its query; see `TOKEN`."""
 
 
 class Hybrid(NamedTuple):
-    """A model with both kinds of layers."""
+    """A model with both kinds of layers.
+
+    Attributes:
+        stateful: number of layers with a state.
+        attention: number of layers with attention.
+        hidden_size: size of the hidden state of a token.
+        heads: numbers of query heads, and of key and value heads.
+        head_dim: size of a head.
+        itemsize: size of a number, in bytes.
+    """
 
     stateful: int
-    """Layers with a state."""
     attention: int
-    """Layers with attention."""
     hidden_size: int
-    """Numbers of a token between layers."""
     heads: tuple[int, int] = (32, 8)
-    """Of queries, and of keys and values."""
     head_dim: int = 128
     itemsize: int = 2
-    """Bytes of a number."""
 
 
 @dataclass(frozen=True)
 class HybridCost:
-    """What a layout costs in one forward of one row, in bytes, of all ranks together."""
+    """The cost of a layout in one forward pass of one row, in bytes, summed over all ranks.
+
+    Attributes:
+        layout: the spelling of the layout.
+        relayouts: bytes sent to change the layout around layers with a state. The backward pass
+            sends them again.
+        keys: bytes of keys and values that ranks see on other ranks. A ring forwards a few more.
+        waiting: bytes that could be sent while ranks wait for the one with the most work.
+    """
 
     layout: str
     relayouts: int
-    """That travel to deal tokens anew around layers with a state; backward they do so again."""
     keys: int
-    """Of keys and values that ranks see and others hold; a ring passes a few more on."""
     waiting: int
-    """That could travel while ranks wait for the one with most of the mask."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of the costs, in bytes."""
         return self.relayouts + self.keys + self.waiting
 
 
 @dataclass(frozen=True)
 class HybridComparison:
-    """What each layout costs a hybrid model. Printed, it is a table."""
+    """The cost of each layout in a hybrid model. `str` makes a table of it."""
 
     hybrid: Hybrid
     seq_len: int
@@ -69,7 +78,7 @@ class HybridComparison:
 
     @property
     def best(self) -> str:
-        """The layout that costs least; of equal ones, that without relayouts."""
+        """The layout of the least cost; a tie goes to the one with fewer bytes of relayouts."""
         return min(self.rows, key=lambda row: (row.total, row.relayouts)).layout
 
     def __str__(self) -> str:
@@ -87,15 +96,15 @@ class HybridComparison:
 def compare_hybrid_layouts(
     hybrid: Hybrid, mask: Mask, seq_len: int, world_size: int, strategy: str | None = None
 ) -> HybridComparison:
-    """What each layout costs a model with layers that carry a state.
+    """Compare the cost of layouts in a model with layers that carry a state.
 
     Args:
-        hybrid: its layers, and the sizes of its tensors.
-        mask: of layers with attention.
+        hybrid: the layers of the model, and the sizes of its tensors.
+        mask: the mask of the attention.
         seq_len: global length, in tokens; it is padded as the layouts need it.
-        world_size: ranks of the axis.
-        strategy: of attention, `None` for the default; where groups trade tokens for heads, what
-            travels between groups and waits for others is counted.
+        world_size: number of ranks of the axis.
+        strategy: the strategy of the attention, `None` for the default. With an all-to-all, only
+            transfers and waiting between groups are counted.
 
     Raises:
         TypeError: if a number is not an integer.
@@ -117,7 +126,7 @@ def compare_hybrid_layouts(
 def relayout_tokens(
     layout: Layout, seq_len: int, world_size: int, order: str = Contiguous.name
 ) -> int:
-    """Tokens that change their rank between a layout and the order of layers with a state."""
+    """Return the number of tokens that move between a layout and the order of stateful layers."""
     found = (
         exchange_of(layout, as_layout(order), 1, rank, world_size, seq_len).sent(1, 1)
         for rank in range(world_size)
@@ -128,7 +137,7 @@ def relayout_tokens(
 def _cost(
     layout: Layout, hybrid: Hybrid, mask: Mask, seq_len: int, world_size: int, heads: int
 ) -> HybridCost:
-    """The cost of one layout, where groups of so many ranks share the heads."""
+    """Return the cost of one layout, with an all-to-all within groups of `heads` ranks."""
     num_groups = world_size // heads
     work = Work(checked_slices(mask, world_size, (seq_len, seq_len), None))
     joined = layout if heads == 1 else Joined(layout, heads)

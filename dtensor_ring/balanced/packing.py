@@ -1,4 +1,4 @@
-"""A sequence cut into pieces, each of one rank, and which of them fit a rank."""
+"""A partition of the sequence into pieces, each on one rank, and how it is built."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from dtensor_ring.planning.layout import Layout, Run, shard_length
 
 
 class Partition(NamedTuple):
-    """The pieces of a sequence, by position: arrays. Neighbours are of different ranks."""
+    """The pieces of a sequence, in the order of positions. Adjacent pieces are on different ranks.
+
+    Attributes:
+        begins: first position of each piece.
+        ends: position after the last one of each piece.
+        owners: the rank that holds each piece.
+    """
 
     begins: np.ndarray
     ends: np.ndarray
     owners: np.ndarray
-    """The rank that holds the piece."""
 
     @classmethod
     def of(cls, pieces: list[tuple[int, int, int]]) -> Partition:
-        """Of begins, ends and owners, in any order; some may be empty.
+        """Build a partition from (begin, end, owner) in any order; empty pieces are dropped.
 
         >>> Partition.of([(4, 6, 0), (0, 2, 1), (2, 4, 1), (2, 2, 0)]).ends
         array([4, 6])
@@ -35,7 +40,7 @@ class Partition(NamedTuple):
 
     @classmethod
     def dealt(cls, layout: Layout, world_size: int, seq_len: int) -> Partition:
-        """That of a layout whose runs are of neighbouring tokens."""
+        """Build the partition of a layout whose runs have stride 1."""
         return cls.of(
             [
                 (run.start, run.start + run.length, rank)
@@ -46,32 +51,32 @@ class Partition(NamedTuple):
 
     @property
     def max_runs(self) -> int:
-        """The most pieces that any rank holds."""
+        """The largest number of pieces that a rank holds."""
         return int(np.bincount(self.owners, minlength=1).max())
 
     def runs(self, world_size: int) -> tuple[tuple[Run, ...], ...]:
-        """The runs of each rank."""
+        """Return the runs of each rank."""
         runs: list[list[Run]] = [[] for _ in range(world_size)]
         for begin, end, owner in zip(*(x.tolist() for x in self), strict=True):
             runs[owner].append(Run(begin, end - begin))
         return tuple(map(tuple, runs))
 
 
+# Fraction of a shard (1/64) filled last, in the order of positions, so that all shards end up full.
 RESERVE = 64
-"""Of a shard, the part that is dealt last, in the order of positions: so all shards get full."""
 
+# Area per token is compared in 16ths. Integers make the result the same on every machine.
 FINE = 16
-"""Steps in which areas per token are compared, by token: they are integers, alike everywhere."""
 
+# A part above 19/20 of a shard leaves its rank no room for other units to balance it.
 FULLEST = 20
-"""A part that takes more than 19 of 20 tokens of a shard leaves no room to even its rank out."""
 
+# The largest number of entries compared to find neighbouring ranks for the parts of a unit.
 MAX_SEATS = 2**20
-"""Numbers that are compared to find neighbouring ranks for the parts of a unit."""
 
 
 class Hands:
-    """Deals units to ranks so that areas get even and each rank gets its number of tokens."""
+    """Assign units to ranks so that areas are even and each rank gets its number of tokens."""
 
     def __init__(self, work: Work, world_size: int, seq_len: int, reserve: int = RESERVE) -> None:
         self._work, self._world_size = work, world_size
@@ -84,10 +89,10 @@ class Hands:
         self._left: list[tuple[int, int]] = []
 
     def deal_parted(self, units: Units, num_parts: np.ndarray) -> None:
-        """Deal each unit in parts of equal areas to neighbours on the ring, the largest unit first.
+        """Assign parts of equal area to neighbours on the ring, beginning with the largest unit.
 
-        A part sees what the ranks before it hold, so nobody waits long, and little travels. Where a
-        part is too long for a shard, parts hold an early and a late piece each, as zigzag's do.
+        A part sees keys of the ranks just before its own, so waits are short and few tokens travel.
+        If a part is too long for a shard, parts hold an early and a late piece each, as in zigzag.
         """
         if not len(num_parts):
             return
@@ -103,9 +108,9 @@ class Hands:
                 self._left.append((begin, end))
 
     def deal_whole(self, units: Units) -> None:
-        """Deal units to one rank each, those that see most per token first.
+        """Assign each unit to one rank, beginning with the largest area per token.
 
-        Each goes to the rank that lacks most area per token: at the end all lack the same.
+        A unit goes to the rank that lacks the most area per token, which evens out the ranks.
         """
         densities = FINE * units.areas // (units.ends - units.begins)
         lacks = np.array([self._lack(rank) for rank in range(self._world_size)], densities.dtype)
@@ -120,12 +125,12 @@ class Hands:
             lacks[rank] = self._lack(rank)
 
     def _lack(self, rank: int) -> int:
-        """Area that a rank lacks for each token that it lacks."""
+        """Return the area that a rank lacks, per token that it lacks, in units of 1/`FINE`."""
         num_tokens = max(1, int(self._room[rank]) + self._kept[rank])
         return FINE * (self._mean - self._loads[rank]) // num_tokens
 
     def dealt(self) -> Partition:
-        """All pieces. What is left fills rank after rank, in the order of positions."""
+        """Return all pieces. Units left over fill rank after rank, in the order of positions."""
         rooms = [x + y for x, y in zip(self._room.tolist(), self._kept, strict=True)]
         rank = 0
         for begin, end in sorted(self._left):
@@ -139,7 +144,7 @@ class Hands:
         return Partition.of(self._pieces)
 
     def _seat(self, parts: np.ndarray) -> bool:
-        """Give the parts, `(M, pieces, 2)`, to those neighbours who are least busy then."""
+        """Assign parts `(M, pieces, 2)` to the least busy neighbours; return whether they fit."""
         num_parts, num_pieces, _ = parts.shape
         lengths = (parts[..., 1] - parts[..., 0]).sum(1)
         found = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
@@ -162,9 +167,9 @@ class Hands:
 
 
 def _folded(begin: int, end: int, num_parts: int) -> np.ndarray:
-    """Parts of equal lengths with an early and a late piece each, `(M, 2, 2)`."""
+    """Return parts of equal length with an early and a late piece each, `(M, 2, 2)`."""
     edges = begin + (end - begin) * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1)
-    # The latest piece goes to the last rank: early ones are seen all around the ring, late ones by
-    # the next ranks only, so that packets get smaller on their way.
+    # The last rank gets the latest piece. Ranks all around the ring see early pieces, only the next
+    # ones see late pieces, so packets shrink on their way.
     return np.stack([pieces[num_parts - 1 :: -1], pieces[num_parts:]], axis=1)

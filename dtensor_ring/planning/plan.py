@@ -26,8 +26,8 @@ from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, pieces_of, shar
 class Step:
     """One iteration of the ring: `tiles` against the columns `cols` of the source's shard.
 
-    The columns of the tiles count in `cols`, which lie side by side. In the first step `cols` are
-    all columns of this rank's shard, in the others those of the source's packet.
+    The columns of the tiles index into `cols`, packed side by side. In the first step `cols` are
+    all columns of this rank's shard; in later steps they are the columns of the source's packet.
     """
 
     number: int
@@ -41,19 +41,22 @@ class Plan:
     """The work of one rank: its steps, and its messages, one hop for each step.
 
     `shards[i]` moves keys and values while step i computes: it is posted before the kernels of the
-    step and waited for after them, so what it receives serves later steps, and may be forwarded by
-    later hops. The last one is empty. A send whose source is this rank packs these columns of its
-    own shard; another source forwards its packet, or a part of it.
+    step and waited for after them, so what it receives serves later steps, and later hops may
+    forward it. The last one is empty. A send whose source is this rank packs these columns of its
+    own shard; a send with another source forwards its packet, or a part of it.
 
     `sums[i]` moves sums of gradients: it is posted when step i has added its own, and waited for
     before the next one is posted, the last one at the end. The first one is empty. A sent sum is
-    what came in for the source before, plus what the step on it gave; the sends of a hop are
-    together all of it, and each has its part of the columns. A received sum whose source is this
-    rank is final: gradients of its own tokens, at `cols`. Any other has the columns of the packet
-    that this rank works on, and stays until it has added to it and sent it.
+    the sum received for that source, plus what this rank's step added. The sends of a hop split
+    the columns of the sum among them. A received sum whose source is this rank is final: it holds
+    gradients of its own tokens, at `cols`. Any other has the columns of the packet that this rank
+    works on, and stays until this rank has added to it and sent it.
 
-    At most one packet of each source comes to a rank. On the routes of this project all ranks have
-    the same number of steps, see `Route`; nothing that runs a plan may rely on it.
+    A rank receives at most one packet of each source. On the routes of this project all ranks have
+    the same number of steps, see `Route`; code that runs a plan must not rely on it.
+
+    Attributes:
+        num_local: numbers of query and of key tokens on this rank.
     """
 
     rank: int
@@ -61,21 +64,20 @@ class Plan:
     shards: tuple[Hop, ...]
     sums: tuple[Hop, ...]
     num_local: tuple[int, int]
-    """Tokens of this rank: queries, and keys."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of this rank, the one without messages included."""
+        """Number of steps of this rank, including the first."""
         return len(self.steps)
 
     @property
     def num_received(self) -> int:
-        """Tokens whose keys and values come to this rank, over all hops."""
+        """Number of tokens whose keys and values this rank receives, over all hops."""
         return sum(len(transfer.cols) for hop in self.shards for transfer in hop.receives)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the plan and of the launches made of its tiles, in bytes, an estimate."""
+        """Estimated memory of the plan and of the launches built from its tiles, in bytes."""
         num_tiles = sum(len(step.tiles) for step in self.steps)
         # A packet and the sum of its gradients share their columns; many have an index on two
         # devices.
@@ -100,18 +102,18 @@ def plan(
     slices: Slices | None = None,
     key_layout: Layout | None = None,
 ) -> Plan:
-    """Plan of one rank.
+    """Plan the work of one rank.
 
-    Where a strategy trades tokens for heads, the plan is of what comes after that: a rank has all
-    tokens of its group then, and exchanges keys and values with those ranks of other groups that
-    have the same heads.
+    If the strategy has an all-to-all, the plan covers what comes after it: a rank then has all
+    tokens of its group, and exchanges keys and values with those ranks of other groups that have
+    the same heads.
 
-    It takes time in proportion to the runs of all ranks and the documents (for layouts whose runs
-    have gaps, to the pairs of runs), and to the tiles of this rank. At most 256 MiB of plans are
-    kept, and 64 MiB each of needs, runs and boundaries.
+    Planning time is proportional to the runs of all ranks and the documents (for layouts whose
+    runs have gaps, to the pairs of runs), and to the tiles of this rank. Caches keep at most
+    256 MiB of plans, and 64 MiB each of needs, runs and boundaries.
 
     Args:
-        layout: how the tokens are dealt.
+        layout: how the tokens are sharded.
         mask: what a query sees.
         rank: this rank's index on the ring.
         world_size: ranks on the ring.
@@ -119,16 +121,17 @@ def plan(
         documents: boundaries; a query sees keys of its own document only, and tokens after the
             last boundary see nothing.
         key_seq_len: global length of keys and values, for cross attention.
-        key_documents: their boundaries: document number d of the queries sees number d of these.
+        key_documents: boundaries of the keys: query document d sees key document d.
         strategy: how the attention is made parallel, see `as_strategy`.
         slices: what a query sees, in place of mask and documents.
-        key_layout: how the keys are dealt, if not as the queries: of one sequence, of which the
-            queries may be the end only.
+        key_layout: how the keys are sharded, if not like the queries. Both are positions of one
+            sequence, and the queries may be only its end.
 
     Raises:
-        ValueError: if a layout cannot deal the length or breaks its promise, the documents are not
-            boundaries, cross attention has a mask that is not full, slices do not fit the
-            sequences or come beside a mask or documents, or the strategy is unknown.
+        ValueError: if a layout cannot shard the length or violates the contract of `Layout.runs`,
+            the documents are not boundaries, cross attention has a mask that is not full, slices
+            do not fit the sequences or are given with a mask or documents, or the strategy is
+            unknown.
     """
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
@@ -137,7 +140,7 @@ def plan(
         deal(layout_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
         for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
     )
-    # Shared by the plans of all ranks, as a printed schedule asks for every one.
+    # Cached, because a printed schedule plans every rank of one attention.
     needs = _needs(queries, keys, slices)
     group, member = divmod(rank, strategy.heads)
     planned = _planned(ROUTES[strategy.way](group, needs), queries, keys, slices)
@@ -145,15 +148,15 @@ def plan(
 
 
 def layout_of_groups(layout: Layout, strategy: Strategy) -> Layout:
-    """How tokens are dealt once those of a group are together."""
+    """Return the layout after the all-to-all, with one shard for each group of ranks."""
     return layout if strategy.heads == 1 else Joined(layout, strategy.heads)
 
 
 def _among(planned: Plan, member: int, heads: int) -> Plan:
-    """The plan of a group as that of one of its ranks, all of them counted along the axis."""
+    """Turn the plan of a group into the plan of one member, with ranks counted along the axis."""
 
     def on_axis(group: int) -> int:
-        # Only ranks of one number in their groups have the same heads.
+        # Ranks have the same heads only if they have the same number within their groups.
         return group * heads + member
 
     def moved(side: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
@@ -175,11 +178,12 @@ def checked_slices(
     key_documents: Documents | None = None,
     slices: Slices | None = None,
 ) -> Slices:
-    """What queries see in an attention that can be planned.
+    """Check the arguments of an attention, and return what its queries see as slices.
 
     Raises:
         ValueError: if there is no rank, a length is negative, boundaries or slices do not fit the
-            sequences, cross attention has a mask that is not full, or slices come beside others.
+            sequences, cross attention has a mask that is not full, or slices are given with a mask
+            or documents.
     """
     seq_len, key_seq_len = seq_lens
     check_documents(world_size, seq_len, documents)
@@ -199,19 +203,19 @@ def checked_slices(
 
 @cached_bytes(2**26, lambda needs: needs.num_bytes)
 def _needs(queries: Dealing, keys: Dealing, slices: Slices) -> Needs:
-    """Columns that ranks see of one another; shared by all plans of one attention."""
+    """Return the columns that ranks see of one another; all plans of one attention share them."""
     # Runs without gaps can be sorted and searched; others have to be compared.
     is_dense = queries.stride == keys.stride == 1
     return (SweptNeeds if is_dense else PairedNeeds)(queries, keys, slices)
 
 
 def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> Plan:
-    """The steps and hops of a route, with the tiles of what its rank sees."""
+    """Return the steps and hops of a route, with the tiles that its rank computes."""
     rank, sources = route.rank, route.sources
     shards = [route.shards(number) for number in range(len(sources))]
-    # Building tiles is most of the work, so only of sources that this rank sees anything of.
+    # Building tiles is most of the work, so skip sources of which this rank sees nothing.
     seen = {rank, *route.needs.seen_by(rank)}
-    # At most one packet of a source comes here, so this is the only one to compute on.
+    # This rank receives at most one packet of a source, so no entry overwrites another.
     cols = {x.source: x.cols for hop in shards for x in hop.receives}
     cols[rank] = Cols.union([(0, keys.num_local(rank))])
     own = [(batch, pieces_of(queries.shards[rank], table)) for batch, table in rows_of(slices)]
@@ -219,7 +223,7 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> P
     for number, source in enumerate(sources):
         resident, tiles = cols.get(source, Cols()), ()
         if source in seen:
-            # Kernels get a packet, not a shard.
+            # Kernels get the packet, not the whole shard, so tiles index into its columns.
             tiles = tuple(
                 tile
                 for batch, pieces in own
@@ -232,16 +236,16 @@ def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> P
 
 
 def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[Hop, ...]:
-    """The hops, with the sources whose packets nobody needs afterwards.
+    """Add to each hop the sources whose packets this rank no longer needs after it.
 
     A packet is needed until the last step that computes on it and the last hop that forwards it.
-    Packets that are left after the last step are given back with all buffers.
+    Packets still resident after the last step are freed with all buffers.
     """
-    last: dict[int, int] = {}  # by source: the last number under which it is touched
+    last: dict[int, int] = {}  # source: the last step that uses its packet
     for number, (step, hop) in enumerate(zip(steps, shards, strict=True)):
         used = [x.source for side in (hop.sends, hop.receives) for x in side]
         last |= dict.fromkeys([*used, *([step.source] if step.tiles else [])], number)
-    # The rank's own shard is no packet, and nobody's to release.
+    # The rank's own shard is not a packet, so no hop releases it.
     last.pop(rank, None)
     over: list[list[int]] = [[] for _ in steps]
     for source, number in last.items():
@@ -255,7 +259,7 @@ def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[
 def check_documents(
     world_size: int, seq_len: int, documents: Documents | None, name: str = "cu_seqlens"
 ) -> None:
-    """Refuse boundaries of that name that do not fit the sequence, and sizes that no ring has."""
+    """Refuse boundaries that do not fit the sequence, and sizes that are out of range."""
     as_count("world_size", world_size, 1, MAX_RANKS)
     as_count(name.replace("cu_seqlens", "seq_len"), seq_len)
     if documents is not None:
@@ -268,7 +272,7 @@ def _check_cross(
     documents: Documents | None,
     key_documents: Documents | None,
 ) -> None:
-    """Queries and keys of different sequences have no common positions."""
+    """Refuse a mask or documents that cross attention cannot have."""
     if mask != Mask.full():
         raise ValueError(
             f"{seq_lens[0]} query and {seq_lens[1]} key tokens, or documents of their own, are "

@@ -8,24 +8,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# A half-open range of indices.
 Span = tuple[int, int]
-"""A half-open range of indices."""
 
 NOTHING: Span = (0, 0)
 
 
 def length(span: Span) -> int:
-    """Indices in a span."""
+    """Return the number of indices in a span."""
     return span[1] - span[0]
 
 
 def moved(span: Span, by: int) -> Span:
-    """The span, moved by that many indices."""
+    """Return the span, moved by `by` indices."""
     return span[0] + by, span[1] + by
 
 
 def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """So many items of each: whose an item is, and its number among those.
+    """Number the items of groups of these sizes: return the group and the index in it of each.
 
     >>> numbered(np.array([2, 0, 3]))
     (array([0, 0, 2, 2, 2]), array([0, 1, 0, 1, 2]))
@@ -35,7 +35,7 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expanded(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number of each range next to each number in it; a range that ends early is empty.
+    """Expand ranges: return each range's index and each integer in it; `end <= first` is empty.
 
     >>> expanded(np.array([4, 7]), np.array([6, 7]))
     (array([0, 0]), array([4, 5]))
@@ -47,14 +47,14 @@ def expanded(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def united(
     ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The union of the spans of each id: ascending, without any that overlap or touch."""
-    # The spans of all ids lie on one long line, so that one sort serves them all; it is stable, so
-    # that it is quick on sorted input.
+    """Return the union of the spans of each id, ascending; none of them overlap or touch."""
+    # Place the spans of all ids on one long line, so that one sort serves all. A stable sort is
+    # quick on sorted input.
     line = 1 + int(ends.max(initial=0))
     firsts = firsts + ids * line
     order = np.argsort(firsts, kind="stable")
     firsts, ends = firsts[order], np.maximum.accumulate((ends + ids * line)[order])
-    # A span begins where all before it have ended: the one before it ends there as well.
+    # A span begins where all earlier ones have ended, which is also where the previous one ends.
     is_new = np.ones(len(firsts), dtype=bool)
     is_new[1:] = firsts[1:] > ends[:-1]
     firsts, ends = firsts[is_new], ends[np.roll(is_new, -1)]
@@ -65,20 +65,20 @@ def united(
 def topmost(
     ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ranges of each id that do not overlap, with the largest of the values given for them.
+    """Return disjoint ranges of each id, each with the largest value given for its positions.
 
-    The values are positive. The ranges that are returned ascend, and are none where none was given.
+    The values are positive. The results ascend, and cover only positions that were given.
 
     >>> topmost(*np.array([[0, 0], [1, 4], [6, 9], [3, 2]]))
     (array([0, 0, 0]), array([1, 4, 6]), array([4, 6, 9]), array([3, 3, 2]))
     """
-    # The ranges of all ids lie on one long line, as in `united`, cut wherever any of them ends.
+    # Place all ranges on one long line, as in `united`, and cut it where any range begins or ends.
     line = 1 + int(ends.max(initial=0))
     firsts, ends = firsts + ids * line, ends + ids * line
     cuts = np.unique(np.concatenate([firsts, ends]))
     low, high = np.searchsorted(cuts, firsts), np.searchsorted(cuts, ends)
-    # A range of cells is covered by two windows of the largest power of two that is not longer.
-    # From the widest windows on, each hands its value to its halves, until they are single cells.
+    # Two windows cover a range of cells; their width is the largest power of two that fits.
+    # From the widest down, each window passes its value to its halves, until these are cells.
     sizes = np.frexp(high - low)[1] - 1
     found = np.zeros(len(cuts), dtype=np.int64)
     for size in range(int(sizes.max(initial=0)), -1, -1):
@@ -92,10 +92,10 @@ def topmost(
 
 
 def broadcast(**sides: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """What the sides have in each batch row; one row stands for all rows of the others.
+    """Zip the batch rows of all sides; a side with one row repeats it.
 
     Raises:
-        ValueError: if sides have different numbers of rows; names them.
+        ValueError: if sides have different numbers of rows; the message names them.
 
     >>> list(broadcast(queries=[1, 2], keys=[3]))
     [(1, 3), (2, 3)]
@@ -109,32 +109,32 @@ def broadcast(**sides: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     return zip(*repeated, strict=True)
 
 
+# The largest length of a sequence, in tokens: beyond any in use, and far below the int64 limit.
 MAX_TOKENS = 2**40
-"""Of a sequence: a thousand times what anybody trains on, and far from where int64 ends."""
+# The largest number of ranks on a ring. Planning time grows with it, to seconds at this limit.
 MAX_RANKS = 2**16
-"""The most ranks of a ring. Planning time grows with them; this many take seconds."""
 
 
 def as_int(name: str, given: Any) -> int:
-    """An integer of any type that is one.
+    """Convert an integer of any integer type to an int.
 
     Raises:
         TypeError: if it is not an integer; the message names the argument.
     """
     try:
-        if isinstance(given, bool):  # an int in Python, but True is not a number of anything
+        if isinstance(given, bool):  # an int in Python, but not a count
             raise TypeError
         return index(given)
-    except (TypeError, RuntimeError):  # the latter of a tensor without content
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without content
         raise TypeError(f"{name} must be an int, got {given!r}") from None
 
 
 def as_count(name: str, given: Any, smallest: int = 0, largest: int = MAX_TOKENS) -> int:
-    """An integer in a range.
+    """Convert an integer to an int, and check its range.
 
     Raises:
-        TypeError: if it is no integer; names the argument.
-        ValueError: if it is outside of the range.
+        TypeError: if it is not an integer; the message names the argument.
+        ValueError: if it is out of range.
 
     >>> as_count("seq_len", 8)
     8
@@ -149,35 +149,35 @@ class SupportsArray(Protocol):
     """An array, or a tensor on the CPU."""
 
     def __array__(self) -> np.ndarray:
-        """The content as an array."""
+        """Return the content as an array."""
         ...
 
 
+# Integers in rows, in any form that `integer_rows` takes.
 Integers = SupportsArray | Sequence[int] | Sequence[Sequence[int]]
-"""Integers in rows, in any form that `integer_rows` takes."""
 
 
 def integer_rows(
     given: Any, name: str, noun: str, shape: str, ndims: tuple[int, ...] = (1, 2)
 ) -> list[np.ndarray]:
-    """One array for each row; rows may be of different lengths.
+    """Return one array for each row; rows may have different lengths.
 
     Args:
         given: a tensor, an array, a sequence, or a sequence of them.
-        name: of the argument.
-        noun: what it holds, in errors.
-        shape: what it may have, in errors.
-        ndims: numbers of dims that it may have.
+        name: the name of the argument, for errors.
+        noun: what the argument holds, for errors.
+        shape: the shapes that it may have, for errors.
+        ndims: the numbers of dims that it may have.
 
     Raises:
-        ValueError: if it is of another shape.
-        TypeError: if it holds other than integers.
+        ValueError: if it has another shape.
+        TypeError: if it holds anything but integers.
 
     >>> integer_rows([[0, 3], [0, 3, 8]], "ends", "boundaries", "(D+1,) or (B, D+1)")
     [array([0, 3]), array([0, 3, 8])]
     """
     if isinstance(given, Sequence) and given and _is_row(given[0]):
-        # One by one: rows of different lengths make no array.
+        # Convert one by one, as rows of different lengths do not form an array.
         of_row = tuple(ndim - 1 for ndim in ndims if ndim > 1)
         return [integer_array(row, name, noun, shape, of_row, given) for row in given]
     array = integer_array(given, name, noun, shape, ndims, given)
@@ -187,15 +187,15 @@ def integer_rows(
 def integer_array(
     part: Any, name: str, noun: str, shape: str, ndims: tuple[int, ...], given: Any
 ) -> np.ndarray:
-    """An array of integers, of a number of dims; `given` is what errors quote.
+    """Convert `part` to an array of integers with one of `ndims` dims; errors quote `given`.
 
     Raises:
-        ValueError: if it is of another shape.
-        TypeError: if it holds other than integers.
+        ValueError: if it has another shape.
+        TypeError: if it holds anything but integers.
     """
     try:
         array = _as_array(part)
-    except (TypeError, ValueError, RuntimeError) as error:  # of tensors without dense content
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor without dense content
         raise TypeError(f"{name} cannot be read as {noun} ({error}), got {given!r}") from error
     if array.ndim not in ndims:
         raise ValueError(f"{name} must be {noun} {shape}, got {given!r}")
@@ -221,13 +221,13 @@ def _as_array(row: Any) -> np.ndarray:
 
 
 class FrozenArrays:
-    """Arrays that never change. Equal by content; the hash is computed once.
+    """Arrays that never change. They are equal by content, and the hash is computed once.
 
-    So a cache finds arrays without reading them again.
+    A cache lookup then does not read the arrays again.
     """
 
     def _freeze(self, arrays: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Keep the arrays, which nobody else may write to, and return them."""
+        """Keep the arrays, make them read-only, and return them."""
         self._arrays = tuple(arrays)
         for array in self._arrays:
             array.setflags(write=False)  # the hash would not follow a change

@@ -11,7 +11,7 @@ from dtensor_ring.planning.demand import Cols, Needs
 
 
 class Transfer(NamedTuple):
-    """Columns of a source's shard, or a sum of their gradients, that go to or come from a peer."""
+    """Columns of a source's shard, or sums of their gradients, sent to or received from a peer."""
 
     source: int
     cols: Cols
@@ -21,8 +21,8 @@ class Transfer(NamedTuple):
 class Hop(NamedTuple):
     """The transfers of a rank at a hop.
 
-    `releases` are the sources whose packets nobody needs on this rank once the hop is over. The
-    planner fills them in.
+    `releases` are the sources whose packets this rank no longer needs after the hop. The planner
+    fills them in.
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -31,24 +31,24 @@ class Hop(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether there are messages."""
+        """Whether the hop has messages."""
         return bool(self.sends or self.receives)
 
 
 class Route(ABC):
-    """How keys and values come to one rank, and gradients leave it.
+    """How one rank receives keys and values, and sends gradients back.
 
-    A new one is a class with these three methods and a row in `ROUTES`. Nothing else knows how
+    A new route is a class with these three members and a row in `ROUTES`. No other code knows how
     messages travel: the loops post the hops that they are given.
 
     Hop i of the shards is posted before the kernels of step i, and waited for after them: what it
-    receives serves the steps after i, and may be forwarded by the hops after i. At most one packet
-    of a source comes to a rank. Hop i of the sums is posted when step i has added its gradients,
-    after hop i of the shards was posted, and waited for before the next one is posted.
+    receives serves the steps after i, and the hops after i may forward it. A rank receives at most
+    one packet of a source. Hop i of the sums is posted when step i has added its gradients, after
+    hop i of the shards was posted, and waited for before the next one is posted.
 
-    Ranks make their steps on their own, but two ranks must agree on the order of all messages from
-    one to the other, packets and sums: nothing else tells them apart. It is easiest if all ranks
-    have the same steps, and a message is in the hop of one number on both sides.
+    Each rank runs its steps independently, but two ranks must agree on the order of all messages
+    between them, packets and sums, because only the order identifies a message. The simplest way
+    is that all ranks have the same steps, and a message has the same hop number on both sides.
 
     Args:
         rank: the rank whose messages these are.
@@ -62,40 +62,40 @@ class Route(ABC):
     @property
     @abstractmethod
     def sources(self) -> Sequence[int]:
-        """The rank whose shard each step computes on; the first is this rank itself."""
+        """The rank whose shard each step computes on; the first is this rank."""
 
     @abstractmethod
     def shards(self, step: int) -> Hop:
-        """The transfers while this step computes; none while the last one does.
+        """Return the transfers of keys and values during this step; the last step has none.
 
-        A source that is not this rank is a packet that came here, and goes on.
+        A send with another source than this rank forwards a packet received before.
         """
 
     @abstractmethod
     def sums(self, step: int) -> Hop:
-        """The transfers of sums after this step; none after the first.
+        """Return the transfers of sums after this step; the first step has none.
 
-        A sent sum is what came in for that source before, plus what the step on it has added. The
-        sends of a step are together all of that, in parts that share no column.
-        Receiving one of this rank is receiving gradients of its own tokens.
+        A sent sum is the sum received for that source, plus what this rank's step added. The sends
+        of a step cover the whole sum, in parts without a common column. A received sum whose
+        source is this rank holds gradients of its own tokens.
         """
 
     def _transfers(self, source: int, cols: Cols, peer: int) -> tuple[Transfer, ...]:
-        """One transfer, or none if it were empty; ranks count around the ring."""
+        """Return one transfer, or none without columns; rank numbers wrap around the ring."""
         source, peer = source % self.world_size, peer % self.world_size
         return (Transfer(source, cols, peer),) if cols else ()
 
 
 class RingRoute(Route):
-    """From neighbour to neighbour: what any rank further on sees of a shard travels together.
+    """Each packet travels from neighbour to neighbour, with all columns that later ranks see.
 
-    A packet leaves columns behind that nobody further on sees, see `legs_of`. Every rank makes one
-    step for each hop of the furthest packet, so some steps have no work.
+    At each rank a packet drops the columns that no later rank sees, see `legs_of`. Every rank has
+    one step for each hop of the furthest packet, so some steps have no work.
     """
 
     @property
     def sources(self) -> Sequence[int]:
-        # Those of the furthest packet of any rank, so that step numbers agree everywhere.
+        # Count the hops of the furthest packet of any rank, so step numbers agree on all ranks.
         num_hops = max((legs[-1].last for legs in self.needs.legs if legs), default=0)
         return [(self.rank - distance) % self.world_size for distance in range(num_hops + 1)]
 
@@ -105,30 +105,30 @@ class RingRoute(Route):
     def sums(self, step: int) -> Hop:
         if not step:
             return Hop()
-        # One hop after their shard. So a sum starts on the first rank after its source. Each rank
-        # sends what goes no further to the source at once: it makes no more hops than the shard.
+        # Sums follow their shard one hop later, starting on the first rank after the source.
+        # Columns that the packet drops here go straight back to the source.
         sends, receives, _ = self.shards(step)
         sends += self._ended((self.rank - step) % self.world_size, step, -step)
         return Hop(sends, receives + self._ended(self.rank, step, step))
 
     def _passed(self, sender: int, step: int, by: int) -> tuple[Transfer, ...]:
-        """The transfer to the next rank of the packet that `sender` computes on in this step."""
+        """Return the transfer that takes the packet of this step from `sender` to the next rank."""
         source = (sender - step) % self.world_size
-        # The next rank is one further from the source; nothing if the packet ends here.
+        # The next rank is one hop further from the source. Without columns the packet ends here.
         return self._transfers(source, self.needs.leg(source, step + 1).cols, self.rank + by)
 
     def _ended(self, source: int, step: int, by: int) -> tuple[Transfer, ...]:
-        """The transfer of sums that end at this distance from their source."""
+        """Return the transfer of sums whose columns travel no further than this step."""
         leg = self.needs.leg(source, step)
         return self._transfers(source, leg.ending if leg.last == step else Cols(), self.rank + by)
 
 
 class DirectRoute(Route):
-    """Each rank gets from every source what it sees of it, and sends the sums straight back.
+    """Each rank receives what it sees directly from every source, and sends the sums straight back.
 
-    All ranks make a step for each distance at which any rank sees anything, so some steps have no
+    All ranks have a step for each distance at which any rank sees anything, so some steps have no
     work. If each rank skipped its empty steps, two ranks might order a packet and a sum between
-    them differently, and messages between two ranks are told apart by their order alone.
+    them differently, and only the order identifies a message between two ranks.
     """
 
     @cached_property
@@ -143,7 +143,7 @@ class DirectRoute(Route):
 
     @cached_property
     def _distances(self) -> list[int]:
-        """By step: ranks back to the source, which are also the ranks ahead to the one served."""
+        """Distance of each step, in ranks: back to the source, and ahead to the receiver."""
         return [0, *self.needs.distances]
 
     @property
@@ -151,7 +151,7 @@ class DirectRoute(Route):
         return [(self.rank - distance) % self.world_size for distance in self._distances]
 
     def shards(self, step: int) -> Hop:
-        # Nothing is forwarded: a packet travels during the step before the one that uses it.
+        # A packet is never forwarded: it travels during the step before the one that uses it.
         return self._exchanged(step + 1) if step + 1 < len(self._distances) else Hop()
 
     def sums(self, step: int) -> Hop:
@@ -162,21 +162,21 @@ class DirectRoute(Route):
         return Hop(receives, sends)
 
     def _exchanged(self, step: int) -> Hop:
-        """Transfers at the distance of a step: to a rank that sees this shard, from a source."""
+        """Return the transfers at the distance of a step: one to a receiver, one from a source."""
         distance = self._distances[step]
         source = (self.rank - distance) % self.world_size
         target = (self.rank + distance) % self.world_size
-        # Both sides find the same columns, so sizes agree without a message about them.
+        # Both sides compute the same columns, so sizes agree without a message.
         sends = self._transfers(self.rank, self._shown.get(target, Cols()), target)
         return Hop(sends, self._transfers(source, self._seen.get(source, Cols()), source))
 
 
 class GatheredRoute(DirectRoute):
-    """All that a rank sees of others comes while it works on its own shard.
+    """A rank receives all that it sees of other shards while it computes on its own.
 
-    So only one hop has to be waited for. The steps after it have one source each, as on the other
-    routes: in one step for all of them, what came would have to be copied together first, as each
-    message lies in its own memory. Sums go straight home, each as soon as it is complete.
+    It waits for one hop only. The later steps have one source each, as on the other routes: a
+    single step for all sources would first have to copy the messages into one buffer. Sums go
+    straight back to their source, each as soon as it is complete.
     """
 
     def shards(self, step: int) -> Hop:
@@ -190,25 +190,26 @@ class GatheredRoute(DirectRoute):
 
 
 def ring_unless_sparse(rank: int, needs: Needs) -> Route:
-    """Around the ring, unless the load is less by more than a fifth if all goes directly.
+    """Choose the ring, unless the direct route saves more than a fifth of the load.
 
-    The load is what the busiest rank receives or sends, plus what a rank does in the mean. Where
-    each rank has a link of its own, all wait for the busiest; where ranks share the network, for
-    all messages together. A route may have little of the one and much of the other, so both count.
+    The load is what the busiest rank receives or sends, plus the mean over ranks. If each rank has
+    a link of its own, all ranks wait for the busiest; if ranks share the network, they wait for
+    all messages together. A route may be light in one and heavy in the other, so both count.
 
-    A fifth must be saved: around the ring, every link between neighbours carries one message at a
-    time, whatever the network looks like, and two buffers do, where packets stay whole. The direct
-    route takes three, to send, to receive and to work on. Backward takes as many on both routes. A
-    causal mask on a zigzag layout saves an eighth. But what few ranks see need not pass all the
-    others: the ends of a zigzag layout's chunks that a sliding window reaches, say, or a document.
+    The direct route must save a fifth because it costs more otherwise. On the ring, every link
+    between neighbours carries one message at a time on any network, and two buffers are enough
+    while packets stay whole. The direct route needs three: to send, to receive and to compute on.
+    The backward pass needs the same number on both. A causal mask on a zigzag layout saves only an
+    eighth. The direct route wins if few ranks see a column, as with a sliding window on a zigzag
+    layout or with short documents.
     """
     return (DirectRoute if needs.direct_is_lighter else RingRoute)(rank, needs)
 
 
+# Factories of routes, by name as in the spelling of a strategy.
 ROUTES: dict[str, Callable[[int, Needs], Route]] = {
     "ring": ring_unless_sparse,
     "around": RingRoute,
     "direct": DirectRoute,
     "all_gather": GatheredRoute,
 }
-"""Factories of routes, by their names in the spelling of a strategy."""

@@ -1,4 +1,4 @@
-"""The runs of all ranks as arrays, and layouts by their spelling or by such a table."""
+"""The runs of all ranks as arrays, and layouts made from a spelling or from a table of runs."""
 
 from __future__ import annotations
 
@@ -23,43 +23,45 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import FrozenArrays, numbered
 from dtensor_ring.planning.slice_tables import LARGEST
 
+# Memory of a `Run`, its integers, and its row in the arrays.
 BYTES_PER_RUN = 200
-"""Memory of a `Run`, its integers, and its row in the arrays."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dealing:
-    """How a layout deals one sequence to all ranks.
+    """How a layout shards one sequence over all ranks.
 
-    The arrays have one entry for each run, of all ranks, in the order of the first positions.
+    Attributes:
+        shards: the runs of each rank.
+        starts: first position of each run; the arrays list all runs, in the order of `starts`.
+        lengths: number of tokens of each run.
+        owners: the rank that holds each run.
+        cols: index in its owner's shard at which each run begins.
     """
 
     shards: tuple[tuple[Run, ...], ...]
-    """The runs of each rank."""
     starts: np.ndarray
-    """First position."""
     lengths: np.ndarray
     owners: np.ndarray
-    """The rank that holds the run."""
     cols: np.ndarray
-    """Where in the shard of its owner the run begins."""
 
     @cached_property
     def stride(self) -> int:
-        """Distance of neighbours in a run: the same for all runs."""
+        """Distance between neighbouring positions of a run, the same for all runs."""
         return next((shard[0].stride for shard in self.shards if shard), 1)
 
     def num_local(self, rank: int) -> int:
-        """Tokens of a rank."""
+        """Return the number of tokens of a rank."""
         return sum(run.length for run in self.shards[rank])
 
 
 @cached_bytes(2**26, lambda dealing: BYTES_PER_RUN * len(dealing.starts) + 64)
 def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
-    """The runs of all ranks; at most 64 MiB of them are kept.
+    """Return the runs of all ranks; a cache keeps at most 64 MiB of them.
 
     Raises:
-        ValueError: if the layout cannot deal the length, or breaks the promise of `Layout.runs`.
+        ValueError: if the layout cannot shard the length, or violates the contract of
+            `Layout.runs`.
     """
     shards = tuple(tuple(layout.runs(rank, world_size, seq_len)) for rank in range(world_size))
     expected = [layout.num_tokens(rank, world_size, seq_len) for rank in range(world_size)]
@@ -70,20 +72,20 @@ def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
             f"ranks: {wrong}"
         )
     if all(run.stride == 1 for shard in shards for run in shard):
-        # Neighbours, as the halves of zigzag's last rank are, make fewer tiles as one run.
+        # Join adjacent runs, such as the two chunks of zigzag's last rank: fewer tiles.
         shards = tuple(joined(list(shard)) for shard in shards)
     rows = [
         (run.start, run.length, rank, col)
         for rank, shard in enumerate(shards)
         for run, col in zip(shard, _offsets(shard), strict=True)
     ]
-    # In the order of positions, which what searches them relies on.
+    # Sort by position, because the searches rely on it.
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
     return Dealing(shards, *np.ascontiguousarray(table.T))
 
 
 def _offsets(shard: tuple[Run, ...]) -> list[int]:
-    """Where in the shard each run begins."""
+    """Return the index in the shard at which each run begins."""
     offsets, end = [], 0
     for run in shard:
         offsets.append(end)
@@ -92,12 +94,12 @@ def _offsets(shard: tuple[Run, ...]) -> list[int]:
 
 
 def _own_fault(shards: tuple[tuple[Run, ...], ...], expected: list[int]) -> str | None:
-    """What is wrong with the runs of one rank, of so many tokens, whatever the others have."""
+    """Check the runs of each rank on its own; return an error message or `None`."""
     for rank, shard in enumerate(shards):
         for run in shard:
             if run.length < 1 or run.stride < 1:
                 return f"rank {rank} has an empty run, {run}"
-        # Tiles are found by bisection, which gives wrong results in silence out of order.
+        # Tiles are found by bisection, which is silently wrong if runs are out of order.
         for run, following in pairwise(shard):
             if following.start <= run.last:
                 return f"the runs of rank {rank} do not ascend, {following} follows {run}"
@@ -108,18 +110,18 @@ def _own_fault(shards: tuple[tuple[Run, ...], ...], expected: list[int]) -> str 
 
 
 def _common_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
-    """What is wrong with the runs of all ranks together: strides, or positions not held once."""
+    """Check that strides agree and each position is held once; return an error or `None`."""
     runs = [(run, rank) for rank, shard in enumerate(shards) for run in shard]
     stride = runs[0][0].stride if runs else 1
     for run, rank in runs:
         if run.stride != stride:
             return f"rank {rank} has a run of stride {run.stride}, others have stride {stride}"
-    # Runs of one stride form chains, one for each remainder: each run begins where the last ended.
+    # Runs form one chain for each remainder modulo the stride: each begins where the last ended.
     runs.sort(key=lambda owned: (owned[0].start % stride, owned[0].start))
     expected, remainder = 0, -1
     for run, rank in runs:
-        # A chain may begin anywhere: there are as many tokens as there should be, all within the
-        # sequence, so that none can be missing before it.
+        # A chain may begin anywhere: the number of tokens is right and all are in the sequence, so
+        # none can be missing before the chain.
         if run.start % stride != remainder:
             expected, remainder = run.start, run.start % stride
         if run.start < 0 or run.last >= seq_len:
@@ -131,28 +133,28 @@ def _common_fault(shards: tuple[tuple[Run, ...], ...], seq_len: int) -> str | No
     return None
 
 
+# Start and length of the runs of each rank: `(W, R, 2)`, or rows of different lengths.
 Rows = np.ndarray | Sequence[Sequence[tuple[int, int]]]
-"""Start and length of the runs of each rank, `(W, R, 2)`, or rows of any length."""
 
+# The smallest mark. No empty run starts here by chance.
 MARKED = 1 << 30
-"""The smallest mark: where no run without a token starts by chance."""
 
 
 class RunTable(FrozenArrays, Layout):
-    """Positions written out as runs: of one batch, of a turn, or of what a cache holds.
+    """An explicit table of runs: of one batch, of one turn, or of the content of a cache.
 
-    Each position is on one rank at most, and ranks hold any number of them. As a layout, the table
-    has to hold all positions from its first one to the end of the sequence.
+    Each position is on at most one rank, and a rank holds any number of them. As a layout, the
+    table must hold all positions from its first one to the end of the sequence.
 
     Args:
-        rows: start and length of the runs of each rank; runs without a token fill rows up. If one
-            ends the first row, and starts at `MARKED` or later, its start is the `mark`: a number
-            that ranks shall have alike, too.
-        argument: name of the argument that they were, for errors.
+        rows: start and length of the runs of each rank; empty runs pad the rows. If an empty run
+            ends the first row and starts at `MARKED` or later, its start is the `mark`, another
+            number that must agree on all ranks.
+        argument: the name of the argument that held the rows, for errors.
 
     Raises:
         ValueError: if a number is negative or no int32, the runs of a rank do not ascend, or two
-            runs hold one position.
+            runs hold the same position.
 
     >>> table = RunTable([[(4, 2), (9, 3)], [(6, 1)]])
     >>> table.begin, table.end, table.missing
@@ -184,7 +186,7 @@ class RunTable(FrozenArrays, Layout):
 
     @cached_property
     def _ordered(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last positions, plus one, of all runs in the order of positions."""
+        """Begins and ends of all runs, in the order of positions."""
         starts, lengths = self.numbers[self.numbers[..., 1] > 0].T
         order = np.argsort(starts)
         return starts[order], (starts + lengths)[order]
@@ -210,7 +212,7 @@ class RunTable(FrozenArrays, Layout):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table and of the object, in bytes."""
+        """Memory of the table and the object, in bytes."""
         return 1000 + 2 * self.numbers.nbytes
 
     def __repr__(self) -> str:
@@ -231,7 +233,7 @@ class RunTable(FrozenArrays, Layout):
         return self.held(rank, world_size)
 
     def held(self, rank: int, world_size: int) -> tuple[Run, ...]:
-        """The runs of a rank, neighbours as one, whatever positions nobody holds.
+        """Return the runs of a rank, adjacent ones joined; the table may have missing positions.
 
         Raises:
             ValueError: if there is not one row for each rank.
@@ -240,7 +242,7 @@ class RunTable(FrozenArrays, Layout):
         return joined(list(map(Run, starts.tolist(), lengths.tolist())))
 
     def numbers_of(self, rank: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Start and length of each run of a rank.
+        """Return the start and the length of each run of a rank.
 
         Raises:
             ValueError: if there is not one row for each rank.
@@ -254,10 +256,10 @@ class RunTable(FrozenArrays, Layout):
         return starts[lengths > 0], lengths[lengths > 0]
 
     def check_from(self, begin: int) -> None:
-        """Refuse a table that begins after a position.
+        """Refuse a table that begins after this position.
 
         Raises:
-            ValueError: naming the position.
+            ValueError: if it does; the message names the position.
         """
         if self.begin > begin:
             raise self._not_once(begin)
@@ -269,7 +271,7 @@ class RunTable(FrozenArrays, Layout):
 
 
 def _filled(rows: Rows) -> np.ndarray:
-    """The rows as one array `(W, R, 2)`."""
+    """Return the rows as one array `(W, R, 2)`, padded with empty runs."""
     if isinstance(rows, np.ndarray):
         return rows.astype(np.int64)
     filled = np.zeros((len(rows), max(map(len, rows), default=0), 2), dtype=np.int64)
@@ -279,13 +281,13 @@ def _filled(rows: Rows) -> np.ndarray:
 
 
 def _marks(given: np.ndarray) -> np.ndarray:
-    """What stands in the last run of the first row, if that holds nothing."""
+    """Return the start of the last run of the first row, if that run is empty and is a mark."""
     starts, lengths = given[:1, -1:].reshape(-1, 2).T
     return starts[(lengths == 0) & (starts >= MARKED)]
 
 
 def _compact(given: np.ndarray) -> np.ndarray:
-    """The rows without runs that hold nothing, as narrow as can be: alike if they say the same."""
+    """Drop empty runs and make the table as narrow as possible, so that equal runs are equal."""
     ranks, places = np.nonzero(given[..., 1])
     counts = np.bincount(ranks, minlength=len(given))
     numbers = np.zeros((len(given), counts.max(initial=0), 2), dtype=np.int64)
@@ -295,7 +297,7 @@ def _compact(given: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PerBatch(Layout):
-    """Stands for layouts that belong to a batch: each batch brings its own, see `sequence_runs`."""
+    """A placeholder for a layout that comes with each batch, see `sequence_runs`."""
 
     name: ClassVar[str] = "balanced"
     per_batch: ClassVar[bool] = True
@@ -307,33 +309,33 @@ class PerBatch(Layout):
         )
 
 
+# The layouts that a name and integers can spell.
 LAYOUTS: dict[str, type[Layout]] = {
     layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic)
 }
-"""The layouts that a name and integers spell."""
 
 
 def as_layout(layout: Layout | str) -> Layout:
-    """The layout itself, or the one of that spelling.
+    """Return a layout, given as a layout or its spelling.
 
     Args:
         layout: a layout, or its `spec`: `"zigzag"`, `"block_cyclic:128"`; `"balanced"` stands for
             the layouts that belong to a batch.
 
     Raises:
-        ValueError: if no layout is spelled so.
+        ValueError: if the spelling is unknown.
         TypeError: if `layout` is neither a layout nor a string.
 
     >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
     (BlockCyclic(block=128), 'zigzag')
     """
     if isinstance(layout, str):
-        # A bare name needs no cache, which a compiler that traces this would warn of.
+        # A bare name bypasses the cache, because a compiler that traces `lru_cache` warns.
         kind = LAYOUTS.get(layout)
         return _spelled(layout) if kind is None or kind.parameters else kind()
     if not isinstance(layout, Layout):
         raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
-    # A layout of another class is not in the table, so its spelling would not lead back to it.
+    # A layout of another class is not in the table, so its spelling cannot be parsed back.
     if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
         raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_spellings())}")
     return layout
@@ -341,8 +343,8 @@ def as_layout(layout: Layout | str) -> Layout:
 
 @lru_cache(maxsize=256)  # the ops spell their layout in every call
 def _spelled(spelling: str) -> Layout:
-    """The layout of that spelling."""
-    # Per-batch layouts are no class with parameters: their runs come with the batch.
+    """Parse the spelling of a layout."""
+    # A per-batch layout takes no parameters: its runs come with the batch.
     if spelling == PerBatch.name:
         return PerBatch()
     name, _, parameters = spelling.partition(":")
@@ -352,7 +354,7 @@ def _spelled(spelling: str) -> Layout:
 
 
 def _parsed(kind: type[Layout], spelling: str, parameters: str) -> Layout:
-    """The layout with these parameters, which commas separate."""
+    """Return the layout with these parameters, separated by commas."""
     values = parameters.split(",") if ":" in spelling else []
     try:
         if len(values) != len(kind.parameters):
@@ -366,11 +368,11 @@ def _parsed(kind: type[Layout], spelling: str, parameters: str) -> Layout:
 
 
 def layout_names() -> list[str]:
-    """The names of the layouts that take no parameters, for errors that say which there are."""
+    """Return the names of the layouts without parameters, for errors."""
     return [name for name, kind in LAYOUTS.items() if not kind.parameters]
 
 
 def _spellings() -> list[str]:
-    """The spelling of each known layout, with the names of its parameters."""
+    """Return the spelling of each known layout, with the names of its parameters."""
     named = {name: ",".join(f"<{x}>" for x in kind.parameters) for name, kind in LAYOUTS.items()}
     return [f"{name}:{parameters}" if parameters else name for name, parameters in named.items()]

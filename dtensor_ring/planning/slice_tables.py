@@ -10,34 +10,34 @@ import numpy as np
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import numbered
 
+# An unbounded side of a band, in tables: larger than any lag, and sums of it fit into int64.
 UNBOUNDED = 2**60
-"""A bound of a band that is none, in tables: more than any lag, and sums of it fit."""
 
+# An unbounded side of a band in the int32 arguments of users; no position is as large.
 LARGEST = 2**31 - 1
-"""The same where users say it, in int32; no position is that large."""
 
+# Columns of a table: begin and end of the queries, begin and end of the keys, left, right.
 NUM_FIELDS = 6
-"""Of a slice, in its row of a table: begin and end of its queries and of its keys, left, right."""
 
+# The largest number of slices, summed over all batch rows.
 MAX_SLICES = 2**16
-"""Of all rows together."""
 
+# Begins and ends of ranges.
 RangeArray = tuple[np.ndarray, np.ndarray]
-"""Begins and ends."""
 
 
 def table_of(queries: RangeArray, keys: RangeArray, left: Any, right: Any) -> np.ndarray:
-    """`(N, 6)` of N ranges, and bounds of each or of all."""
+    """Return a table `(N, 6)` of N ranges; a bound is one number or an array of N."""
     return np.stack(np.broadcast_arrays(*queries, *keys, left, right), axis=-1)
 
 
 def stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """All slices of some tables, or of none."""
+    """Concatenate tables; without any, return a table without slices."""
     return np.concatenate([np.zeros((0, NUM_FIELDS), dtype=np.int64), *tables])
 
 
 def masked_table(queries: RangeArray, keys: RangeArray, mask: Mask) -> np.ndarray:
-    """Documents, each with the band and the prefix of a mask."""
+    """Return the table of documents that each have the band and the prefix of a mask."""
     left, right = band_of(mask)
     if not mask.prefix or right == UNBOUNDED:
         return table_of(queries, keys, left, right)
@@ -48,13 +48,13 @@ def masked_table(queries: RangeArray, keys: RangeArray, mask: Mask) -> np.ndarra
 
 
 def band_of(mask: Mask) -> tuple[int, int]:
-    """The bounds of a mask as numbers."""
+    """Return the bounds of a mask as numbers."""
     left, right = (UNBOUNDED if x is None else min(x, UNBOUNDED) for x in (mask.left, mask.right))
     return left, right
 
 
 def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
-    """Documents between boundaries, with a mask for each."""
+    """Return the table of documents between boundaries, with one mask for each document."""
     numbers: dict[Mask, Any] = {}
     for number, mask in enumerate(masks):
         numbers.setdefault(mask, []).append(number)
@@ -68,18 +68,18 @@ def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
 
 
 def chunks(begins: np.ndarray, ends: np.ndarray, chunk: int) -> RangeArray:
-    """Ranges, cut at the multiples of a number of positions.
+    """Cut ranges at the multiples of `chunk`.
 
     Raises:
-        ValueError: if they become too many slices.
+        ValueError: if the result has too many slices.
     """
-    check_count(int((ends - begins).sum()) // chunk)  # before they are made
+    check_count(int((ends - begins).sum()) // chunk)  # before they are allocated
     first = begins // chunk
     document, number = numbered(np.where(begins < ends, (ends - 1) // chunk - first + 1, 0))
     number += first[document]
     return (
         np.maximum(begins[document], number * chunk),
-        # A chunk may be longer than int64 has room for after the last one.
+        # Limit the chunk: a larger one could overflow int64.
         np.minimum(ends[document], (number * chunk) + min(chunk, UNBOUNDED)),
     )
 
@@ -99,17 +99,17 @@ def check_count(num_slices: int) -> None:
 
 
 def block_table(bounds: np.ndarray, ranges: RangeArray, left: int) -> np.ndarray:
-    """Causal documents, of some window, with blocks in them that see themselves both ways."""
+    """Return the table of causal documents with a window, and blocks that see themselves fully."""
     blocks = np.stack(ranges)[:, ranges[0] < ranges[1]]
     cuts = np.unique(np.concatenate([bounds, *blocks]))
     begins, ends = cuts[:-1], cuts[1:]
     is_block = np.isin(begins, blocks[0])
     document = bounds[np.searchsorted(bounds, begins, "right") - 1]
-    # Queries of a block see as far as its end, others as far as themselves.
+    # Queries of a block see up to its end, other queries up to themselves.
     table = table_of((begins, ends), (document, ends), left, np.where(is_block, UNBOUNDED, 0))
     if left == UNBOUNDED:
         return table
-    # A window holds for what is before a block, not for the block itself.
+    # The window limits the keys before a block, but not the block itself.
     block = table[is_block]
     itself = table_of((block[:, 0], block[:, 1]), (block[:, 0], block[:, 1]), UNBOUNDED, UNBOUNDED)
     block[:, 3] = block[:, 0]
@@ -117,14 +117,14 @@ def block_table(bounds: np.ndarray, ranges: RangeArray, left: int) -> np.ndarray
 
 
 def beginnings(bounds: np.ndarray, counts: np.ndarray) -> RangeArray:
-    """The first tokens of documents: so many, or all."""
+    """Return the ranges of the first `counts` tokens of documents, or of all tokens."""
     begins, ends = bounds[:-1], bounds[1:]
-    # Positions fit into int64 however many are asked for.
+    # Take the minimum first, as `begins + counts` might overflow int64.
     return begins, begins + np.minimum(ends - begins, counts)
 
 
 def block_causal_table(lengths: np.ndarray, num_earlier: int | None) -> np.ndarray:
-    """Blocks that see themselves and so many before them, or all."""
+    """Return the table of blocks that see themselves and `num_earlier` blocks before, or all."""
     bounds = bounds_of(lengths)
     number = np.arange(len(lengths))
     reach = len(lengths) if num_earlier is None else min(num_earlier, len(lengths))
@@ -133,7 +133,7 @@ def block_causal_table(lengths: np.ndarray, num_earlier: int | None) -> np.ndarr
 
 
 def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
-    """Noisy blocks, and the same blocks once more, clean."""
+    """Return the table of a sequence of noisy blocks, followed by the same blocks without noise."""
     bounds = bounds_of(lengths)
     noisy, end = (bounds[:-1], bounds[1:]), bounds[-1:]
     clean = noisy[0] + end, noisy[1] + end
@@ -142,15 +142,15 @@ def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
 
 
 def bounds_of(lengths: np.ndarray) -> np.ndarray:
-    """Boundaries of parts that follow one another from 0."""
+    """Return the boundaries of consecutive parts that begin at 0."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 
 def tree_table(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Nodes that see themselves causally, and all their ancestors."""
+    """Return the table of nodes that see themselves causally, and all their ancestors."""
     bounds = bounds_of(lengths)
     nodes = bounds[:-1], bounds[1:]
-    # By ancestor: in the order of a walk, all that see one follow it in one range.
+    # If nodes are in the order of a walk, the descendants of a node follow it in one range.
     ancestor, first, end = np.array(_seen(parents.tolist()), dtype=np.int64).reshape(-1, 3).T
     keys = bounds[ancestor], bounds[ancestor + 1]
     earlier = table_of((bounds[first], bounds[end]), keys, UNBOUNDED, UNBOUNDED)
@@ -158,24 +158,24 @@ def tree_table(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _seen(parents: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of each ancestor, the ranges of nodes, from one up to another, that see it."""
-    ranges, seen = [], {}  # the ancestors of the last node, root first: since when they are seen
+    """Return (ancestor, first, end): the nodes from `first` to `end - 1` see the ancestor."""
+    ranges, seen = [], {}  # seen: ancestor of the last node -> first node that sees it, root first
     for node, parent in enumerate((*parents, -1)):
         fresh = []
         while parent != -1 and parent not in seen:
             fresh.append(parent)
             parent = parents[parent]
-        # That is now the lowest ancestor of both nodes: those below it are seen no more.
+        # `parent` is now the lowest common ancestor: this node sees no ancestor below it.
         while seen and next(reversed(seen)) != parent:
             ancestor, first = seen.popitem()
             ranges.append((ancestor, first, node))
-        check_count(len(ranges))  # of nodes in any other order there may be as many as pairs
+        check_count(len(ranges))  # in another order of nodes, the number may be quadratic
         seen |= dict.fromkeys(reversed(fresh), node)
     return ranges
 
 
 def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndarray:
-    """Causal windows in documents whose first tokens are seen by all later ones."""
+    """Return the table of documents with causal windows, whose first tokens all later ones see."""
     documents = bounds[:-1], bounds[1:]
     begins, inner = beginnings(bounds, counts)
     tokens = table_of(documents, (begins, inner), UNBOUNDED, 0)
@@ -183,7 +183,7 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
 
 
 def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.ndarray:
-    """Documents of queries and of keys whose last tokens are at the same place."""
+    """Return the table of query and key documents, with the mask aligned at their last tokens."""
     ahead = key_bounds[1:] - bounds[1:]
     left, right = (
         np.full_like(ahead, UNBOUNDED) if x == UNBOUNDED else x + sign * ahead
@@ -194,7 +194,7 @@ def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.
 
 
 def query_table(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A range of keys for each query; those that stand or move along with the queries are one."""
+    """Return the table of one key range for each query; ranges that stay or move in step join."""
     moves = np.stack([np.diff(begins), np.diff(ends)])
     is_one = ((moves == 0) | (moves == 1)).all(axis=0)
     # Where a series of equal moves ends.

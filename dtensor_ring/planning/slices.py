@@ -30,15 +30,15 @@ from dtensor_ring.planning.slice_tables import (
     masked_table,
 )
 
+# The largest number of pairs of slices that are compared at once.
 CHUNK = 2**18
-"""Pairs of slices that are compared at once."""
 
+# The largest number of pairs of slices that are compared in all; they take a few seconds.
 MAX_PAIRS = 2**25
-"""Pairs of slices that are compared at all, in a few seconds."""
 
 
 class Overlap(NamedTuple):
-    """Two slices, as rows of a table, and a pair that both have."""
+    """Two slices, as rows of a table, and a query and a key that are in both."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
@@ -47,10 +47,10 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(table: np.ndarray) -> Overlap | None:
-    """One overlap of the slices `(N, 6)`, or `None` if they are disjoint.
+    """Return one overlap of the slices `(N, 6)`, or `None` if they are disjoint.
 
     Raises:
-        ValueError: if slices lie side by side in so many ways that it takes too long to tell.
+        ValueError: if too many pairs of slices would have to be compared.
     """
     for first, second in _near(table):
         lowest, highest = _common(first, second)
@@ -63,12 +63,12 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and highest query, key and lag that could be in both slices, `(3, N)` each."""
+    """Return the lowest and highest query, key and lag that both slices may have, `(3, N)` each."""
     begin_q, end_q, begin_k, end_k, left, right = first.T
     others = second.T
     lowest_q, highest_q = np.maximum(begin_q, others[0]), np.minimum(end_q, others[1]) - 1
     lowest_k, highest_k = np.maximum(begin_k, others[2]), np.minimum(end_k, others[3]) - 1
-    # All lags between those of two corners are in a rectangle.
+    # A rectangle has all lags between those of its two corners.
     lowest_lag = np.maximum(np.maximum(-right, -others[5]), lowest_q - highest_k)
     highest_lag = np.minimum(np.minimum(left, others[4]), highest_q - lowest_k)
     return (
@@ -78,19 +78,19 @@ def _common(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _pair(lowest: np.ndarray, highest: np.ndarray) -> tuple[int, int]:
-    """A query and a key of a rectangle that are at the lowest lag."""
+    """Return a query and a key of a rectangle that have the lowest lag."""
     lag = int(lowest[2])
     query = max(int(lowest[0]), int(lowest[1]) + lag)
     return query, query - lag
 
 
 def _near(table: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of slices that have queries, keys or lags in common, whichever are the fewest."""
+    """Yield pairs of slices that share queries, keys or lags; the axis with the fewest is used."""
     lowest, highest = _common(table, table)
     is_seen = (lowest <= highest).all(axis=0)
     table, lowest, highest = table[is_seen], lowest[:, is_seen], highest[:, is_seen]
     orders = [np.argsort(x, kind="stable") for x in lowest]
-    # In order of their begins, those that a slice meets follow it, up to the first after its end.
+    # Sorted by begin, the slices that meet one follow it, up to the first that begins after it.
     counts = [
         np.searchsorted(low[order], high[order], "right") - np.arange(1, len(order) + 1)
         for low, high, order in zip(lowest, highest, orders, strict=True)
@@ -106,7 +106,7 @@ def _near(table: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         )
     begin = 0
     while begin < len(table):
-        # As many as fit, and at least one.
+        # Take slices until the chunk is full, but at least one.
         so_far = ends[begin] - count[begin]
         end = max(begin + 1, int(np.searchsorted(ends, so_far + CHUNK, "right")))
         first, number = numbered(count[begin:end])
@@ -114,22 +114,22 @@ def _near(table: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         begin = end
 
 
+# The largest number of queries, or of keys, in a drawing.
 MAX_DRAWN = 64
-"""Queries and keys that are drawn one by one."""
 
+# The largest number of slices that are listed, summed over all rows.
 MAX_LISTED = 32
-"""Slices that are listed, of all rows together."""
 
 
 def shown(row: Sequence[int]) -> str:
-    """A slice in words."""
+    """Describe a slice in a message."""
     q_begin, q_end, k_begin, k_end, *bounds = row
     left, right = (None if bound >= LARGEST else bound for bound in bounds)
     return f"queries {q_begin} to {q_end}, keys {k_begin} to {k_end}, left {left}, right {right}"
 
 
 def drawn(tables: Sequence[np.ndarray]) -> str:
-    """A character for each query (down) and key (across): `#` where it is seen, `.` elsewhere."""
+    """Draw a character for each query (down) and key (across): `#` if seen, else `.`."""
     if not tables:
         return "no batch rows"
     num_queries, num_keys = (max(_end(table, side) for table in tables) for side in (1, 3))
@@ -153,7 +153,7 @@ def _lines(cells: np.ndarray) -> Iterator[str]:
 
 
 def seen(table: np.ndarray, num_queries: int, num_keys: int) -> np.ndarray:
-    """Which queries see which keys, `(num_queries, num_keys)`, booleans."""
+    """Return whether each query sees each key, booleans `(num_queries, num_keys)`."""
     cells = np.zeros((num_queries, num_keys), dtype=bool)
     lag = np.arange(num_queries)[:, None] - np.arange(num_keys)
     for q_begin, q_end, k_begin, k_end, left, right in table.tolist():
@@ -163,7 +163,7 @@ def seen(table: np.ndarray, num_queries: int, num_keys: int) -> np.ndarray:
 
 
 def listed(tables: Sequence[np.ndarray]) -> str:
-    """The slices themselves, if there are too many to draw: the first ones, and how many more."""
+    """List the first slices, and say how many more there are."""
     lines = [
         f"row {number}: {shown(row)}" if len(tables) > 1 else shown(row)
         for number, table in enumerate(tables)
@@ -174,36 +174,36 @@ def listed(tables: Sequence[np.ndarray]) -> str:
     return "\n".join(lines)
 
 
+# Pairs of integers: begins and ends.
 Ranges = SupportsArray | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
-"""Pairs of integers."""
 
+# Pairs of integers or `None`: left and right bounds.
 Band = Sequence[int | None]
 Bands = SupportsArray | Sequence[Band] | Sequence[Sequence[Band]]
-"""Pairs of integers, or `None`."""
 
 
 class Slices(Builders, PartBuilders, FrozenArrays):
     """Disjoint slices: one list of them for the whole batch, or one for each batch row.
 
     Query position q sees key position k if one slice has q among its queries, k among its keys, and
-    `-right <= q - k <= left`. Bounds may be negative: `(-1, None)` are strictly later keys. No
-    pair may be in two slices, as it would count twice: attention refuses it. Equal by content, and
-    never changed.
+    `-right <= q - k <= left`. Bounds may be negative: `(-1, None)` are strictly later keys. A pair
+    must not be in two slices, as it would count twice; attention refuses it. Slices are immutable,
+    and equal by content.
 
-    `str` draws what is seen, queries down and keys across. The class methods make slices of the
+    `str` draws what is seen, queries down and keys across. The class methods build the slices of
     masks that models use.
 
     Args:
         query_ranges: `(N, 2)` or `(B, N, 2)`: begin and end of the queries of each slice, in global
             positions; a tensor on the CPU, an array or a sequence of integers.
-        key_ranges: those of the keys, of the same shape.
-        bands: `left` and `right` of each slice, of the same shape; see `Mask`. `None`, or
+        key_ranges: begin and end of the keys of each slice, in the same shape.
+        bands: `left` and `right` of each slice, in the same shape; see `Mask`. `None`, or
             `Slices.UNBOUNDED` in tensors and arrays, is no bound.
 
     Raises:
-        ValueError: if shapes differ, a range ends before it begins, or a number is negative where
-            it is a position, or beyond int32.
-        TypeError: if something else than integers is given.
+        ValueError: if shapes differ, a range ends before it begins, a position is negative, or a
+            number is beyond int32.
+        TypeError: if anything but integers is given.
 
     >>> # A prefix of 2 tokens sees itself both ways, the other 3 are causal.
     >>> slices = Slices([(0, 2), (2, 5)], [(0, 2), (0, 5)], [(None, None), (None, 0)])
@@ -218,7 +218,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
     @classmethod
     def of_numbers(cls, content: np.ndarray) -> Slices:
-        """Slices of a table `(N, 6)` or `(B, N, 6)` in which `LARGEST` is no bound.
+        """Build slices from a table `(N, 6)` or `(B, N, 6)` in which `LARGEST` is no bound.
 
         Raises:
             ValueError: if a position is negative, or a range ends before it begins.
@@ -227,17 +227,17 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """What `of_numbers` takes: `(N, 6)`, or `(B, N, 6)` filled up with empty slices, int32."""
+        """The table for `of_numbers`: `(N, 6)`, or `(B, N, 6)` padded with empty slices, int32."""
         num_slices = max(map(len, self.tables), default=0)
         result = np.zeros((len(self.tables), num_slices, NUM_FIELDS), dtype=np.int32)
         for row, table in zip(result, self.tables, strict=True):
-            # No lag is beyond int32, as no position is.
+            # No position is beyond int32, so neither is a lag: clipping hides or shows no pair.
             row[: len(table)] = np.clip(table, -LARGEST, LARGEST)
         return result[0] if len(result) == 1 else result
 
     @classmethod
     def of_tables(cls, tables: Any) -> Self:
-        """Slices of one table `(N, 6)` for the whole batch, or of one for each batch row."""
+        """Build slices from a table `(N, 6)` for the whole batch, or one for each batch row."""
         made = cls.__new__(cls)
         is_one = isinstance(tables, np.ndarray) and tables.ndim == 2
         made._set([tables] if is_one else tables)
@@ -245,10 +245,10 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
     @classmethod
     def batched(cls, parts: Sequence[Slices]) -> Self:
-        """The batch rows of several, one after the other: rows may be masked by different builders.
+        """Concatenate the batch rows of several slices, so that rows may use different builders.
 
         Raises:
-            TypeError: if parts are something else.
+            TypeError: if `parts` is not a sequence of `Slices`.
 
         >>> len(Slices.batched([Slices.prefix([0, 8], 3), Slices.block_causal([4, 4])]))
         2
@@ -258,11 +258,11 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         return cls.of_tables([table for part in parts for table in part.tables])
 
     def _set(self, tables: Any) -> None:
+        # One `(N, 6)` for each row, without empty slices, sorted by query begin, then key begin.
         self.tables = self._freeze(map(_in_order, tables))
-        """`(N, 6)` of each row, without empty slices, by begin of the queries, then of the keys."""
 
     def check(self, seq_len: int, key_seq_len: int) -> None:
-        """Refuse slices that cannot be planned for such sequences.
+        """Refuse slices that cannot be planned for sequences of these lengths.
 
         Raises:
             ValueError: if a range ends after its sequence, a pair is in two slices, or there are
@@ -285,7 +285,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
     @cached_property
     def _overlap(self) -> tuple[int, Overlap] | None:
-        """A batch row and an overlap in it. All plans of all ranks ask for it."""
+        """A batch row and an overlap in it. It is cached, as every plan of every rank reads it."""
         for row, table in enumerate(self.tables):
             found = find_overlap(table)
             if found is not None:
@@ -296,13 +296,13 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         return f"in batch row {row}" if len(self.tables) > 1 else "for all batch rows"
 
     def sees(self, query: int, key: int, row: int = 0) -> bool:
-        """Whether the query at one position sees the key at another, in a batch row.
+        """Return whether the query at one position sees the key at another, in a batch row.
 
         Raises:
-            TypeError: if one is not an integer.
+            TypeError: if a number is not an integer.
             ValueError: if there is no such batch row.
         """
-        # One table is that of any row.
+        # A single table serves every row.
         is_one = len(self.tables) == 1
         row = as_count("row", row, 0, *([] if is_one else [len(self.tables) - 1]))
         lag = as_int("query", query) - as_int("key", key)
@@ -311,14 +311,14 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         return bool((inside & (lag <= left) & (-lag <= right)).any())
 
     def shifted(self, by: int, key_by: int | None = None) -> Slices:
-        """The same, for sequences that begin at a later position.
+        """Return the slices, shifted to later positions.
 
         Args:
-            by: how many positions later, or earlier if it is negative.
-            key_by: the same of the keys, by default as for the queries.
+            by: number of positions by which queries shift, negative for earlier ones.
+            key_by: number of positions by which keys shift; `by` is the default.
 
         Raises:
-            ValueError: if a position would be negative.
+            ValueError: if a position would be negative or beyond int32.
             TypeError: if a number is not an integer.
 
         >>> print(Slices.block_causal([1, 1]).shifted(0, key_by=1))
@@ -342,10 +342,10 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         return Slices.of_tables(tables)
 
     def __or__(self, other: Slices) -> Slices:
-        """What one or the other shows, of slices that have no pair in common.
+        """Return the union of slices that have no pair in common.
 
         Raises:
-            ValueError: if both have batch rows, and not as many.
+            ValueError: if both have batch rows, and the numbers of rows differ.
 
         >>> print(Slices.block_causal([2]) | Slices.prefix([0, 3], 1).shifted(2))
         ##...
@@ -361,7 +361,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
     @cached_property
     def are_windowed(self) -> bool:
-        """Whether any query sees less far back than its slice goes."""
+        """Whether a left bound hides keys of a slice from any of its queries."""
         # The last query of a slice looks back furthest.
         return any(bool((t[:, 4] < t[:, 1] - 1 - t[:, 2]).any()) for t in self.tables)
 
@@ -385,19 +385,19 @@ class Slices(Builders, PartBuilders, FrozenArrays):
 
 
 def _in_order(table: Any) -> np.ndarray:
-    """The slices that have queries and keys, in ascending order."""
+    """Return the slices that are not empty, sorted by query begin, then key begin."""
     table = np.array(table, dtype=np.int64).reshape(-1, NUM_FIELDS)
     q_begin, q_end, k_begin, k_end, left, right = table.T
     table = table[(q_begin < q_end) & (k_begin < k_end) & (left + right >= 0)]
     return np.ascontiguousarray(table[np.lexsort((table[:, 2], table[:, 0]))])
 
 
+# Batch rows, `None` for all of them, each with its table of `Slices`.
 Rows = tuple[tuple[int | None, np.ndarray], ...]
-"""Batch row, `None` for all of them, and its slices: a table of `Slices`."""
 
 
 def rows_of(slices: Slices) -> Rows:
-    """The batch rows of slices; one table covers all rows in one launch."""
+    """Return the batch rows of slices; a single table covers all rows in one launch."""
     if len(slices) == 1:
         return ((None, slices.tables[0]),)
     return tuple(enumerate(slices.tables))
@@ -410,16 +410,16 @@ def slices_of(
     documents: Documents | None = None,
     key_documents: Documents | None = None,
 ) -> Slices:
-    """What a mask shows within documents; at most 64 MiB of slices are kept.
+    """Return the slices of a mask within documents; a cache keeps at most 64 MiB of them.
 
     Args:
-        mask: its chunks are cut out of the documents, and a prefix is a slice of its own.
+        mask: the mask. Its chunks cut the documents, and its prefix becomes a slice.
         seq_lens: global lengths of queries and of keys.
         documents: boundaries of the queries; without any, the sequence is one document.
-        key_documents: boundaries of the keys; those of the queries by default.
+        key_documents: boundaries of the keys; `documents` by default.
     """
     queries, keys = (
-        # An empty batch has no boundaries, and nothing that it would matter to.
+        # An empty batch has no boundaries; it counts as one document, which nothing reads.
         [_ranges(row, mask.chunk) for row in (given.arrays if given else ((0, seq_len),))]
         for seq_len, given in zip(seq_lens, (documents, key_documents or documents), strict=True)
     )
@@ -430,7 +430,7 @@ def slices_of(
 
 
 def _ranges(row: Sequence[int] | np.ndarray, chunk: int | None) -> RangeArray:
-    """Begins and ends of documents, or of the chunks within them."""
+    """Return the begins and ends of documents, or of the chunks within them."""
     bounds = np.asarray(row, dtype=np.int64)
     ranges = bounds[:-1], bounds[1:]
     return ranges if chunk is None else chunks(*ranges, chunk)

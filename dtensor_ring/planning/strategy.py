@@ -8,27 +8,28 @@ from typing import ClassVar, NamedTuple
 
 from dtensor_ring.planning.route import ROUTES
 
+# The all-to-all of tokens and heads (Jacobs et al., 2023, arXiv 2309.14509).
 TRADED = "ulysses"
-"""Tokens are traded for heads (Jacobs et al., 2023, arXiv 2309.14509)."""
 
 
 @dataclass(frozen=True)
 class Strategy:
     """How an attention is made parallel over the ranks of an axis.
 
-    Ranks 0 to `heads` - 1 of the axis are the first group, the next as many the second, and so on.
-    Within a group each rank gives tokens and gets heads, until it has a part of the heads of all
-    tokens of its group. Keys and values then travel among the groups: between ranks that have the
-    same heads.
+    Each `heads` consecutive ranks of the axis form a group. An all-to-all within the group gives
+    each rank a part of the heads for all tokens of the group. Keys and values then travel among
+    the groups, between ranks that have the same heads.
+
+    Attributes:
+        heads: number of consecutive ranks in a group; with 1 there is no all-to-all.
+        way: how keys and values travel among the groups, a name in `ROUTES`.
 
     >>> Strategy(heads=4).spec, Strategy(way="all_gather").spec
     ('ulysses:4', 'all_gather')
     """
 
     heads: int = 1
-    """Consecutive ranks that trade tokens for heads; with 1 nothing is traded."""
     way: str = "ring"
-    """How keys and values travel among the groups, a name in `ROUTES`."""
 
     default: ClassVar[str] = "ring"
 
@@ -42,7 +43,7 @@ class Strategy:
 
 
 class _Spelled(NamedTuple):
-    """What a spelling says; `heads` are `None` if they are all ranks of the axis."""
+    """A parsed spelling; `heads` is `None` if the group is the whole axis."""
 
     heads: int | None
     way: str
@@ -50,17 +51,17 @@ class _Spelled(NamedTuple):
 
 @lru_cache(maxsize=256)  # the ops spell their strategy in every call
 def as_strategy(strategy: Strategy | str, world_size: int) -> Strategy:
-    """The strategy itself, or the one of that spelling.
+    """Return the strategy for an axis, given as a strategy or its spelling.
 
     Args:
         strategy: a strategy or its spelling. `"ring"`, `"around"`, `"direct"` and `"all_gather"`
-            say how keys and values travel. `"ulysses"` trades tokens for heads over all ranks,
-            `"ulysses:4"` over groups of four, among which a ring runs; `"ulysses:4+all_gather"` has
-            another way among the groups.
-        world_size: ranks of the axis.
+            say how keys and values travel. `"ulysses"` is an all-to-all over all ranks.
+            `"ulysses:4"` is one within groups of four, with a ring among the groups;
+            `"ulysses:4+all_gather"` names another way among the groups.
+        world_size: number of ranks of the axis.
 
     Raises:
-        ValueError: if no strategy is spelled so, or its groups do not divide the axis.
+        ValueError: if the spelling is unknown, or its groups do not divide the axis.
         TypeError: if the spelling is not a string.
 
     >>> as_strategy("ulysses", 8)
@@ -78,19 +79,19 @@ def as_strategy(strategy: Strategy | str, world_size: int) -> Strategy:
             f"{strategy!r} trades tokens for heads over groups of {heads} ranks, which do not "
             f"divide the {world_size} of the axis; these do: {', '.join(fitting) or 'ring'}"
         )
-    # One group has nobody to exchange keys and values with: all ways are the same.
+    # A single group has no other to exchange keys and values with, so all ways are the same.
     return Strategy(heads, way if heads < world_size or heads == 1 else Strategy.default)
 
 
 def check_strategy(spelling: str, world_size: int | None = None) -> None:
-    """Refuse what spells no strategy for an axis.
+    """Refuse a spelling that is no strategy for an axis.
 
     Args:
         spelling: what `as_strategy` reads.
-        world_size: the number of ranks of the axis; `None` is an axis of any size.
+        world_size: number of ranks of the axis; `None` is an axis of any size.
 
     Raises:
-        ValueError: if no strategy is spelled so, or its groups do not divide the axis.
+        ValueError: if the spelling is unknown, or its groups do not divide the axis.
         TypeError: if the spelling is not a string.
     """
     if world_size is None:
@@ -100,17 +101,17 @@ def check_strategy(spelling: str, world_size: int | None = None) -> None:
 
 
 def is_traded(spelling: str) -> bool:
-    """Whether a spelling may trade tokens for heads: on an axis of one rank nothing is traded."""
+    """Return whether the spelling has an all-to-all, which does nothing on an axis of one rank."""
     return spelling.startswith(TRADED)
 
 
 def why_not(strategy: Strategy, num_heads: int, num_key_heads: int) -> str | None:
-    """Why an attention of so many heads cannot run by a strategy; `None` if it can.
+    """Return why an attention with these heads cannot use a strategy, or `None` if it can.
 
     Args:
-        strategy: for an axis.
-        num_heads: query heads of a rank, of which tensor parallelism may have left a part.
-        num_key_heads: heads of keys and values, likewise; one may go to several ranks.
+        strategy: the strategy of the axis.
+        num_heads: query heads on a rank, after tensor parallelism.
+        num_key_heads: heads of keys and values on a rank; one may be copied to several ranks.
 
     >>> why_not(Strategy(heads=4), 2, 1)
     '2 query heads cannot be dealt to the 4 ranks of a group, each has to get one'
@@ -124,7 +125,7 @@ def why_not(strategy: Strategy, num_heads: int, num_key_heads: int) -> str | Non
 
 
 def _spelled(spelling: str) -> _Spelled:
-    """What a spelling says."""
+    """Parse a spelling."""
     if not isinstance(spelling, str):
         raise TypeError(f"strategy must be a name, a str, got {spelling!r}")
     if spelling in ROUTES:
@@ -132,13 +133,13 @@ def _spelled(spelling: str) -> _Spelled:
     traded, plus, way = spelling.partition("+")
     name, colon, heads = traded.partition(":")
     is_known = name == TRADED and (not plus or way in ROUTES)
-    # Only ASCII digits: `isdigit` alone takes others, too.
+    # `isdigit` alone accepts digits that are not ASCII.
     if not is_known or (colon and not (heads.isascii() and heads.isdigit() and int(heads))):
         raise ValueError(f"unknown strategy {spelling!r}; known strategies: {_spellings()}")
     return _Spelled(int(heads) if colon else None, way or Strategy.default)
 
 
 def _spellings() -> str:
-    """All spellings, for errors."""
+    """Return all spellings, for errors."""
     ways = ", ".join(ROUTES)
     return f"{ways}, {TRADED}, {TRADED}:<ranks of a group>, {TRADED}:<ranks>+<one of the first>"

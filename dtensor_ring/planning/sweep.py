@@ -1,4 +1,4 @@
-"""Demand where runs hold neighbouring positions: a search in sorted segments."""
+"""Needs of ranks if runs hold adjacent positions, found by a search in sorted segments."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dtensor_ring.planning.slices import Slices
 
 
 class WaveletMatrix:
-    """Answers how many values of a range are small, and which is the k-th smallest.
+    """Count the values of a range below a limit, and find its k-th smallest value.
 
     Each query takes one step for each bit of the values (SPIRE 2012, "The Wavelet Matrix", doi
-    10.1007/978-3-642-34109-0_18). All queries of a call go through a step together, as arrays.
+    10.1007/978-3-642-34109-0_18). All queries of a call take a step together, as arrays.
 
     Args:
         values: integers from 0 to `num_values - 1`.
-        num_values: how many different values there may be.
+        num_values: upper bound of the values, exclusive.
     """
 
     def __init__(self, values: np.ndarray, num_values: int) -> None:
         self._levels: list[tuple[int, np.ndarray, int]] = []
-        # The highest bit first: what it decides, no lower one can change.
+        # Start with the highest bit, because it decides a comparison before all lower ones.
         for bit in reversed(range(max(1, (num_values - 1).bit_length()))):
             is_zero = (values >> bit) & 1 == 0
-            # zeros[i] counts them before i, so the zeros of any range are a difference.
+            # zeros[i] counts the zeros before i, so the count of any range is a difference.
             zeros = np.concatenate([[0], np.cumsum(is_zero)])
             self._levels.append((bit, zeros, int(zeros[-1])))
-            # Values without the bit go first, in their order: a range stays two ranges, at most.
+            # A stable partition: the values of a range with equal bits stay adjacent.
             values = np.concatenate([values[is_zero], values[~is_zero]])
 
     @property
@@ -43,23 +43,23 @@ class WaveletMatrix:
         return sum(zeros.nbytes for _, zeros, _ in self._levels)
 
     def count_below(self, begin: np.ndarray, end: np.ndarray, limit: np.ndarray) -> np.ndarray:
-        """How many values of each range `[begin, end)` are below that range's limit."""
+        """Return how many values of each range `[begin, end)` are below that range's limit."""
         count = np.zeros_like(begin)
         for bit, zeros, num_zeros in self._levels:
             has_bit = (limit >> bit) & 1 == 1
             first, last = zeros[begin], zeros[end]
-            count += np.where(has_bit, last - first, 0)  # those without the bit are below
+            count += np.where(has_bit, last - first, 0)  # values without the bit are below
             # Follow the values that share the limit's bit into their half of the next level.
             begin = np.where(has_bit, num_zeros + begin - first, first)
             end = np.where(has_bit, num_zeros + end - last, last)
         return count
 
     def kth(self, begin: np.ndarray, end: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """The value number `k`, in ascending order from 0, of each range; none may be empty."""
+        """Return the k-th smallest value of each range, counted from 0; no range may be empty."""
         value = np.zeros_like(begin)
         for bit, zeros, num_zeros in self._levels:
             first, last = zeros[begin], zeros[end]
-            # Values without the bit are smaller: the k-th has it if there are not enough of those.
+            # Values without the bit are smaller, so the k-th has the bit if they are k or fewer.
             has_bit = k >= last - first
             k = np.where(has_bit, k - (last - first), k)
             value |= has_bit.astype(value.dtype) << bit
@@ -70,25 +70,30 @@ class WaveletMatrix:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Runs of all ranks, cut by slices: arrays, by slice, then in the order of positions.
+    """Runs of all ranks, cut by slices: one entry for each segment, by slice, then by position.
 
-    The slices of all batch rows follow one another in one long line of positions, and are numbered
-    through, so that one search serves them all.
+    The slices of all batch rows follow one another on one long line of positions, with one
+    numbering, so that one search serves all of them.
+
+    Attributes:
+        begins: first position on the line.
+        ends: position after the last one on the line.
+        owners: the rank that holds the segment.
+        cols: index in its owner's shard at which the segment begins.
+        numbers: the number of the slice.
     """
 
     begins: np.ndarray
     ends: np.ndarray
     owners: np.ndarray
     cols: np.ndarray
-    """Where in the shard of its owner the segment begins."""
     numbers: np.ndarray
-    """Of the slice."""
 
 
 def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
-    """Cut the runs by ranges of positions, one for each slice; each takes `line` positions."""
+    """Cut the runs by one range of positions for each slice, `line` positions apart."""
     begins, ends = ranges.T
-    # From the first run that ends late enough to the last that begins in time.
+    # From the first run that ends after the begin, to the last that begins before the end.
     first = np.searchsorted(dealing.starts + dealing.lengths, begins, "right")
     after = np.searchsorted(dealing.starts, ends, "left")
     numbers, runs = expanded(first, after)
@@ -96,14 +101,14 @@ def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
     begins = np.maximum(begins[numbers], starts)
     ends = np.minimum(ends[numbers], starts + dealing.lengths[runs])
     cols = dealing.cols[runs] + begins - starts
-    # Slices lie `line` apart, further than any lag, so no search crosses into another one.
+    # Slices lie `line` apart, more than any lag, so no search reaches another slice.
     shift = numbers * line
     return Segments(begins + shift, ends + shift, dealing.owners[runs], cols, numbers)
 
 
 def _merged(segments: Segments) -> Segments:
-    """Neighbours of one slice and one owner as one segment."""
-    # With owners that alternate, the first viewer that is not the source is the first or second.
+    """Join adjacent segments that have the same slice and owner."""
+    # Joined owners alternate, so the first viewer other than the source is the first or second.
     is_new = np.diff(segments.owners, prepend=-1) | np.diff(segments.numbers, prepend=-1)
     first = np.flatnonzero(is_new)
     last = np.append(first, len(is_new))[1:] - 1
@@ -113,10 +118,10 @@ def _merged(segments: Segments) -> Segments:
 
 
 class SweptNeeds(Needs):
-    """Each segment of keys is seen by a range of segments of queries: a search finds it.
+    """A search finds the range of query segments that see each key segment.
 
-    The time is O(n log n) for n runs, each counted in every slice that cuts it, whatever the number
-    of pairs of ranks.
+    It takes O(n log n) for n segments, independent of the number of pairs of ranks. A run counts
+    once for each slice that cuts it.
     """
 
     def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
@@ -125,11 +130,11 @@ class SweptNeeds(Needs):
         line = 1 + int(table[:, :4].max(initial=0))
         self._queries = _merged(_segments(queries, table[:, :2], line))
         self._keys = _segments(keys, table[:, 2:4], line)
-        # Nothing within a slice is as long as its line: that is as good as unbounded, and sums fit.
+        # No lag within a slice reaches `line`, so it stands for unbounded, and sums of it fit.
         left, right = np.clip(table[:, 4:], -line, line).T
-        # A rank sees all between two of its segments of queries that lie no further apart.
+        # A rank sees every key between two of its query segments at most this far apart.
         self._widths = (left + right)[self._queries.numbers]
-        # By segment of keys.
+        # The bounds of each key segment.
         self._left, self._right = left[self._keys.numbers], right[self._keys.numbers]
         every = np.arange(len(self._keys.begins))
         self._begin, self._end = self._viewers(every, self._keys.begins, self._keys.ends)
@@ -137,38 +142,38 @@ class SweptNeeds(Needs):
     def _viewers(
         self, keys: np.ndarray, begins: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The range of the segments of queries that see any of each part of a segment of keys.
+        """Return the range of query segments that see any of each part of a key segment.
 
         Args:
-            keys: the segment.
-            begins: first position of the part.
-            ends: one after its last.
+            keys: the key segment of each part.
+            begins: first position of each part.
+            ends: position after the last one of each part.
         """
         queries, numbers = self._queries, self._keys.numbers[keys]
-        # The band: from the first segment that ends late enough to the last that begins in time.
+        # The band: the first segment that ends late enough, to the last that begins early enough.
         begin = np.searchsorted(queries.ends, begins - self._right[keys], "right")
         end = np.searchsorted(queries.begins, ends - 1 + self._left[keys], "right")
-        # The slice: none before its first segment, none after its last.
+        # The slice: exclude segments before its first and after its last.
         begin = np.maximum(begin, np.searchsorted(queries.numbers, numbers))
         end = np.minimum(end, np.searchsorted(queries.numbers, numbers, "right"))
-        # An empty range must stay empty, with begin = end, for the searches that use it.
+        # The searches that use a range need begin = end if it is empty.
         return begin, np.maximum(begin, end)
 
     @property
     def num_bytes(self) -> int:
         sides = (x.nbytes for side in (self._queries, self._keys) for x in vars(side).values())
-        # A segment of keys makes a span on each leg of its packet, a tuple of two numbers; few do.
+        # Key segments become spans, tuples of two numbers, on the legs of packets.
         spans = 200 * self.world_size + 300 * len(self._keys.begins)
         return 2 * sum(sides) + self._by_owner.nbytes + spans
 
     def sights(self) -> Iterator[Sights]:
-        # A key has at most one sight for each rank, however many segments see it.
+        # A key segment has at most one sight for each rank, however many query segments see it.
         num_pairs = np.minimum(self._end - self._begin, self.world_size)
         for keys in source_blocks(self._keys.owners, num_pairs):
             yield self._sights_of(keys)
 
     def sights_by(self, rank: int) -> Sights:
-        # The segments of this rank among those that see a key are a range of its own list.
+        # Query segments of this rank that see a key segment are a range of the rank's own list.
         own = np.flatnonzero(self._queries.owners == rank)
         begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
         seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
@@ -188,21 +193,21 @@ class SweptNeeds(Needs):
             self._keys.owners[keys],
             WaveletMatrix(self._queries.owners, self.world_size),
         )
-        # Furthest on the ring is the highest rank below the source, a lap on, or else the highest.
+        # The ring wraps: the furthest viewer is the highest rank below the source, or the highest.
         below = ranks.count_below(begin, end, owners)
         furthest = ranks.kth(begin, end, np.where(below > 0, below, end - begin) - 1)
         distances = (furthest - owners) % self.world_size
         to_col = self._keys.cols[keys] - self._keys.begins[keys]
-        others = np.flatnonzero(distances)  # what only its owner sees goes nowhere
+        others = np.flatnonzero(distances)  # columns that only their owner sees do not travel
         columns = owners, begins + to_col, ends + to_col, distances
         return Reach(*topmost(*(x[others] for x in columns)))
 
     def _alike(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Parts of segments of keys, whose positions are seen by the same segments of queries."""
+        """Cut key segments into parts whose positions are all seen by the same query segments."""
         queries, keys = self._queries, self._keys
         starts = [keys.begins]
-        # A segment of queries no longer sees what is `right` after its end, and sees what is `left`
-        # before its begin.
+        # The viewers change at `right` after the end of a query segment, and at `left` before its
+        # begin.
         for edges, lags in ((queries.ends, self._right), (queries.begins, -self._left)):
             first = np.searchsorted(edges, keys.begins - lags, "right")
             which, edge = expanded(first, np.searchsorted(edges, keys.ends - lags, "left"))
@@ -212,9 +217,9 @@ class SweptNeeds(Needs):
         return which, begins, np.minimum(np.append(begins[1:], keys.ends[-1:]), keys.ends[which])
 
     def _sights_of(self, keys: np.ndarray) -> Sights:
-        """Columns of these segments of keys that other ranks see."""
+        """Return the columns of these key segments that other ranks see."""
         begin, end = self._begin[keys], self._end[keys]
-        # Few pairs are written out; of many, each viewer is searched for its first and last.
+        # Expand the pairs if they are few, otherwise search the first and last for each viewer.
         if (end - begin).sum() <= len(keys) * self.world_size:
             which, queries = expanded(begin, end)
             found = self._sights(keys[which], queries, queries)
@@ -226,15 +231,15 @@ class SweptNeeds(Needs):
     def _by_viewer(
         self, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segment of keys, and the first and last segment of queries, of each viewer that has any.
+        """Return the key segment, and the first and last query segment, for each viewer of it.
 
-        Segments that see a key and are owned by one rank are a range of those of that rank.
+        The query segments of one rank that see a key segment are a range in that rank's list.
         """
         num_queries = len(self._queries.owners)
         ranks = np.arange(self.world_size)[:, None] * num_queries
         first = np.searchsorted(self._by_owner, ranks + begin)
         after = np.searchsorted(self._by_owner, ranks + end)
-        # Few of all pairs of viewer and key have any segment: only those go on.
+        # Most pairs of viewer and key have no segment; keep only the others.
         viewer, key = np.nonzero(first < after)
         order = self._by_owner % num_queries
         return self._unbroken(order, keys[key], first[viewer, key], after[viewer, key])
@@ -242,31 +247,31 @@ class SweptNeeds(Needs):
     def _unbroken(
         self, order: np.ndarray, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segment of keys, and the first and last segment of queries, that see it without a gap.
+        """Return the key segment, and the first and last query segment that see it without a gap.
 
         Args:
-            order: segments of queries, those of a rank one after the other.
-            keys: segments of keys.
-            begin: where in `order` the segments of one rank that see the key begin.
-            end: where they end.
+            order: query segments, grouped by rank.
+            keys: key segments.
+            begin: index in `order` of the first query segment of one rank that sees the key.
+            end: index in `order` after the last one.
         """
         queries, before, after = self._queries, order[:-1], order[1:]
         is_wide = queries.begins[after] - queries.ends[before] > self._widths[after]
-        # Segments of two slices are never in one range, however far apart they are.
+        # A range never holds segments of two slices, so a gap between slices needs no cut.
         cuts = np.flatnonzero(is_wide & (queries.numbers[before] == queries.numbers[after])) + 1
         which, begin, end = _cut(begin, end, cuts)
         return keys[which], order[begin], order[end - 1]
 
     @cached_property
     def _by_owner(self) -> np.ndarray:
-        """Segments of queries by owner, then position: `owner * num_queries + index`, sorted."""
+        """Query segments by owner, then position: `owner * num_queries + index`, sorted."""
         num_queries = len(self._queries.owners)
         return np.sort(self._queries.owners * num_queries + np.arange(num_queries))
 
     def _sights(self, keys: np.ndarray, first: np.ndarray, last: np.ndarray) -> Sights:
-        """The columns of segments of keys that the queries of a rank see, first to last of them."""
+        """Return the columns of key segments that a rank's query segments `first` to `last` see."""
         begins, ends = self._keys.begins[keys], self._keys.ends[keys]
-        # Later queries see later keys: the first query has the first column, the last the last.
+        # Later queries see later keys: the first query sees the first column, the last the last.
         lowest = np.maximum(begins, self._queries.begins[first] - self._left[keys])
         highest = np.minimum(ends, self._queries.ends[last] + self._right[keys])
         # Within a segment, positions and columns differ by a constant.
@@ -278,16 +283,16 @@ class SweptNeeds(Needs):
 def _cut(
     begin: np.ndarray, end: np.ndarray, cuts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut ranges at the cuts that lie within them; returns whose part each is, and its range.
+    """Cut ranges at the cuts within them; return the index of the range, begin and end of parts.
 
     Args:
-        begin: of each range.
-        end: of each range.
-        cuts: ascending.
+        begin: begin of each range.
+        end: end of each range.
+        cuts: where to cut, ascending.
     """
     if not len(cuts):
         return np.arange(len(begin)), begin, end
-    # A range goes from one cut to the next, and is one part more than there are cuts in it.
+    # A range has one part more than it has cuts.
     low, high = np.searchsorted(cuts, begin, "right"), np.searchsorted(cuts, end, "left")
     which, number = expanded(low, high + 1)
     begins, ends = np.append(0, cuts), np.append(cuts, np.iinfo(np.int64).max)

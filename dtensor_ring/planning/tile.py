@@ -1,4 +1,4 @@
-"""Rectangles of queries and keys: what the queries of one shard see of the keys of another."""
+"""Tiles: rectangles that cover what the queries of one shard see of the keys of another."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Piece(NamedTuple):
     """Queries of one run in one slice.
 
     Attributes:
-        row: where in its shard the run begins.
-        run: whose queries these are.
+        row: index in its shard at which the run begins.
+        run: the run that holds the queries.
         span: indices of the queries in the run.
-        keys: positions from the first to the last key that one of them may see.
-        left: how far back a query sees, `None` if nothing in the slice is too far.
-        right: how far ahead, likewise.
+        keys: range of key positions that any of the queries may see.
+        left: how many positions back a query sees, `None` if it hides no key of the slice.
+        right: how many positions ahead, likewise.
     """
 
     row: int
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 def pieces_of(runs: Sequence[Run], table: np.ndarray) -> list[Piece]:
-    """The pieces of a shard in the slices of one batch row, those without queries left out."""
+    """Return the pieces of a shard in the slices of one batch row, without empty pieces."""
     row, pieces = 0, []
-    # No slice before the first that ends late enough has queries of a run, and none after it does
-    # whose queries begin after those of the run.
+    # Slices are sorted by query begin. The running maximum of their ends also ascends, so both
+    # ends of the range of slices near a run can be searched.
     latest = np.maximum.accumulate(table[:, 1]) if len(table) else table[:, 1]
     for run in runs:
         first = np.searchsorted(latest, run.start, "right")
         end = np.searchsorted(table[:, 0], run.last, "right")
         near = table[first:end]
-        # A long slice keeps all those behind it in this range.
+        # After a long slice, the range also has slices that end before the run: drop them.
         pieces += _cut(row, run, near[near[:, 1] > run.start])
         row += run.length
     return pieces
@@ -59,7 +59,7 @@ def _cut(row: int, run: Run, table: np.ndarray) -> Iterator[Piece]:
         if not length(span):
             continue
         first, last = run.position(span[0]), run.position(span[1] - 1)
-        # A bound that no pair reaches is none: kernels have one case less to look at.
+        # Drop bounds that exclude nothing, so kernels see fewer kinds of masks.
         behind = None if left == UNBOUNDED or left >= last - k_begin else left
         ahead = None if right == UNBOUNDED or right >= k_end - 1 - first else right
         begin = k_begin if behind is None else max(k_begin, first - behind)
@@ -77,9 +77,9 @@ class Tile:
     """A rectangle of local queries and resident keys, with a band: one kernel launch computes it.
 
     `mask` is in indices of the tile: row i sees column j iff `i - left <= j <= i + right`. Every
-    row and every column of a tile sees or is seen. A tile whose mask is causal is square, so that
-    kernels which align the diagonal top-left and bottom-right agree; one that is bounded on the
-    left has no more rows than such kernels take, see Note [Windows aligned bottom-right]. `batch`
+    row sees a column, and every column is seen. A tile with a causal mask is square, so that
+    kernels agree whether they align the diagonal top-left or bottom-right. A tile with a left bound
+    has no more rows than these kernels support, see Note [Windows aligned bottom-right]. `batch`
     is the batch row, `None` for all of them.
     """
 
@@ -90,23 +90,23 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Visible (query, key) pairs per batch row: the unit of work."""
+        """Number of visible (query, key) pairs per batch row: the unit of work."""
         num_rows, num_cols = length(self.rows), length(self.cols)
         ahead = (
             0 if self.mask.right is None else _triangle(num_cols - 1 - self.mask.right, num_rows)
         )
         behind = 0 if self.mask.left is None else _triangle(num_rows - 1 - self.mask.left, num_cols)
-        # Each bound hides a triangle in a corner, and the band lies between the two.
+        # Each bound hides a triangle in one corner, and the triangles do not overlap.
         return num_rows * num_cols - ahead - behind
 
 
 def shard_tiles(
     pieces: Sequence[Piece], key_runs: tuple[Run, ...], batch: int | None = None
 ) -> list[Tile]:
-    """The tiles that cover what the queries of one shard see of the keys of another.
+    """Return the tiles that cover what the queries of one shard see of the keys of another.
 
     Args:
-        pieces: the queries, cut by the slices that they are in, see `pieces_of`.
+        pieces: the queries, cut by slices, see `pieces_of`.
         key_runs: runs of the other shard.
         batch: the batch row, `None` for all of them.
     """
@@ -115,41 +115,41 @@ def shard_tiles(
         (piece.row + piece.span[0], col + span[0], piece, key, span)
         for piece in pieces
         for col, key in _in_reach(piece.keys, keys)
-        # Strided runs may skip a short slice altogether.
+        # A strided run may skip a short slice.
         if length(span := key.indices(*piece.keys))
     ]
-    # Rows first, then columns: `coalesce` joins neighbours in this order only.
+    # Sort by row, then column: `coalesce` joins neighbours in this order only.
     pairs.sort(key=lambda pair: pair[:2])
     return coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
 
 
 def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
-    """Tiles of a shard as those of a packet of its columns, which has all that they see."""
+    """Renumber the columns of a shard's tiles for a packet that has all columns they see."""
     if not tiles or (cols.spans[0][0] == 0 and len(cols.spans) == 1):
         return tiles
     packed = [replace(tile, cols=cols.packed(tile.cols)) for tile in tiles]
-    # What lay between two tiles may not have come along.
+    # Tiles may be adjacent now, as the packet lacks columns between them.
     return packed if len(cols.spans) == 1 else coalesce(packed)
 
 
 def _tiles(
     row: int, col: int, piece: Piece, key: Run, span: Span, batch: int | None
 ) -> Iterator[Tile]:
-    """The tiles of a piece and indices of a run of keys, which begin at a row and a column."""
+    """Yield the tiles of a piece and a span of a key run, moved to their row and column."""
     band = _index_band(piece, key, span[0])
     for tile in _band_tiles(length(piece.span), length(span), *band):
         yield Tile(moved(tile.rows, row), moved(tile.cols, col), tile.mask, batch)
 
 
 def _placed(runs: tuple[Run, ...]) -> list[tuple[int, Run]]:
-    """The runs of a shard, and where in it they begin."""
+    """Return the runs of a shard, each after the index at which it begins."""
     starts = accumulate((run.length for run in runs), initial=0)
     return list(zip(starts, runs, strict=False))
 
 
 def _in_reach(span: Span, keys: list[tuple[int, Run]]) -> Iterator[tuple[int, Run]]:
-    """The runs from the first to the last that may have positions of the span."""
-    # Runs ascend, so those in reach are neighbours: skip to the first, stop after the last.
+    """Yield the runs from the first to the last that may have positions of the span."""
+    # Runs ascend, so those in reach are adjacent: skip to the first, stop after the last.
     first = bisect_left(keys, span[0], key=lambda placed: placed[1].last)
     for col, key in islice(keys, first, None):
         if key.start >= span[1]:
@@ -158,18 +158,18 @@ def _in_reach(span: Span, keys: list[tuple[int, Run]]) -> Iterator[tuple[int, Ru
 
 
 def _index_band(piece: Piece, key: Run, key_index: int) -> tuple[int | None, int | None]:
-    """The band of a piece as one of indices, counted from its first query and the given key.
+    """Return the band of a piece in indices, counted from its first query and the given key.
 
-    Bounds may be negative: then the first rows, or columns, see nothing.
+    A bound may be negative: then the first rows or columns are empty.
     """
     left, right, query = piece.left, piece.right, piece.run
     if left is None and right is None:
         return None, None
-    # A single token has no stride of its own: the band is that of the other run.
+    # A single token has no stride, so the other run determines it.
     stride = key.stride if query.length == 1 else query.stride
     if stride != key.stride and key.length > 1:
         raise ValueError(f"runs of different strides have no common band: {query} and {key}")
-    # The lag of the first query and key; floor division drops lags that no two tokens have.
+    # The lag of the first query and key. Floor division drops lags that no two tokens have.
     offset = query.position(piece.span[0]) - key.position(key_index)
     left = None if left is None else (left - offset) // stride
     right = None if right is None else (right + offset) // stride
@@ -179,10 +179,10 @@ def _index_band(piece: Piece, key: Run, key_index: int) -> tuple[int | None, int
 def _band_tiles(
     num_rows: int, num_cols: int, left: int | None, right: int | None
 ) -> Iterator[Tile]:
-    """Cover the band `i - left <= j <= i + right` of a rectangle, trimmed to what is visible."""
+    """Yield tiles that cover a band, `i - left <= j <= i + right`, trimmed to what is visible."""
     if left is not None and right is not None and left + right < 0:
         return
-    # Rows that see any column, then columns that any of those rows sees.
+    # Find rows that see any column, then columns that any of these rows sees.
     first_row = 0 if right is None else max(0, -right)
     end_row = num_rows if left is None else min(num_rows, num_cols + left)
     # The first row reaches furthest left, the last one furthest right.
@@ -191,7 +191,7 @@ def _band_tiles(
     num_rows, num_cols = end_row - first_row, end_col - first_col
     if num_rows <= 0 or num_cols <= 0:
         return
-    # Trimming moves the diagonal; a bound that no pair reaches any more is none.
+    # Trimming moves the diagonal; drop a bound that no longer excludes any pair.
     shift = first_row - first_col
     left = None if left is None or left - shift >= num_rows - 1 else left - shift
     right = None if right is None or right + shift >= num_cols - 1 else right + shift
@@ -200,22 +200,22 @@ def _band_tiles(
 
 
 def _parts(num_rows: int, num_cols: int, left: int | None, right: int | None) -> Iterator[Tile]:
-    """Cut a trimmed band into tiles that keep what `Tile` promises."""
+    """Cut a trimmed band into tiles that satisfy the contract of `Tile`."""
     if left is None and right is not None:
-        # A trapezoid: the causal flag of kernels needs squares.
+        # Cut the trapezoid, as the causal flag of kernels needs squares.
         yield from _square_causal(num_rows, num_cols, right)
     elif left is not None and right is None and num_rows > num_cols:
-        # Rows before the last num_cols see all columns: below them the tile is no taller than wide.
+        # Rows before the last num_cols see all columns; the rest is no taller than wide.
         excess = num_rows - num_cols
         yield Tile((0, excess), (0, num_cols), FULL)
         yield Tile((excess, num_rows), (0, num_cols), Mask(left - excess, None))
     elif left is not None and right is not None and num_rows + right >= 2 * num_cols:
-        # Too tall for kernels that align the band at the last row: see the note on windows.
+        # Too tall for kernels that align the band at the last row, see the note on windows.
         for start, end in ((0, num_cols), (num_cols, num_rows)):
             for part in _band_tiles(end - start, num_cols, left - start, right + start):
                 yield Tile(moved(part.rows, start), part.cols, part.mask)
     else:
-        # Full, or a band that kernels take as it is: see the note on windows.
+        # Full, or a band that kernels support directly, see the note on windows.
         yield Tile((0, num_rows), (0, num_cols), Mask(left, right))
 
 
@@ -231,14 +231,14 @@ def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:
 
 
 def coalesce(tiles: list[Tile]) -> list[Tile]:
-    """Join neighbours whose union is again a tile: fewer launches and fewer merges.
+    """Join neighbours whose union is a tile, to save launches and merges.
 
-    Tiles arrive ordered by rows, then columns, so each one can only join tiles before it.
+    Tiles arrive in the order of rows, then columns, so each can join only tiles before it.
     """
     joined: list[Tile] = []
     for tile in tiles:
         candidate: Tile | None = tile
-        while candidate is not None:  # a union may join with what lies before it
+        while candidate is not None:  # a union may join earlier tiles in turn
             tile = candidate
             candidate = _join_last(joined, tile)
         joined.append(tile)
@@ -246,19 +246,19 @@ def coalesce(tiles: list[Tile]) -> list[Tile]:
 
 
 def _join_last(joined: list[Tile], tile: Tile) -> Tile | None:
-    """Join `tile` with the tiles at the end of `joined`, which are taken off, if possible."""
+    """Join `tile` with the last tiles of `joined` and remove those, or return `None`."""
     if not joined:
         return None
     last = joined[-1]
     if last.mask == tile.mask == FULL:
-        # Side by side, or one above the other.
+        # The tiles are side by side, or one above the other.
         if last.rows == tile.rows and last.cols[1] == tile.cols[0]:
             joined.pop()
             return replace(tile, cols=(last.cols[0], tile.cols[1]))
         if last.cols == tile.cols and last.rows[1] == tile.rows[0]:
             joined.pop()
             return replace(tile, rows=(last.rows[0], tile.rows[1]))
-    # Two causal runs in a row make a square, a rectangle and a square: one causal square.
+    # Two adjacent causal runs make a square, a rectangle and a square: one causal square.
     if len(joined) > 1 and _is_staircase(joined[-2], last, tile):
         del joined[-2:]
         return replace(
@@ -270,7 +270,7 @@ def _join_last(joined: list[Tile], tile: Tile) -> Tile | None:
 
 
 def _is_staircase(upper: Tile, corner: Tile, lower: Tile) -> bool:
-    """Whether two causal squares and the rectangle below and left of them are one causal square."""
+    """Return whether two causal squares and the rectangle between them form a causal square."""
     return (
         (upper.mask, corner.mask, lower.mask) == (CAUSAL, FULL, CAUSAL)
         and (corner.rows, corner.cols) == (lower.rows, upper.cols)
@@ -279,6 +279,6 @@ def _is_staircase(upper: Tile, corner: Tile, lower: Tile) -> bool:
 
 
 def _triangle(longest: int, num_terms: int) -> int:
-    """`longest + (longest - 1) + ...`, at most `num_terms` terms, none below 1."""
-    terms = max(0, min(longest, num_terms))  # those above zero
+    """Return `longest + (longest - 1) + ...`, at most `num_terms` terms, none below 1."""
+    terms = max(0, min(longest, num_terms))  # positive terms only
     return terms * longest - terms * (terms - 1) // 2

@@ -236,7 +236,7 @@ def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]
 
 
 def _gathered(module: nn.Module) -> int:
-    """Return the bytes that FSDP2 gathers: one layer and the next; the rest all the time."""
+    """Return the bytes that FSDP2 gathers: two layers at a time, and the rest always."""
     layers = layers_of(module)
     largest = max(map(_size, layers), default=0)
     root = _size(module) - sum(map(_size, layers))

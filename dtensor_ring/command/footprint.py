@@ -158,6 +158,7 @@ class Footprint(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # Before `count`: a loop allocates its results too, so they would count twice in the peak.
         if func is ring_op:
             self._attend(*args)
         elif func is ring_backward_op:

@@ -1,26 +1,26 @@
-"""What plans for a library of models are made of, beside the names of `dtensor_ring` itself.
+"""The names for plans of model libraries and for block kernels, besides those of `dtensor_ring`.
 
-It is for those who bring context parallelism to a library whose models they did not write, as
-`parallel_plans` does for transformers, torchtitan and diffusers, and for those who bring a block
-kernel. A plan imports `dtensor_ring` and this module, and nothing else of the package. Users of
-models need neither this module nor what it has. See docs/extension.md.
+A plan brings context parallelism to a library whose models its author did not write, as
+`parallel_plans` does for transformers, torchtitan and diffusers. A plan imports `dtensor_ring` and
+this module, and nothing else of the package. Users of models do not need this module. See
+docs/extension.md.
 
-The axis of a mesh, and options that are refused before there is one:
+The axis of a mesh, and checks of options before there is an axis:
     `axis_group`, `axis_group_options`, `check_axis_options`, `check_kernel`, `check_strategy`.
-Layouts, and the tokens that they give to a rank:
+Layouts, and the tokens of a rank:
     `Layout`, `as_layout`, `layout_names`, `layout_order`, `turn_runs`, `local_tokens`,
     `from_local_tokens`, `visible_pairs`.
-Agreement of the ranks, on which an error of one is an error of all:
+Agreement of the ranks, so that an error on one rank is raised on all:
     `meeting`, `check_agreement`, `check_strided`.
-Names of layers, by which errors and ranks tell calls apart:
+Names of layers, which identify calls in errors and between ranks:
     `name_layer`, `number_layer`, `within_layer`.
 Messages between the ranks of an axis:
     `gathered`, `gather_rows`, `receive_state`, `send_state`.
-Losses and ops of a plan's own:
+Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
-Caches, and attention of few tokens to them:
+Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
-Layouts for models of which some layers carry a state:
+Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`.
 A model without weights, for the command `estimate`:
     `ModelRequest`, `MetaModel`.

@@ -1,4 +1,4 @@
-"""Boundaries of packed documents, in the form that attention takes them."""
+"""Compute the boundaries of packed documents, in the form that attention takes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def boundaries(starts: Tensor) -> Tensor:
-    """Where documents start and the last one ends, filled up with empty ones at the end.
+    """Return where documents start and the last one ends, padded with empty documents.
 
-    There is room for one document for each token, so that graphs do not depend on the batch.
+    The length has room for one document per token, so that graphs do not depend on the batch.
 
     Args:
         starts: whether a token is the first of a document, `(B, S)`, on any device.
@@ -23,7 +23,7 @@ def boundaries(starts: Tensor) -> Tensor:
     """
     seq_len = starts.shape[1]
     index = torch.arange(seq_len, device=starts.device)
-    # Sorted, the starts come first and everything else becomes the end.
+    # Sorting puts the starts first; all other tokens become empty documents at the end.
     bounds = torch.where(starts, index, seq_len).sort(-1).values
     bounds = torch.nn.functional.pad(bounds, (0, 1), value=seq_len).int().cpu()
     return bounds[0] if len(bounds) == 1 else bounds

@@ -1,8 +1,8 @@
-"""Ring attention as the attention of diffusers' own context parallelism.
+"""Run ring attention in diffusers' own context parallelism.
 
-diffusers deals the sequence and gathers the output, by `model.enable_parallelism(config=
-ContextParallelConfig(ring_degree=..., ulysses_degree=...))`, and asks an attention backend for the
-rest. Its "native" one becomes ours where a model is parallel, and stays what it was elsewhere.
+`model.enable_parallelism(config=ContextParallelConfig(ring_degree=..., ulysses_degree=...))` makes
+diffusers shard the sequence and gather the output. An attention backend does the rest. This module
+replaces the "native" backend for parallel models, and leaves it as it was for all others.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from parallel_plans.tested import warn_untested
 
 
 def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None = None) -> None:
-    """Let diffusers' backend "native" run its context parallelism as ring attention, from now on.
+    """Make diffusers' backend "native" run its context parallelism as ring attention.
 
-    `ring_degree` ranks exchange keys and values, `ulysses_degree` ranks trade tokens for heads, and
-    with both, groups that trade are on a ring. Keys and values are never gathered, grouped queries
-    stay grouped, and training has the gradient of one process. Ranks gather the output; of a loss
-    that all of them compute, a parameter's gradients on all ranks add up to that of one process.
+    `ring_degree` ranks exchange keys and values, and `ulysses_degree` ranks do an all-to-all of
+    tokens and heads. With both, the groups of the all-to-all form a ring. Keys and values are never
+    gathered, and grouped queries stay grouped. Ranks gather the output: if all of them compute the
+    loss, a parameter's gradients on all ranks add up to the gradient of one process.
 
     Args:
         kernel: name of the block kernel; by default the first that can.
         policy: the dtypes in which messages travel.
 
     Raises:
-        ImportError: if diffusers is not installed, or a version without context parallelism.
+        ImportError: if diffusers is not installed, or its version has no context parallelism.
 
     Call it once, then `model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))`.
     """
@@ -40,13 +40,13 @@ def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None 
 
 
 def use_stock_attention() -> None:
-    """Take `use_ring_attention` back."""
+    """Undo `use_ring_attention`."""
     registry, native = _registry()
     _register(_stock(registry._backends[native]))
 
 
 def _registry() -> tuple[Any, Any]:
-    """Diffusers' table of backends, and the name of the one that is replaced."""
+    """Return diffusers' registry of backends, and the name of the backend to replace."""
     from diffusers.models.attention_dispatch import (
         AttentionBackendName,
         _AttentionBackendRegistry,
@@ -56,7 +56,7 @@ def _registry() -> tuple[Any, Any]:
 
 
 def _stock(backend: Any) -> Callable[..., Tensor]:
-    """The backend that there was before."""
+    """Return the backend of diffusers that ours replaced."""
     return backend.stock if isinstance(backend, RingBackend) else backend
 
 
@@ -68,14 +68,19 @@ def _register(backend: Any) -> None:
 
 @dataclass(frozen=True)
 class RingBackend:
-    """A backend of diffusers: called with the arguments that its dispatcher knows by name."""
+    """A backend of diffusers, whose dispatcher passes arguments by name.
+
+    Attributes:
+        stock: the backend of diffusers, which runs models that are not parallel.
+        kernel: name of the block kernel; `None` for the first that can.
+        policy: the dtypes in which messages travel.
+        layout: the layout in which diffusers shards tokens. Full attention is balanced in any.
+    """
 
     stock: Callable[..., Any]
-    """What runs where nothing is parallel."""
     kernel: str | None
     policy: TransferPolicy | None
     layout: str = "contiguous"
-    """As diffusers deals tokens; for attention that sees everything, any order is as good."""
 
     def __call__(
         self,
@@ -90,10 +95,10 @@ class RingBackend:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Any:
-        """From `(B, L, N, H)` of this rank to `(B, L, N, H)`.
+        """Compute attention of this rank's tokens: `(B, L, N, H)` to `(B, L, N, H)`.
 
         Raises:
-            ValueError: if the call asks for what tokens of several ranks cannot have.
+            ValueError: if the call asks for something that this backend does not support.
         """
         config = getattr(_parallel_config, "context_parallel_config", None)
         if config is None:
@@ -109,7 +114,7 @@ class RingBackend:
         return out.transpose(1, 2)
 
     def _axis(self, config: Any) -> SequenceAxis:
-        """The axis of a model's ranks: those that trade tokens for heads come one after another."""
+        """Return the axis of a model's ranks; the ranks of one all-to-all are consecutive."""
         degree = config.ulysses_degree
         strategy = f"ulysses:{degree}" if degree > 1 else "ring"
         how = {"strategy": strategy, "kernel": self.kernel, "policy": self.policy}
@@ -119,11 +124,11 @@ class RingBackend:
 def _refuse(
     config: Any, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, return_lse: bool
 ) -> None:
-    """Refuse what diffusers' own context parallelism does not do, or not by this backend."""
+    """Refuse what diffusers' context parallelism or this backend does not support."""
     asked = {
         "attn_mask": attn_mask is not None,
         "dropout_p": dropout_p > 0,
-        # Texts and images are dealt one by one and joined then, so there is no order.
+        # Texts and images are sharded separately and then joined: the tokens have no order.
         "is_causal": is_causal,
         "return_lse": return_lse,
         "ring_anything": getattr(config, "ring_anything", False),

@@ -1,4 +1,4 @@
-"""Models by the spelling that a command line has, on the meta device."""
+"""Load the model that a command line names, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dtensor_ring.extension import MetaModel, ModelRequest
 
 
 def load(spelling: str, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
-    """A model of transformers by its config, or of torchtitan by a config function.
+    """Load a model of transformers by its config, or of torchtitan by a config function.
 
     Args:
         spelling: a `config.json`, or the folder that has one; or `module:function`, as in
             `parallel_plans.torchtitan:llama3_debugmodel_ring`.
-        mesh: of the sequence.
-        asked: what it is to be run on.
+        mesh: mesh of the ranks that share the sequence.
+        asked: what the model is to be run on.
 
     Raises:
         ImportError: if transformers or torchtitan is not installed.
@@ -35,7 +35,7 @@ def load(spelling: str, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
             "Face model, its folder, or module:function of a torchtitan config"
         )
     try:
-        # It subclasses classes of torchtitan, so it is imported for such a model only.
+        # Imported here, as it subclasses classes of torchtitan, which is optional.
         meta = import_module("parallel_plans.torchtitan.meta")
     except ModuleNotFoundError as error:
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Strategies of a model's layers: one for all of them, or one for each kind of attention."""
+"""Choose the strategies of a model's layers: one for all, or one per kind of attention."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 from dtensor_ring import Mask
 from dtensor_ring.extension import check_strategy
 
+# The suffix of `layer_types` in Hugging Face configs; kinds are named without it here.
 SUFFIX = "_attention"
-"""With which the `layer_types` of Hugging Face configs end; here they are named without it."""
 
+# What users give: a strategy, or strategies by kind, as in `{"sliding": "ring"}`.
 Given = str | Mapping[str, str] | None
-"""As users say it: a strategy, or strategies by kind, as in `{"sliding": "ring"}`."""
 
 
 @dataclass(frozen=True)
 class Strategies:
     """The strategy of each layer, by its mask.
+
+    Attributes:
+        common: the strategy of all layers; `None` for the strategy of the axis.
+        by_kind: strategies by kind of attention, which come before `common`.
 
     >>> strategies = Strategies.of({"sliding": "ring", "full_attention": "ulysses:4"})
     >>> strategies.named(Mask.causal()), strategies.named(Mask.sliding(7))
@@ -29,7 +33,7 @@ class Strategies:
 
     @classmethod
     def of(cls, given: Given) -> Strategies:
-        """What a user has said.
+        """Check and return the strategies that a user has given.
 
         Raises:
             TypeError: if a name is not a string.
@@ -50,11 +54,11 @@ class Strategies:
         """Refuse kinds that no layer has.
 
         Args:
-            masks: of the layers.
+            masks: masks of the layers.
             world_size: ranks of the axis, if it is known.
 
         Raises:
-            ValueError: naming those that there are; or if groups of ranks do not divide the axis.
+            ValueError: if no layer has a given kind, or if groups of ranks do not divide the axis.
         """
         kinds = {kind_of(mask) for mask in masks}
         unknown = sorted(self.by_kind.keys() - kinds)
@@ -67,12 +71,12 @@ class Strategies:
             check_strategy(strategy, world_size)
 
     def named(self, mask: Mask) -> str | None:
-        """The strategy of a layer with that mask; `None` if it is as the axis says."""
+        """Return the strategy of a layer with that mask; `None` for the strategy of the axis."""
         return self.by_kind.get(kind_of(mask), self.common)
 
 
 def kind_of(mask: Mask) -> str:
-    """What configs call attention with that mask."""
+    """Return the name that configs use for attention with that mask."""
     if mask.chunk is not None:
         return "chunked"
     return "full" if mask.left is None else "sliding"

@@ -1,4 +1,4 @@
-"""The versions of other libraries that the plans were tested with."""
+"""Warn about versions of other libraries that the plans were not tested with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 
 class Tested(NamedTuple):
-    """Minor releases of a library."""
+    """The oldest and newest minor release of a library, as (major, minor)."""
 
     oldest: tuple[int, int]
     newest: tuple[int, int]
 
 
+# The versions that the extras of pyproject.toml allow; others may be installed.
 TESTED = {
     "accelerate": Tested((1, 15), (1, 15)),
     "diffusers": Tested((0, 42), (0, 42)),
@@ -23,12 +24,11 @@ TESTED = {
     "transformers": Tested((5, 23), (5, 24)),
     "trl": Tested((1, 16), (1, 16)),
 }
-"""As the extras of pyproject.toml allow them, which may not be what is installed."""
 
 
 @cache
 def warn_untested(library: str) -> None:
-    """Warn once in a process, if a library has a version that the plans were not tested with."""
+    """Warn once per process if the plans were not tested with the version of a library."""
     try:
         found = version(library)
     except PackageNotFoundError:  # imported from a folder, not installed

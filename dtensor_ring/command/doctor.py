@@ -1,4 +1,4 @@
-"""The command `doctor`: what is installed, and small rings over the ranks of the launcher."""
+"""The command `doctor` reports what is installed, and tests rings over the launcher's ranks."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ from dtensor_ring.transport.transport import (
 class Finding(NamedTuple):
     """A row of the report.
 
+    Attributes:
+        what: what was looked at.
+        found: what was found.
+        advice: what to do about it.
+        is_bad: whether a ring cannot run, or is wrong.
+
     >>> print(written([Finding("torch", "2.15.0")]))
     {"torch": {"found": "2.15.0", "advice": "", "is_bad": false}}
     """
@@ -48,19 +54,17 @@ class Finding(NamedTuple):
     what: str
     found: str
     advice: str = ""
-    """What to do about it."""
     is_bad: bool = False
-    """Whether a ring cannot run, or is wrong."""
 
 
 def written(findings: Sequence[Finding]) -> str:
-    """All findings as an object of objects, by what was looked at."""
+    """Return all findings as a JSON object of objects; the keys are what was looked at."""
     fields = Finding._fields[1:]
     return json.dumps({what: dict(zip(fields, x, strict=True)) for what, *x in findings})
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print a table."""
+    """Print the findings as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -71,15 +75,15 @@ def show(findings: Sequence[Finding]) -> None:
     Console(highlight=False).print(table)
 
 
+# The project, the packages it needs, and the packages it works with.
 PACKAGES = (
     *("dtensor-ring", "torch", "triton", "flash-attn", "flash-attn-4"),
     *("transformers", "accelerate", "trl", "torchtitan"),
 )
-"""The project, what it needs, and what it works with."""
 
 
 def versions() -> list[Finding]:
-    """Versions of Python, of the packages and of the GPUs' libraries."""
+    """Return the versions of Python, of the packages and of the GPUs' libraries."""
     found = [Finding("Python", platform.python_version())]
     found += [Finding(name, version_of(name)) for name in PACKAGES]
     if not torch.cuda.is_available():
@@ -95,19 +99,19 @@ def versions() -> list[Finding]:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package."""
+    """Return the version of a package, or that it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
+# Timeout: after it, a missing rank is reported.
 SECONDS = 60
-"""After them, a rank that does not come is told of."""
 
 
 class Ranks(NamedTuple):
-    """A mesh of all ranks of the launcher, and what they compute on and in."""
+    """A mesh of all ranks of the launcher, with the device and dtype of this rank."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -116,12 +120,12 @@ class Ranks(NamedTuple):
 
 @contextmanager
 def connected() -> Iterator[Ranks]:
-    """All ranks, connected over NCCL if each has a GPU of its own, else over gloo.
+    """Connect all ranks: over NCCL if each has a GPU of its own, else over gloo.
 
     The default process group ends with the context.
 
     Raises:
-        RuntimeError: if ranks do not come.
+        RuntimeError: if ranks are missing.
     """
     local = dist.get_node_local_rank(0)
     has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
@@ -138,21 +142,21 @@ def connected() -> Iterator[Ranks]:
             mesh_dim_names=("cp",),
             backend_override=None if options is None else {"cp": options},
         )
-        # Kernels of GPUs take 16 bits only.
+        # GPU kernels take 16-bit dtypes only.
         yield Ranks(mesh, device, torch.bfloat16 if has_gpu else torch.float32)
     finally:
         time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
         dist.destroy_process_group()
 
 
+# Shape of a rank's query, key and value where time is measured, (B, N, L, H).
 SHAPE = 1, 8, 2048, 64
-"""Of a rank's query, key and value."""
 
 REPEATS = 5
 
 
 class Again(Transport):
-    """Notes the messages of a ring, and sends them again without the ring."""
+    """A transport that records the messages of a ring, and can send them again without it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -163,14 +167,14 @@ class Again(Transport):
         return self._transport.start(receives, sends)
 
     def send(self) -> None:
-        """Send all messages, one hop after the other."""
+        """Send all recorded messages, one hop after the other."""
         for receives, sends in self._hops:
             for work in self._transport.start(receives, sends):
                 work.wait()
 
 
 def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
-    """Compare a causal ring forward with itself without messages, and with its messages alone."""
+    """Time a causal ring forward, the same without messages, and its messages alone."""
     mesh, device, dtype = ranks
     size, rank = mesh.size(), mesh.get_local_rank()
     shard = [torch.randn(SHAPE, device=device).to(dtype) for _ in range(3)]
@@ -179,7 +183,7 @@ def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
     again = Again(transport)
     again.prepare(device)
     ring = _run_ring(shard, mine, kernel)
-    ring(again)  # it notes the messages, and warms up
+    ring(again)  # records the messages, and warms up
     calls = [lambda: ring(transport), lambda: ring(Silent()), again.send]
     whole, kernels, messages = _milliseconds(calls, device)
     found = f"{whole:.1f} ms; {kernels:.1f} without messages, which take {messages:.1f} alone"
@@ -190,7 +194,7 @@ def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
 
 
 def _run_ring(shard: list[Tensor], mine: Plan, kernel: str | None) -> Callable[[Transport], object]:
-    """A function that runs the ring by a transport."""
+    """Return a function that runs the ring with a given transport."""
     query, key, value = shard
     scores = Scores(Mask.causal(), default_scale(SHAPE[3]))
     facts = query.dtype, SHAPE[3], SHAPE[3], scores.scale, 0.0, False, False, False, False
@@ -199,7 +203,7 @@ def _run_ring(shard: list[Tensor], mine: Plan, kernel: str | None) -> Callable[[
 
 
 def _milliseconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """Of each call, timed in turns after all ranks have met."""
+    """Return the median time of each call; calls are timed in turns, each after a barrier."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(REPEATS):
         for times, call in zip(seconds, calls, strict=True):
@@ -211,7 +215,7 @@ def _milliseconds(calls: list[Callable[[], object]], device: torch.device) -> li
 
 
 def _now(device: torch.device) -> float:
-    """The time when the device has done what it was given."""
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -223,18 +227,18 @@ def _advice(device: torch.device) -> str:
     return "messages over gloo take the cores that compute: give each rank one more"
 
 
+# Sizes of a rank's tensors where results are compared.
 HEADS, TOKENS, HEAD_DIM = 8, 256, 64
-"""Of a rank."""
 
 
 def self_test(kernel: str | None = None, layout: str = "zigzag") -> list[Finding]:
-    """Rings over all ranks, forward and backward, and how long one takes.
+    """Test rings over all ranks, forward and backward, and time one of them.
 
-    It makes the default process group, and ends it.
+    The test makes the default process group, and ends it.
 
     Args:
         kernel: name of a kernel; `None` for the first that can.
-        layout: how tokens are dealt.
+        layout: how tokens are sharded.
     """
     masks = {"causal": Mask.causal(), "window": Mask.sliding(TOKENS // 3)}
     try:
@@ -257,9 +261,9 @@ def _of_group(ranks: Ranks) -> Finding:
 
 
 def _compare_ring(ranks: Ranks, name: str, mask: Mask) -> Finding:
-    """Compare a ring with attention on one rank."""
+    """Compare a ring with attention on one rank, and report the error."""
     what = f"ring, {name}"
-    largest = 1e-4 if ranks.dtype == torch.float32 else 5e-2  # where entries are about 1
+    largest = 1e-4 if ranks.dtype == torch.float32 else 5e-2  # entries are about 1
     try:
         error = _largest_error(ranks, mask)
     except (RuntimeError, ValueError) as problem:  # an error of the ring is a RuntimeError
@@ -270,7 +274,7 @@ def _compare_ring(ranks: Ranks, name: str, mask: Mask) -> Finding:
 
 
 def _largest_error(ranks: Ranks, mask: Mask) -> float:
-    """Of the output and the gradients, anywhere in the sequence."""
+    """Return the largest error of the output and the gradients over the whole sequence."""
     mesh, device, dtype = ranks
     *inputs, grad_out = _tensors(mesh, device, dtype)
     whole = [x.clone().requires_grad_() for x in inputs]
@@ -284,14 +288,14 @@ def _largest_error(ranks: Ranks, mask: Mask) -> float:
 
 
 def _tensors(mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value and gradient of the output, whole and the same on every rank."""
+    """Return a whole query, key, value and output gradient, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, HEADS, TOKENS * mesh.size(), HEAD_DIM
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
 
 
 def _seen(mask: Mask, query: Tensor) -> Tensor:
-    """Which keys a query sees."""
+    """Return which keys each query sees, as a boolean matrix."""
     whole = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
     return whole.tril() if mask.left is None else whole.tril().triu(-mask.left)
 
@@ -300,11 +304,11 @@ def _distance(sharded: Any, whole: Tensor) -> float:
     return float((unshard_sequence(sharded, dim=2) - whole).abs().max())
 
 
+# Kernels that run without a GPU.
 CPU_KERNELS = ("cpu_flash", "reference")
-"""Kernels that run without a GPU."""
 
+# Name of a kernel that runs on most GPUs, and needs no compiler.
 PREBUILT = "hub:kernels-community/flash-attn2"
-"""Of a kernel that runs on most GPUs, and needs no compiler."""
 
 LAUNCH = "torchrun --nproc-per-node 2 -m dtensor_ring doctor"
 
@@ -316,7 +320,7 @@ def doctor(kernel: str | None = None, as_json: bool = False) -> int:
         The exit status: 1 if something is wrong, or no ring was tested for lack of a launcher.
     """
     is_launched = dist.is_torchelastic_launched()
-    # Rank 0 reports; known before there is a group, which may not come about.
+    # Local rank 0 reports. The launcher knows it even if the group fails to start.
     is_first = dist.get_node_local_rank(0) == 0
     findings = [*versions(), *_kernels(kernel)]
     if is_launched:
@@ -341,7 +345,7 @@ def _print(findings: list[Finding], with_json: bool) -> None:
 
 
 def _kernels(asked: str | None) -> list[Finding]:
-    """Each kernel, and why it does not run; wrong if that is the one that was asked for."""
+    """Report each kernel, and why it does not run; that is bad only for the kernel asked for."""
     found = available_kernels()
     if asked is not None:
         try:
@@ -359,5 +363,5 @@ def _kernels(asked: str | None) -> list[Finding]:
 
 
 def _is_fast(found: dict[str, str | None]) -> bool:
-    """Whether a kernel of GPUs runs."""
+    """Return whether a GPU kernel runs."""
     return any(reason is None for name, reason in found.items() if name not in CPU_KERNELS)

@@ -1,4 +1,4 @@
-"""The command `estimate`."""
+"""The command `estimate` prints what a training step takes on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The members of its outermost lists of modules.
+    """Return the members of the outermost module lists and module dicts.
 
     >>> len(layers_of(nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})))
     2
@@ -31,22 +31,39 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_layers(module: nn.Module) -> None:
-    """Make the backward of each layer compute its forward again, from the input that was kept."""
+    """Make each layer keep its input only, and compute its forward again in its backward."""
     for layer in layers_of(module):
-        # Nothing is drawn at random without numbers.
+        # On the meta device there are no random numbers to reproduce.
         run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.forward = partial(run, layer.forward)
 
 
+# Numbers that AdamW keeps for each parameter.
 OPTIMIZER = 2
-"""Numbers that AdamW keeps for each parameter."""
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What a training step takes on one rank; sizes are in bytes.
 
-    Printed by the command; the fields are those of its JSON.
+    The command prints it; its JSON has the same fields.
+
+    Attributes:
+        model: name of the model.
+        mesh: number of ranks along each axis.
+        seq_len: global length, in tokens.
+        parameters: this rank's parameters.
+        gradients: this rank's gradients.
+        optimizer: this rank's states of AdamW.
+        gathered: parameters and gradients of other ranks, while FSDP2 has them here.
+        attention_kept: queries, keys, values, outputs and lse that attentions keep for backward.
+        attention_working: what one attention needs besides while it runs: keys and values of other
+            ranks, sums of their gradients, and partial results.
+        others_kept: everything else that is kept for the backward.
+        peak: the most bytes at once.
+        messages: number of messages that this rank sends in one training step, bytes sent and
+            received, and bytes held.
+        attentions: each kind of attention, with its number of calls in a forward.
     """
 
     model: str
@@ -55,24 +72,16 @@ class Estimate:
     parameters: int
     gradients: int
     optimizer: int
-    """States of AdamW."""
     gathered: int
-    """Parameters of other ranks, and their gradients, while FSDP2 has them here."""
     attention_kept: int
-    """Queries, keys, values, outputs and log-sum-exps that attentions keep for their backward."""
     attention_working: int
-    """What one attention has beside that while it runs: keys and values of other ranks, sums of
-    their gradients, and partial results."""
     others_kept: int
-    """Everything else that is kept for the backward."""
     peak: int
     messages: Mapping[str, int]
-    """Of one training step: how many this rank sends, bytes sent and received, and bytes held."""
     attentions: list[dict[str, Any]] = field(default_factory=list)
-    """Each kind of attention, with its number of calls in a forward."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """What a table shows."""
+        """Return the rows of a table: names and values."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         sizes = {
             "parameters": self.parameters,
@@ -108,7 +117,7 @@ def estimate(
     checkpoint: str,
     as_json: bool,
 ) -> int:
-    """Print what a training step takes on one rank; returns the exit status."""
+    """Print what a training step takes on one rank, and return the exit status."""
     asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype)
     try:
         found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
@@ -130,15 +139,15 @@ def estimated(
     *,
     is_checkpointed: bool = False,
 ) -> Estimate:
-    """What a training step takes, see Note [Dry run].
+    """Estimate what a training step takes, see Note [Dry run].
 
     Args:
         load: makes the model.
-        spelling: of the model.
-        mesh: how many ranks are along each axis.
+        spelling: how the command line names the model.
+        mesh: number of ranks along each axis.
         asked: what the model is to be run on.
-        is_checkpointed: whether a layer's forward is computed again in its backward, and only its
-            input is kept until then.
+        is_checkpointed: whether a layer keeps its input only, and computes its forward again in its
+            backward.
 
     Raises:
         ImportError: if a package that the model needs is not installed.
@@ -170,27 +179,31 @@ def estimated(
 
 
 class _Forward(NamedTuple):
-    """What is known once the forward is done, before a backward computes a part of it again."""
+    """What is known after the forward, before the backward computes a part of it again.
+
+    Attributes:
+        attentions: number of calls of each kind of attention.
+        kept: bytes that attentions keep for the backward.
+        others: bytes that everything else keeps for the backward.
+    """
 
     attentions: Counter[Attention]
     kept: int
-    """Bytes that attentions keep for the backward."""
     others: int
-    """Bytes that all else keeps."""
 
 
 def _run(model: MetaModel) -> tuple[Footprint, _Forward]:
-    """A step, and its forward.
+    """Run a training step on the meta device, and return its footprint and its forward.
 
     Raises:
-        ValueError: if the model's code needs numbers.
+        ValueError: if the model's code needs the content of tensors.
     """
     try:
         with Footprint() as step:
             step.count(list(model.module.parameters()))
             before = step.alive
             loss = model.loss()
-            # Looked at now: what the forward has dropped is not kept.
+            # Read before the backward: only what the forward keeps is still alive.
             kept, whole = step.kept, step.alive - before
             forward = _Forward(step.attentions.copy(), kept, whole - kept)
             loss.backward()
@@ -203,7 +216,7 @@ def _run(model: MetaModel) -> tuple[Footprint, _Forward]:
 
 
 def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:
-    """The most at once: a step that has parameters and gradients whole, less what is elsewhere."""
+    """Return the most bytes at once: the step ran unsharded, so swap in the sharded sizes."""
     whole = _of_parameters(module, {})
     return step.peak - _sum(whole) + _sum(memory) + whole["optimizer"]
 
@@ -213,7 +226,7 @@ def _sum(memory: Mapping[str, int]) -> int:
 
 
 def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
+    """Return the bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
     whole, trained = _size(module), _size(module, trained=True)
     # FSDP2 shards over the ranks of both axes.
     ranks = mesh["dp_shard"] * mesh.get("cp", 1) if "dp_shard" in mesh else 1
@@ -223,11 +236,11 @@ def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]
 
 
 def _gathered(module: nn.Module) -> int:
-    """Layers are gathered one by one, the next while one runs; the rest is there all the time."""
+    """Return the bytes that FSDP2 gathers: two layers at a time, and the rest always."""
     layers = layers_of(module)
     largest = max(map(_size, layers), default=0)
     root = _size(module) - sum(map(_size, layers))
-    # In backward, the gradients of a layer beside its parameters.
+    # In backward: two layers of parameters, and the gradients of one.
     return root + 3 * largest
 
 

@@ -1,9 +1,9 @@
-"""What a training step allocates and sends on one rank, from a run on the meta device.
+"""Count what a training step allocates and sends on one rank, by a run on the meta device.
 
-Note [Dry run]: the step runs as it is, on tensors without content, in a group without other ranks.
-What ops allocate is counted while it lives. An attention is one op of which the count sees the
-results only; so its loop runs once more beside it, with a kernel that computes nothing and a
-transport that sends nothing, and what that allocates is added for as long as the op takes.
+Note [Dry run]: the step runs unchanged, on tensors without content, in a group without other
+ranks. What ops allocate is counted while it is alive. An attention is one op, so the count sees
+its results only. Therefore its loop runs once more, with a kernel that computes nothing and a
+transport that sends nothing. What this loop allocates is added for the duration of the op.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from dtensor_ring.transport.transport import P2P, Transport, Work
 
 
 class Silent(Transport):
-    """Sends nothing: what is computed is wrong, and takes the time and memory of the kernels."""
+    """A transport that sends nothing: results are wrong, and only kernels take time and memory."""
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         return ()
 
 
 class Shapes(Kernel):
-    """Returns memory of the right shapes, as any kernel does, with any content."""
+    """A kernel that computes nothing: it returns empty tensors of the right shapes."""
 
     name = "shapes"
 
@@ -66,10 +66,10 @@ class Shapes(Kernel):
 
 
 class Storages(TorchDispatchMode):
-    """As a context, it counts what ops make; tensors on the meta device count as if they were real.
+    """A context that counts the storages that ops make; meta tensors count as if they were real.
 
     Attributes:
-        alive: bytes of the storages that somebody still holds.
+        alive: bytes of the storages that are still referenced.
         peak: the most bytes that were alive at once.
     """
 
@@ -84,11 +84,11 @@ class Storages(TorchDispatchMode):
         return result
 
     def count(self, tree: Any, given: Collection[int] = ()) -> None:
-        """Count the storages of these tensors, each once, until nobody holds them any more.
+        """Count the storages of these tensors, each once, until they are freed.
 
         Args:
             tree: nested lists and tuples of tensors.
-            given: storages that are not counted, by their `_cdata`, as a view makes none.
+            given: `_cdata` of the inputs' storages; they are not counted, as a view makes none.
         """
         for storage in storages_of(tree):
             key, size = storage._cdata, storage.nbytes()
@@ -104,16 +104,16 @@ class Storages(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
 
     def held(self, tree: Any) -> dict[int, ref[UntypedStorage]]:
-        """References to the storages of these tensors that were counted, by their own identity.
+        """Return references to the counted storages of these tensors, keyed by their `id`.
 
-        A `_cdata` names another storage once its own is gone: so it is no name to be kept.
+        A `_cdata` is an address, which another storage may get once this one is freed.
         """
         found = [self._held.get(storage._cdata) for storage in storages_of(tree)]
         return {id(x): x for x in found if x is not None}
 
 
 def storages_of(tree: Any) -> Iterator[UntypedStorage]:
-    """The storages of the tensors in nested lists and tuples; of a DTensor, that of its shard."""
+    """Yield the storages of tensors in nested lists and tuples; a DTensor has that of its shard."""
     for x in tree_leaves(tree):
         if is_traceable_wrapper_subclass(x):
             names, _ = x.__tensor_flatten__()
@@ -123,24 +123,29 @@ def storages_of(tree: Any) -> Iterator[UntypedStorage]:
 
 
 class Attention(NamedTuple):
-    """What attentions of a model have in common."""
+    """A kind of attention: what equal attentions of a model have in common.
+
+    Attributes:
+        heads: number of query heads, and of key and value heads, on this rank in the attention.
+        head_dims: head dim of queries and keys, and of values.
+        mask: which keys a query sees.
+        steps: number of steps of the ring.
+    """
 
     heads: tuple[int, int]
-    """Of queries, and of keys and values, on this rank while it attends."""
     head_dims: tuple[int, int]
-    """Of queries and keys, and of values."""
     mask: Mask
     steps: int
 
 
 class Footprint(Storages):
-    """As a context around a training step, it counts memory and messages.
+    """A context around a training step that counts its memory and messages.
 
     Attributes:
-        attentions: how often the forward calls each.
-        messages: all of the step; `held` is that of the attention that holds most.
-        working: bytes that an attention has at most beside its inputs: messages that are in flight
-            or kept, partial results and gradients.
+        attentions: number of calls of each kind of attention.
+        messages: cost of all messages of the step; `held` is the maximum over its calls.
+        working: the most bytes that an attention needs besides its inputs: messages in flight or
+            resident, partial results and gradients.
     """
 
     def __init__(self) -> None:
@@ -149,10 +154,11 @@ class Footprint(Storages):
         self.messages = Cost()
         self.working = 0
         self._kept: dict[int, ref[UntypedStorage]] = {}
-        self._loops: dict[tuple[Any, ...], int] = {}  # layers are alike
+        self._loops: dict[tuple[Any, ...], int] = {}  # peak by arguments, as layers are alike
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # Before `count`: a loop allocates its results too, so they would count twice in the peak.
         if func is ring_op:
             self._attend(*args)
         elif func is ring_backward_op:
@@ -192,12 +198,12 @@ class Footprint(Storages):
         )
 
     def _send(self, cost: Cost) -> None:
-        """Note messages; what one call holds is free again before the next."""
+        """Add messages; `held` is a maximum, as a call frees its buffers before the next one."""
         held = max(self.messages.held, cost.held)
         self.messages = replace(self.messages + cost, held=held)
 
     def _add(self, arguments: tuple[Any, ...], run: Callable[[], None]) -> None:
-        """Note what a loop has beside everything else."""
+        """Add what the loop of an attention allocates to what is alive; equal loops run once."""
         key = tuple(
             (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) and x.is_meta else x
             for x in arguments
@@ -225,7 +231,7 @@ def _backward(
 
 
 def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
-    """The messages of one loop: backward sends keys and values again, and their gradients."""
+    """Return the messages of one loop: backward sends keys and values again, and gradients."""
     numbers = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (key, value))
     policy, room = call.place.policy, largest_packet(plan)
     kv_dtype = policy.kv_dtype or key.dtype
@@ -236,7 +242,7 @@ def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward
 
 
 def _exchange_cost(tensors: list[Tensor], *options: Any) -> Cost:
-    """The messages of tokens that are traded for heads."""
+    """Return the messages of one all-to-all."""
     trade = unflatten_trade(options)
     plan, x = trade.plan(tensors, trade.layouts()), tensors[0]
     sizes = Sizes((0, trade.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)

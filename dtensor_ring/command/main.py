@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""The commands of `python -m dtensor_ring`, and their options."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 
 
 def number(text: str) -> int:
-    """A positive number, which may have separators: 131072 or 131_072.
+    """Parse a positive number, which may have separators: 131072 or 131_072.
 
     Raises:
-        ArgumentTypeError: if it is none.
+        ArgumentTypeError: if the text is not a positive number.
 
     >>> number("131_072")
     131072
@@ -44,10 +44,10 @@ def number(text: str) -> int:
 
 
 def mask_of(text: str) -> Mask:
-    """A mask by its builder and its number.
+    """Parse a mask: the name of its builder, and its number of tokens.
 
     Raises:
-        ArgumentTypeError: if no mask is written so.
+        ArgumentTypeError: if the text is not a mask.
 
     >>> mask_of("sliding:4096").left
     4096
@@ -68,7 +68,7 @@ def mask_of(text: str) -> Mask:
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers, separated by commas.
+    """Parse numbers that are separated by commas.
 
     Raises:
         ArgumentTypeError: if a part is not a number.
@@ -85,10 +85,10 @@ def numbers(text: str) -> list[int]:
 
 
 def hybrid_of(text: str) -> Hybrid:
-    """Layers with a state, layers with attention, and numbers of a token between them.
+    """Parse layers with a state, layers with attention, and numbers of a token between layers.
 
     Raises:
-        ArgumentTypeError: if these are not three numbers from 0 on.
+        ArgumentTypeError: if these are not three numbers, each 0 or more.
 
     >>> hybrid_of("36,12,2048").hidden_size
     2048
@@ -103,7 +103,7 @@ def hybrid_of(text: str) -> Hybrid:
 
 
 def heads_of(text: str) -> tuple[int, int]:
-    """Heads of queries, and of keys and values.
+    """Parse the number of query heads, and of key and value heads.
 
     Raises:
         ArgumentTypeError: if these are not two numbers.
@@ -118,7 +118,7 @@ def heads_of(text: str) -> tuple[int, int]:
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Axes of a mesh, and how many ranks are along each.
+    """Parse the axes of a mesh, and the number of ranks along each.
 
     Raises:
         ArgumentTypeError: if these are not known axes with numbers.
@@ -142,10 +142,10 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """A floating dtype by its name.
+    """Parse the name of a floating dtype.
 
     Raises:
-        ArgumentTypeError: if it is none.
+        ArgumentTypeError: if no floating dtype has that name.
 
     >>> dtype_of("bfloat16")
     torch.bfloat16
@@ -168,7 +168,7 @@ def schedule(
     html: Path | None = None,
     png: Path | None = None,
 ) -> int:
-    """Print the work of each rank at each step, and draw it; returns the exit status."""
+    """Print the work of each rank at each step, draw it, and return the exit status."""
     try:
         asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
         found = describe_schedule(*asked, strategy=strategy)
@@ -188,11 +188,11 @@ def schedule(
 
 
 def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
-    """Draw what is asked for.
+    """Save the pictures that are asked for.
 
     Raises:
-        ImportError: if the package that draws it is not installed.
-        OSError: if it cannot be written.
+        ImportError: if the package that draws one is not installed.
+        OSError: if a file cannot be written.
     """
     for path, suffix, package in ((html, "html", "plotly"), (png, "png", "matplotlib")):
         if path is None:
@@ -206,7 +206,7 @@ def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
 
 
 def _draw(found: Schedule, path: Path, suffix: str) -> None:
-    # Packages that draw are imported where they are needed.
+    # Imported here, as plotly and matplotlib are optional.
     if suffix == "html":
         from dtensor_ring.command.pictures import page
 
@@ -228,7 +228,7 @@ def compare(
     max_held: int | None,
     as_json: bool,
 ) -> int:
-    """Print what each strategy costs, see `compare_strategies`; returns the exit status."""
+    """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
     try:
         found = compare_strategies(
             *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
@@ -247,11 +247,11 @@ def main(load: LoadModel, arguments: Sequence[str] | None = None) -> int:
 
     Args:
         load: makes the models that `--model` names.
-        arguments: of the command line; `None` for those that Python was called with.
+        arguments: arguments of the command line; `None` for those that Python was called with.
 
     Returns:
-        The exit status: 0 if all is well, 1 if something is wrong; 2 is of a command that cannot be
-        read, by `SystemExit`.
+        The exit status: 0 if all is well, 1 if something is wrong. A command that cannot be parsed
+        raises `SystemExit` with status 2.
     """
     options = vars(_parser(load).parse_args(arguments))
     run = options.pop("run")
@@ -259,10 +259,10 @@ def main(load: LoadModel, arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where to look."""
+    """A parser whose errors are one line: what is wrong, and where to look."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """None are unknown: the parser of a command says so itself, and names its own help."""
+        """Report unknown arguments here, so that the error names the help of the command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -276,7 +276,7 @@ def _parser(load: LoadModel) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
     )
-    # From the package's data: the module above has all that is public, and imports downwards only.
+    # From the package's metadata: modules import downwards only, and `__version__` is above.
     version = f"dtensor-ring {version_of('dtensor-ring')}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -352,7 +352,7 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) ->
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:
-    """The options that say what attention it is about."""
+    """Add the options that describe the attention."""
     command.add_argument("--seq-len", type=number, required=True, help="tokens of the sequence")
     command.add_argument("--world-size", type=number, required=True, help="ranks on the axis")
     command.add_argument("--layout", help="how tokens are dealt")

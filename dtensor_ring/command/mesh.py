@@ -1,4 +1,4 @@
-"""The mesh that a model would be trained on, with no other rank there."""
+"""Make the mesh that a model would be trained on, without the other ranks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# Names as in torchtitan: "cp" ranks share a sequence; "dp_shard" and "cp" ranks share the
+# parameters; "dp_replicate" ranks have copies of the parameters.
 AXES = ("cp", "dp_shard", "dp_replicate")
-"""Ranks that share a sequence, that share the parameters with those of "cp", and that have copies
-of them, as torchtitan calls them."""
 
 
 @contextmanager
 def alone(world_size: int) -> Iterator[DeviceMesh]:
-    """A mesh of which this process is the last rank, and the others are not there.
+    """Make a mesh with this process as the last rank, and without the other ranks.
 
-    Of a causal mask the last rank has the latest tokens, so it gets most keys and values. The
-    default process group ends with the context.
+    With a causal mask, the last rank has the latest tokens and receives the most keys and values.
+    The default process group ends with the context.
 
     Raises:
         ValueError: if there is a process group already.
     """
-    # The backend and its store are of torch's own tests, which make meshes so.
+    # PyTorch's own tests make meshes with this backend and store.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

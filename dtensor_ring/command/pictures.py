@@ -1,4 +1,4 @@
-"""Pictures of a schedule: as a page in one file, and as an image."""
+"""Draw a schedule as a page in one file, and as an image."""
 
 from __future__ import annotations
 
@@ -17,16 +17,26 @@ from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import Tile
 from dtensor_ring.simulate.schedule import Schedule, shard_traffic, step_begins
 
+# The largest number of queries, and of keys, in a picture of the mask. It is prime, so that evenly
+# spaced positions fall on all ranks, whatever the stride of the layout is.
 MAX_SIDE = 127
-"""Queries and keys of a picture of the mask. A prime number: evenly spaced positions then fall on
-all ranks, whatever the layout's stride is."""
 
+# Colours of the ranks, cyclic; colour-blind readers can tell them apart (Tol, 2021).
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
-"""By rank, again and again; told apart by the colour-blind (Tol, 2021)."""
 
 
 class Bar(NamedTuple):
-    """A step of a rank, on a line of time whose unit is the mean work of a rank."""
+    """A step of a rank on a time line; the unit of time is the mean work of a rank.
+
+    Attributes:
+        rank: the rank that computes.
+        step: number of the step.
+        begin: time at which the step begins.
+        end: time at which the step ends.
+        source: the rank whose keys the step works on.
+        tiles: number of tiles of the step.
+        pairs: number of visible (query, key) pairs of the step.
+    """
 
     rank: int
     step: int
@@ -35,7 +45,6 @@ class Bar(NamedTuple):
     source: int
     tiles: int
     pairs: int
-    """Of queries and keys that are seen."""
 
 
 class Move(NamedTuple):
@@ -50,29 +59,35 @@ class Move(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """All that is drawn."""
+    """The numbers of all pictures of a schedule.
+
+    Attributes:
+        title: the title of the page.
+        note: how to read pictures of a strategy with an all-to-all; else empty.
+        positions: global positions of the drawn queries and keys, `(P,)`.
+        owners: the rank of each drawn query, or the first rank of its group, `(P,)`.
+        steps: the step that computes each pair, -1 where the query does not see the key, `(P, P)`.
+        areas: visible pairs by rank, then by step.
+        bars: the steps of all ranks.
+        moves: the messages of all ranks.
+        own: tokens of each rank.
+        held: tokens that the message buffers of each rank have room for.
+    """
 
     title: str
     note: str
-    """How to read what is drawn, where tokens are traded for heads; else empty."""
     positions: np.ndarray
-    """Of the drawn queries and keys, `(P,)`."""
     owners: np.ndarray
-    """The rank of each drawn query, or the first rank of its group, `(P,)`."""
     steps: np.ndarray
-    """The step at which its rank computes each pair, -1 where nothing is seen, `(P, P)`."""
     areas: list[list[int]]
-    """Pairs by rank, then by step."""
     bars: list[Bar]
     moves: list[Move]
     own: list[int]
-    """Tokens of each rank."""
     held: list[int]
-    """Tokens that each rank has room for at most, beside its own, for messages."""
 
 
 def drawing(schedule: Schedule) -> Drawing:
-    """The numbers of a picture of a schedule, of its first batch row."""
+    """Compute the numbers of all pictures of a schedule, for its first batch row."""
     seq_len, size = schedule.seq_len, len(schedule.plans)
     count = min(MAX_SIDE, seq_len)
     positions = (np.arange(count) * 2 + 1) * seq_len // (2 * count) if count else np.arange(0)
@@ -83,7 +98,7 @@ def drawing(schedule: Schedule) -> Drawing:
         local = _local(layout, group, size // heads, seq_len, positions)
         owners[local >= 0], rows[local >= 0] = group * heads, local[local >= 0]
     steps = np.full((count, count), -1)
-    # The ranks of a group see the same pairs, each with other heads: the first stands for all.
+    # Ranks of a group see the same pairs with different heads: draw the first rank only.
     for plan in schedule.plans[::heads]:
         for step in plan.steps:
             _draw(steps, plan.rank, step, owners, rows)
@@ -108,7 +123,7 @@ def _note(strategy: Strategy) -> str:
 
 
 def _local(layout: Layout, rank: int, size: int, seq_len: int, positions: np.ndarray) -> np.ndarray:
-    """Which token of a rank each position is, -1 where it is of another."""
+    """Return the local index of each position on a rank, -1 if another rank has it."""
     found, before = np.full(len(positions), -1), 0
     for run in layout.runs(rank, size, seq_len):
         index, rest = np.divmod(positions - run.start, run.stride)
@@ -119,7 +134,7 @@ def _local(layout: Layout, rank: int, size: int, seq_len: int, positions: np.nda
 
 
 def _draw(steps: np.ndarray, rank: int, step: Step, owners: np.ndarray, rows: np.ndarray) -> None:
-    """Write the number of a step where its tiles are."""
+    """Write the number of a step to the pairs of its tiles."""
     queries = np.flatnonzero(owners == rank)
     keys = np.flatnonzero(owners == step.source)
     cols = _within(step.cols, rows[keys])
@@ -130,7 +145,7 @@ def _draw(steps: np.ndarray, rank: int, step: Step, owners: np.ndarray, rows: np
 
 
 def _within(cols: Cols, local: np.ndarray) -> np.ndarray:
-    """Which column of a packet each token of the source's shard is, -1 where it is in none."""
+    """Return the column in a packet of each token of the source's shard, -1 if it has none."""
     found, before = np.full(len(local), -1), 0
     for begin, end in cols.spans:
         is_here = (begin <= local) & (local < end)
@@ -140,7 +155,7 @@ def _within(cols: Cols, local: np.ndarray) -> np.ndarray:
 
 
 def _seen(tile: Tile, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """Which rows of a shard see which columns of a packet in a tile."""
+    """Return which rows of a shard see which columns of a packet in a tile, as booleans."""
     (first, last), (begin, end), band = tile.rows, tile.cols, tile.mask
     lag = (rows - first)[:, None] - (cols - begin)
     seen = ((first <= rows) & (rows < last))[:, None] & (begin <= cols) & (cols < end)
@@ -176,7 +191,7 @@ def _moves(plan: Plan) -> list[Move]:
 
 
 def _largest(plan: Plan) -> int:
-    """Tokens of the largest message: any buffer has room for it."""
+    """Return the tokens of the largest message, which are those of a buffer."""
     return max((len(x.cols) for hop in plan.shards for x in hop.sends + hop.receives), default=0)
 
 
@@ -188,7 +203,7 @@ LIGHT = "#e8e8e8"
 
 
 def page(drawn: Drawing) -> str:
-    """The page, with plotly's code in it."""
+    """Return an HTML page that includes plotly's code."""
     parts = [
         ("mask", "What is seen, and at which step", MASK, _mask_figure(drawn)),
         ("time", "Time line", TIME, _time_figure(drawn)),
@@ -262,13 +277,13 @@ def _mask_figure(drawn: Drawing) -> Any:
 
 
 def _scale(size: int) -> list[tuple[float, str]]:
-    """A band of the colour scale for each rank."""
+    """Return a colour scale with a band of one colour for each rank."""
     bands = [(i / size, (i + 1) / size, COLORS[i % len(COLORS)]) for i in range(size)]
     return [(edge, color) for begin, end, color in bands for edge in (begin, end)]
 
 
 def _slider(name: str, values: list[str]) -> dict[str, Any]:
-    """A slider of which each place shows one trace."""
+    """Return a slider that shows one trace at each place."""
     steps = [
         {
             "label": value,
@@ -369,12 +384,12 @@ def _memory(drawn: Drawing) -> Any:
 
 
 def save_picture(drawn: Drawing, path: Path) -> None:
-    """Draw the mask, the time line and the work of each step, beside one another, to a PNG."""
+    """Draw the mask, the time line and the work of each step to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)  # whatever a user's backend is, no window opens
+    FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
     mask, (time, work) = _panels(figure)
     _draw_mask(mask, drawn)
     _draw_time(time, drawn)
@@ -391,7 +406,7 @@ def _panels(figure: Any) -> tuple[Any, tuple[Any, Any]]:
 
 
 def _draw_mask(axes: Any, drawn: Drawing) -> None:
-    """Each rank's queries in its colour, later steps lighter."""
+    """Draw the queries of each rank in its colour, and later steps lighter."""
     from matplotlib.colors import to_rgb
 
     rgb = np.array([to_rgb(color) for color in COLORS])[drawn.owners % len(COLORS)]

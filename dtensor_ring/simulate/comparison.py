@@ -1,4 +1,4 @@
-"""What strategies cost over one axis, side by side."""
+"""Compare what each strategy costs over one axis."""
 
 from __future__ import annotations
 
@@ -33,44 +33,51 @@ from dtensor_ring.transport.rotation import goes_apart
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank sends and holds in one direction of an attention; sizes are in bytes."""
+    """What a rank sends and holds in one direction of an attention; sizes are in bytes.
+
+    Attributes:
+        sent: bytes that the rank sends.
+        received: bytes that the rank receives.
+        messages: number of messages that the rank sends.
+        held: the most bytes at once in message buffers and tensors of an all-to-all. Large
+            contiguous keys and values are sent without a buffer, but count as if they had one.
+    """
 
     sent: int = 0
     received: int = 0
     messages: int = 0
-    """That it sends."""
     held: int = 0
-    """At most at a time: buffers of messages, and what it has while tokens are traded for heads.
-
-    Keys and values that need no buffer, as they are large and lie in one piece of memory, count as
-    if they did.
-    """
 
     def __add__(self, other: Cost) -> Cost:
         return by_field(sum, [self, other])
 
 
 def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
-    """The sum of each field, or the largest of each."""
+    """Return the sum or the maximum of each field, as `of` computes it."""
     return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
 
 
 class Sizes(NamedTuple):
-    """What the tensors of an attention are like."""
+    """The sizes of the tensors of an attention.
+
+    Attributes:
+        heads: number of query heads, and of key and value heads.
+        head_dims: head dim of queries and keys, and of values.
+        batch: rows of the batch.
+        itemsize: bytes of a number of query, key and value.
+        kv_itemsize: bytes of a number of keys and values in messages.
+        sum_itemsize: bytes of a number of key and value gradient sums in messages.
+    """
 
     heads: tuple[int, int]
-    """Of queries, and of keys and values."""
     head_dims: tuple[int, int]
-    """Of queries and keys, and of values."""
     batch: int
     itemsize: int
     kv_itemsize: int
-    """Of keys and values on their way."""
     sum_itemsize: int
-    """Of sums of their gradients."""
 
     def heads_after(self, exchange: Exchange | None) -> tuple[int, int]:
-        """Query heads and key heads of a rank after an exchange, all of them without one."""
+        """Return the query and key heads of a rank after an all-to-all; without one, all heads."""
         if exchange is None:
             return self.heads
         of_rank = exchange.head_shard(exchange.rank, self.heads[1])
@@ -79,7 +86,7 @@ class Sizes(NamedTuple):
 
 
 def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cost, Cost]:
-    """Forward and backward of one rank, which may exchange before its plan and after it."""
+    """Return the forward and backward cost of one rank, with the all-to-alls around its plan."""
     num_heads, num_key_heads = sizes.heads_after(exchange)
     column = sizes.batch * num_key_heads * sum(sizes.head_dims)
     room = largest_packet(plan)
@@ -87,7 +94,7 @@ def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cos
     backward = forward + moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
     if exchange is None:
         return forward, backward
-    # Queries, keys and values go, outputs come back; then gradients, the other way round.
+    # Forward sends queries, keys and values and returns outputs; backward does the reverse.
     (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
     inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
     output = ((heads, value_dim),)
@@ -95,17 +102,17 @@ def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cos
     back, returned = (traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
     token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
     kept = token * exchange.num_tokens[1]
-    # Backward has the gradients beside query, key, value and output.
+    # Backward also holds the gradients of query, key, value and output.
     return _around(there, forward, back, kept), _around(given, backward, returned, 2 * kept)
 
 
 def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
-    """All of them, one after the other, and what stays meanwhile."""
+    """Add three costs that follow one another while `kept` bytes stay allocated."""
     return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
 
 
 def moved(traffic: Traffic, column: int, room: int) -> Cost:
-    """Messages of columns of so many bytes, in buffers of so many columns."""
+    """Return the cost of messages: `column` is in bytes, and a buffer has `room` columns."""
     held = traffic.num_buffers * room * column
     num_second = sum(goes_apart(cols * column) for cols in traffic.owned)
     num_sent = traffic.num_sent + num_second
@@ -115,7 +122,7 @@ def moved(traffic: Traffic, column: int, room: int) -> Cost:
 def traded(
     exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
 ) -> Cost:
-    """The cost of one exchange; `tensors` are pairs of a number of heads and a head dim."""
+    """Return the cost of one all-to-all; `tensors` are pairs of a head count and a head dim."""
     num_key_heads = sizes.heads[1]
     leaving, coming = Counter[int](), Counter[int]()
     for num_heads, head_dim in tensors:
@@ -123,34 +130,40 @@ def traded(
         _add(there, exchange.sent(num_heads, num_key_heads), sizes, head_dim)
         _add(here, exchange.received(num_heads, num_key_heads), sizes, head_dim)
     held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
-    num_messages = sum(size > 0 for size in leaving.values())  # nothing empty travels
+    num_messages = sum(size > 0 for size in leaving.values())  # empty messages are not sent
     return Cost(leaving.total(), coming.total(), num_messages, held)
 
 
 def _add(
     num_bytes: Counter[int], amounts: Mapping[int, Amount], sizes: Sizes, head_dim: int
 ) -> None:
-    """Add the bytes of a tensor to those of each peer."""
+    """Add the bytes of a tensor to the bytes of each peer."""
     for peer, (tokens, heads) in amounts.items():
         num_bytes[peer] += tokens * heads * head_dim * sizes.batch * sizes.itemsize
 
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """What an attention costs by one strategy."""
+    """What an attention costs by one strategy.
+
+    Attributes:
+        strategy: the spelling of the strategy.
+        why_not: why the strategy cannot be used. With too few heads, all numbers are zero; with
+            too little memory, they are not.
+        forward: the maximum of each number over all ranks.
+        backward: likewise.
+        launches: the largest number of forward launches on a rank, by a kernel that takes segments.
+        tiles: the largest number of forward launches, by a kernel that takes one tile at a time.
+        balance: work of the busiest rank over the mean.
+    """
 
     strategy: str
     why_not: str | None = None
-    """Why it cannot be: too few heads, and all numbers are zero then, or too little memory."""
     forward: Cost = field(default_factory=Cost)
-    """Of each number, that of the rank where it is largest."""
     backward: Cost = field(default_factory=Cost)
     launches: int = 0
-    """Of the rank that has most, forward, by a kernel that takes segments."""
     tiles: int = 0
-    """The same by a kernel that takes one tile at a time."""
     balance: float = 0.0
-    """Work of the busiest rank over the mean."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class StrategyComparison:
     def __str__(self) -> str:
         names = "sent", "received", "messages", "held"
         table = [(*names, *names, "launches", "tiles", "balance"), *map(_cells, self.rows)]
-        # A row that says why not has one cell, as wide as it is.
+        # A row with `why_not` has one cell, which does not widen a column.
         widths = [max(len(x[i]) for x in table if len(x) > 1) for i in range(len(table[0]))]
         titles = ["strategy", *(row.strategy for row in self.rows)]
         first = max(map(len, titles))
@@ -200,7 +213,7 @@ def compare_strategies(
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
 ) -> StrategyComparison:
-    """What one attention costs by each strategy, counted from the plans of all ranks.
+    """Count what one attention costs by each strategy, from the plans of all ranks.
 
     Args:
         mask: which keys a query sees; `None` where `slices` say it.
@@ -214,10 +227,10 @@ def compare_strategies(
         batch: rows of the batch, if boundaries do not say it by row.
         dtype: of query, key and value.
         policy: the dtypes in which messages travel.
-        strategies: spellings, see `SequenceAxis`; by default every way to travel, and tokens traded
-            for heads over groups of each size.
-        max_held: bytes that a rank may hold of others at a time, forward or backward; a strategy
-            that holds more on some rank cannot be. By default any number.
+        strategies: spellings, see `SequenceAxis`; by default every route, and "ulysses" over groups
+            of each size that divides the axis.
+        max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
+            that holds more on some rank gets a reason in `why_not`. By default no limit.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
@@ -248,7 +261,7 @@ def compare_strategies(
 
 
 def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
-    """Why a strategy cannot be where so many bytes are allowed; `None` if it can."""
+    """Return why a strategy needs more than the allowed bytes; `None` if it does not."""
     held, direction = max((cost.forward.held, "forward"), (cost.backward.held, "backward"))
     if allowed is None or held <= allowed:
         return None
@@ -259,7 +272,7 @@ def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
 
 
 def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
-    """Those that are compared."""
+    """Return the strategies to compare."""
     if given is None:
         sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
         return [*(Strategy(way=way) for way in ROUTES), *map(Strategy, sizes)]
@@ -269,7 +282,7 @@ def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
 
 
 def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Sizes:
-    """What the tensors are like."""
+    """Check the arguments, and return them as `Sizes`."""
     if not isinstance(heads, Sequence) or len(heads) != 2:
         raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
     query, key = (as_count("heads", count, 1) for count in heads)
@@ -290,13 +303,13 @@ def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Si
 
 
 def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
-    """The cost of the busiest rank."""
-    # Boundaries by row say how many there are.
+    """Return the cost of a strategy on the busiest rank."""
+    # Boundaries or slices by row give the number of rows.
     rows = len(schedule.documents or schedule.slices or ())
     sizes = sizes._replace(batch=max(sizes.batch, rows))
     layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
     exchanges: list[Exchange | None] = [None] * size
-    if strategy.heads > 1:  # else nothing is traded
+    if strategy.heads > 1:  # else there is no all-to-all
         exchanges = [
             exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
         ]
@@ -317,7 +330,7 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
 
 
 def _num_launches(plan: Plan, batch: int) -> Iterator[int]:
-    """Of each step."""
+    """Yield the number of kernel launches of each step."""
     for step in plan.steps:
         shape = batch, plan.num_local[0], len(step.cols)
         yield len(launches(step, shape, has_segments=True))

@@ -1,4 +1,4 @@
-"""A printable grid of the work of a ring, rank by step, and what its messages take."""
+"""Describe a ring without running it: a printable grid of its work, and its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy
 
 
 class Traffic(NamedTuple):
-    """Messages of one rank, and the most buffers that they fill at once; sizes are in columns."""
+    """The messages of one rank; sizes are in columns.
+
+    Attributes:
+        sent: columns of all messages that the rank sends.
+        received: columns of all messages that the rank receives.
+        num_sent: number of messages that the rank sends.
+        num_received: number of messages that the rank receives.
+        num_buffers: the largest number of buffers in use at once.
+        owned: columns of each sent message with keys of the rank's own shard.
+    """
 
     sent: int
     received: int
@@ -26,16 +35,15 @@ class Traffic(NamedTuple):
     num_received: int
     num_buffers: int
     owned: tuple[int, ...]
-    """Of each message with columns of the rank's own shard."""
 
 
 def shard_traffic(plan: Plan) -> Traffic:
-    """The messages of keys and values, as `ShardRotation` moves them."""
+    """Return the messages of keys and values, as `ShardRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
     for hop in plan.shards:
-        # What goes on as it came needs no other buffer; columns of the own shard, or a part of a
-        # packet, are packed, once for all peers that get them.
+        # A packet that is forwarded whole needs no second buffer. Columns of the own shard and
+        # parts of packets are packed once for all peers that receive them.
         packed = {(x.source, x.cols) for x in hop.sends if resident.get(x.source) != x.cols}
         most = max(most, len(resident) + len(packed) + len(hop.receives))
         resident |= {x.source: x.cols for x in hop.receives}
@@ -45,18 +53,18 @@ def shard_traffic(plan: Plan) -> Traffic:
 
 
 def sum_traffic(plan: Plan) -> Traffic:
-    """The messages of sums of gradients, as `SumRotation` moves them."""
+    """Return the messages of gradient sums, as `SumRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
     arriving: list[tuple[int, Cols]] = []
     for step, hop in zip(plan.steps[1:], plan.sums[1:], strict=True):
-        # The last hop is over before this step adds to a sum: what passes through stays.
+        # The last hop ends before this step adds to a sum, so arrived sums are resident now.
         resident |= {source: cols for source, cols in arriving if source != plan.rank}
         if step.cols:
             resident.setdefault(step.source, step.cols)
         wholes = {x.source: resident[x.source] for x in hop.sends}
         copied = {(x.source, x.cols) for x in hop.sends if x.cols != wholes[x.source]}
-        # A sum that leaves in parts is packed part by part, while it is still there.
+        # A sum that is sent in parts is packed part by part, while the whole is still resident.
         most = max(most, len(resident) + len(copied))
         resident = {source: cols for source, cols in resident.items() if source not in wholes}
         flying = len({(x.source, x.cols) for x in hop.sends}) + len(hop.receives)
@@ -66,7 +74,7 @@ def sum_traffic(plan: Plan) -> Traffic:
 
 
 def largest_packet(plan: Plan) -> int:
-    """Columns that a buffer has room for: any serves any message of the plan."""
+    """Return the columns of a buffer that any message of the plan fits into."""
     hops = plan.shards + plan.sums
     return max((len(x.cols) for hop in hops for x in hop.sends + hop.receives), default=0)
 
@@ -78,8 +86,8 @@ def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int) -> Traffic:
     return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers, owned)
 
 
+# The largest number of steps over all ranks: describing them takes a minute and 1 GB.
 MAX_STEPS = 2**20
-"""The most steps, over all ranks. A schedule of this many takes a minute and 1 GB."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +120,16 @@ class Schedule:
 
     @property
     def makespan(self) -> float:
-        """When the last rank is done, over the mean work of a rank: 1.0 if nobody ever waits.
+        """When the last rank is done, over the mean work of a rank: 1.0 if no rank ever waits.
 
-        A step begins when the rank's step before is done, and all ranks that it exchanges keys and
-        values with during that step have begun it. Messages take no time.
+        A step of a rank begins when its previous step is done, and when all ranks that it exchanges
+        keys and values with in that previous step have begun it. Messages take no time.
         """
         return _makespan(self.plans, self.areas)
 
     @property
     def received(self) -> list[int]:
-        """Tokens whose keys and values come to each rank, over all steps of a forward pass."""
+        """Tokens whose keys and values each rank receives, over all steps of a forward."""
         return [plan.num_received for plan in self.plans]
 
     @property
@@ -131,7 +139,7 @@ class Schedule:
 
     def __str__(self) -> str:
         areas = self.areas
-        # An attention in which nothing is seen prints zeros.
+        # An attention without visible pairs prints zeros.
         whole = max(1, sum(map(sum, areas)))
         num_steps = len(areas[0])
         lines = [
@@ -152,10 +160,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """How evenly each layout deals the work of one attention. Printed, it is one line."""
+    """How evenly each layout shards the work of one attention. Printed, it is one line.
+
+    Attributes:
+        imbalances: work of the busiest rank over the mean, by the name of the layout.
+    """
 
     imbalances: dict[str, float]
-    """Work of the busiest rank over the mean, by the name of the layout."""
 
     def __str__(self) -> str:
         listed = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances.items())
@@ -171,7 +182,7 @@ def describe_schedule(
     slices: Slices | None = None,
     strategy: str = Strategy.default,
 ) -> Schedule:
-    """The part of the whole work that each rank does at each step of a ring.
+    """Describe the part of the whole work that each rank does at each step of a ring.
 
     Args:
         layout: a layout or its name; "balanced" is the one for this mask and these documents.
@@ -180,17 +191,17 @@ def describe_schedule(
         world_size: ranks on the ring.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
         slices: what queries see, in place of mask and boundaries.
-        strategy: how the attention is made parallel, see `SequenceAxis`; where tokens are traded
-            for heads, the tokens of a rank are those of its group, with a part of the heads.
+        strategy: how the attention is made parallel, see `SequenceAxis`. With "ulysses", a rank
+            works on all tokens of its group, with a part of the heads.
 
     Returns:
         A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
-        wait for one another but not for messages, and how much moves.
+        wait for one another but not for messages, and how many tokens move.
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
-        ValueError: if the layout or strategy is unknown or cannot deal the length, or the
-            boundaries do not fit the sequence, or there are too many ranks to describe.
+        ValueError: if the layout or strategy is unknown or cannot shard the length, or
+            the boundaries do not fit the sequence, or there are too many ranks to describe.
 
     Example:
         >>> print(describe_schedule("contiguous", Mask.causal(), 8, 2))
@@ -203,7 +214,7 @@ def describe_schedule(
     """
     asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
     chosen = layout_for(layout, *asked)
-    # The first one tells how much there is to plan.
+    # The plan of rank 0 shows how many steps all plans have.
     spelled = as_strategy(strategy, asked.world_size)
     num_steps = asked.plan(chosen, 0, spelled).num_steps * asked.world_size
     if num_steps > MAX_STEPS:
@@ -222,7 +233,7 @@ def compare_layouts(
     cu_seqlens: Boundaries | None = None,
     slices: Slices | None = None,
 ) -> LayoutComparison:
-    """How evenly the layouts without parameters, and "balanced", deal the work of an attention.
+    """Compare how evenly "balanced" and the layouts without parameters shard an attention.
 
     Args:
         mask: which keys a query sees; `None` where `slices` say it.
@@ -232,7 +243,7 @@ def compare_layouts(
         slices: what queries see, in place of mask and boundaries.
 
     Returns:
-        A `LayoutComparison`; print it. A layout that cannot deal the length is left out.
+        A `LayoutComparison`; print it. A layout that cannot shard the length is left out.
 
     Raises:
         TypeError: if the mask is not a `Mask`, or a number is not an integer.
@@ -253,7 +264,7 @@ def compare_layouts(
 
 
 def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
-    """Whether a layout can deal that length."""
+    """Return whether a layout can shard that length."""
     try:
         layout.runs(0, world_size, seq_len)
     except ValueError:
@@ -262,7 +273,7 @@ def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
 
 
 class _Asked(NamedTuple):
-    """The attention that is described."""
+    """The attention to describe."""
 
     mask: Mask | None
     seq_len: int
@@ -271,7 +282,7 @@ class _Asked(NamedTuple):
     slices: Slices | None
 
     def plan(self, layout: Layout, rank: int, strategy: Strategy) -> Plan:
-        """The plan of a rank."""
+        """Return the plan of a rank."""
         mask = FULL if self.mask is None else self.mask
         where = rank, self.world_size, self.seq_len, self.documents
         return plan(layout, mask, *where, strategy=strategy, slices=self.slices)
@@ -284,7 +295,7 @@ def _checked(
     cu_seqlens: Boundaries | None,
     slices: Slices | None,
 ) -> _Asked:
-    """The numbers as integers: plans are kept by them, and 8.0 would find those of 8."""
+    """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
     check_seen(mask, slices)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     documents = as_documents(cu_seqlens)
@@ -299,7 +310,7 @@ def _imbalance(areas: list[list[int]]) -> float:
 
 
 def step_begins(plans: Sequence[Plan], areas: list[list[int]]) -> list[list[int]]:
-    """When each rank begins its steps, by step, then when all are done: see `Schedule.makespan`."""
+    """Return when each rank begins, by step, and last when it is done: see `Schedule.makespan`."""
     begins = [[0] * len(plans)]
     for step in range(len(areas[0])):
         done = [begin + work[step] for begin, work in zip(begins[-1], areas, strict=True)]
@@ -318,13 +329,13 @@ def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
 
 
 def _peers(plan: Plan, step: int) -> Iterator[int]:
-    """The ranks that a rank exchanges keys and values with during a step."""
-    for hop in plan.shards[step : step + 1]:  # none where it has fewer steps than others
+    """Yield the ranks that a rank exchanges keys and values with during a step."""
+    for hop in plan.shards[step : step + 1]:  # empty if the rank has fewer steps
         yield from (transfer.peer for transfer in hop.sends + hop.receives)
 
 
 def _bounds(mask: Mask | None, slices: Slices | None) -> str:
-    """The bounds of a mask, in words: left and right always, the others where there are."""
+    """Return the bounds of a mask as text: left and right always, chunk and prefix if set."""
     if mask is None:
         return f"{sum(map(len, slices or ())):,} slices"
     counts = {"left": mask.left, "right": mask.right}

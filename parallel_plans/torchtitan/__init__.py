@@ -1,4 +1,4 @@
-"""Ring attention in the training configs of torchtitan, without editing it."""
+"""Put ring attention into the training configs of torchtitan, without changes to torchtitan."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def ring_attention(
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
 ) -> Decoder.Config:
-    """Override: ring attention in all layers, see `use_ring`.
+    """Put ring attention into all layers of a config, as an override; see `use_ring`.
 
-    From the command line, with any config of torchtitan for text:
+    Use it from the command line, with any text config of torchtitan:
 
         --override.imports 'parallel_plans.torchtitan.ring_attention={"layout":"zigzag"}'
 
-    and with `"strategy":"ulysses:4"`, or `"strategy":{"sliding":"ring","full":"ulysses:4"}`, tokens
-    are traded for heads, see `use_ring`.
+    Strategies are `"strategy":"ulysses:4"`, or by kind of layer
+    `"strategy":{"sliding":"ring","full":"ulysses:4"}`.
 
-    torchtitan's own trainers deal tokens zigzag, or contiguous with
-    `--parallelism.context_parallel_load_balancer None`; those of `parallel_plans.torchtitan` in
-    any layout.
+    torchtitan's own trainers shard tokens in the zigzag layout, or in the contiguous one with
+    `--parallelism.context_parallel_load_balancer None`. The trainers of
+    `parallel_plans.torchtitan` shard tokens in any layout.
     """
     use_ring(config, layout, kernel, grad_dtype, strategy)
     return config
@@ -55,5 +55,5 @@ def ring_attention(
 
 @override(target=SelectiveAC.Config, description="keep what rings return")
 def ring_checkpointing(config: SelectiveAC.Config) -> RingSelectiveAC.Config:
-    """Override: selective checkpointing runs ring attention only once, see `RingSelectiveAC`."""
+    """Make selective checkpointing keep the results of rings; see `RingSelectiveAC`."""
     return derive(config, RingSelectiveAC.Config)

@@ -1,4 +1,4 @@
-"""The inner attention that leaves keys and values sharded along the sequence."""
+"""Define the inner attention that leaves keys and values sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -27,15 +27,28 @@ TENSORS = ("q_BLNH", "k_BLNH", "v_BLNH")
 
 
 class RingAttention(Module):
-    """Stands where torchtitan has `FlexAttention` or `VarlenAttention`.
+    """Ring attention in place of torchtitan's `FlexAttention` or `VarlenAttention`.
 
-    Heads stay sharded over the tensor-parallel axis as they were, and so do batches; keys and
-    values are not gathered over the context-parallel one: they travel around it.
+    The sharding of heads and batches does not change. Keys and values are not gathered over the
+    context-parallel axis: they travel around it.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Config of `RingAttention`, also in a model that nothing overrides.
+        """Config of `RingAttention`, which works in a model's config without an override too.
+
+        Attributes:
+            window_size: how many tokens before and after itself a query sees in its document, -1
+                for all.
+            layout: how tokens are sharded: "contiguous", "striped", "zigzag", "balanced", or
+                "block_cyclic:128" with blocks of that many tokens.
+            kernel: name of the block kernel; by default the first of `available_kernels()` that
+                can.
+            grad_dtype: name of the dtype in which sums of key and value gradients travel. It is
+                "float32" by default; "bfloat16" halves its bytes, see
+                `dtensor_ring.TransferPolicy`.
+            strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is "ring"
+                by default; "ulysses:4" does an all-to-all over groups of four ranks.
 
         Example:
             >>> RingAttention.Config(window_size=(127, 0), layout="striped").window_size
@@ -43,32 +56,20 @@ class RingAttention(Module):
         """
 
         window_size: tuple[int, int] = (UNBOUNDED, 0)
-        """How many tokens before and after itself a query sees, -1 for all, within its document."""
-
         layout: str = "zigzag"
-        """How tokens are dealt to the ranks: "contiguous", "striped", "zigzag", "balanced", or
-        "block_cyclic:128" with blocks of that many tokens."""
-
         kernel: str | None = None
-        """Name of the block kernel; by default the first of `available_kernels()` that can."""
-
         grad_dtype: str | None = None
-        """Name of the dtype in which sums of key and value gradients travel: "float32" by default;
-        "bfloat16" halves their bytes, see `dtensor_ring.TransferPolicy`."""
-
         strategy: str | None = None
-        """How attention is made parallel, see `dtensor_ring.SequenceAxis`: "ring" by default,
-        "ulysses:4" trades tokens for heads over groups of four ranks."""
 
         def build(self, **kwargs: Any) -> RingAttention:
-            """The module; by now the sharding of the attention that it stands for is set."""
+            """Build the module; torchtitan has set the replaced attention's sharding by now."""
             here = self.sharding_config
             config = replace(self, sharding_config=here and _sequence_stays_sharded(here))
             return Module.Config.build(config, **kwargs)  # slots forbid super()
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.window_size = config.window_size  # models that have windows may compile more often
+        self.window_size = config.window_size  # torchtitan reads it to raise the recompile limit
         self.mask = mask_of(self.window_size)
         self.layout, self.kernel = config.layout, config.kernel
         self.strategy = config.strategy
@@ -80,8 +81,8 @@ class RingAttention(Module):
         super().parallelize(parallel_dims)
 
     def join(self, parallel_dims: ParallelDims) -> None:
-        """Learn which ranks the ring is made of."""
-        # A ring of one rank works too, so nothing else has to ask.
+        """Make the axis of the ring from the context-parallel ranks."""
+        # A ring of one rank works too, so no other code has to distinguish.
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
         self.axis = SequenceAxis(mesh, self.layout, kernel=self.kernel, policy=self.policy)
@@ -95,14 +96,14 @@ class RingAttention(Module):
         *,
         attention_masks: Any,
         scale: float | None = None,
-        enable_gqa: bool = False,  # heads are grouped as their numbers say
+        enable_gqa: bool = False,  # ignored: head counts imply it
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens, `(B, L, N, H)` to `(B, L, N, Hv)`.
+        """Compute attention of this rank's tokens, `(B, L, N, H)` to `(B, L, N, Hv)`.
 
         Raises:
-            ValueError: without documents, or with what a ring cannot do.
+            ValueError: if documents are missing, or an argument is not supported by a ring.
         """
         axis, documents = self._axis(), _documents(attention_masks)
         refuse(others)
@@ -111,7 +112,7 @@ class RingAttention(Module):
             mask=self.mask,
             sinks=None if out_transform is None else sinks_of(out_transform),
             scale=scale,
-            # Layers share the axis, and may differ in their strategies.
+            # Layers share the axis, but may have different strategies.
             strategy=self.strategy,
         )
         typed_as(q_BLNH, out)
@@ -135,8 +136,8 @@ def attend(
     v_BLNH: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
-    # The op knows more than types say: no rank holds all keys.
+    """Compute attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
+    # Types cannot express that the op attends to keys of other ranks, so they are not checked.
     with within_layer(layer), spmd.no_typecheck():
         return axis.attention(
             *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
@@ -147,13 +148,13 @@ def attend(
 
 
 def typed_as(query: Tensor, out: Tensor) -> None:
-    """Say that an output is sharded as its query, where torchtitan checks such types."""
+    """Declare that an output is sharded like its query, where torchtitan checks SPMD types."""
     if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
         spmd.assert_type(out, get_local_type(query), get_partition_spec(query))
 
 
 def mask_of(window_size: tuple[int, int]) -> Mask:
-    """The mask of a window, see `RingAttention.Config`."""
+    """Return the mask of a window, see `RingAttention.Config`."""
     left, right = (None if x == UNBOUNDED else x for x in window_size)
     return Mask(left, right)
 
@@ -169,7 +170,7 @@ def _documents(attention_masks: Any) -> Documents:
 
 
 def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
-    """The sharding of stock attention without the gathering of keys and values."""
+    """Return the sharding of stock attention without the gathering of keys and values."""
     sources = config.in_src_shardings
     if sources is None or set(sources) != set(TENSORS):
         raise ValueError(
@@ -181,10 +182,10 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
 
 
 def policy_of(grad_dtype: str | None) -> TransferPolicy | None:
-    """The policy by which sums of gradients travel in the dtype of that name.
+    """Return the policy that sends sums of gradients in the dtype of that name.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if no dtype has that name.
     """
     if grad_dtype is None:
         return None
@@ -195,10 +196,10 @@ def policy_of(grad_dtype: str | None) -> TransferPolicy | None:
 
 
 def sinks_of(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The sinks by which gpt-oss transforms the output: for the ring they are one more block.
+    """Return the sinks with which gpt-oss transforms the output; the ring merges them itself.
 
     Raises:
-        ValueError: if it is another transform.
+        ValueError: if this is another transform.
     """
     if not ismethod(out_transform) or out_transform.__func__ is not GptOssAttention._apply_sinks:
         name = getattr(out_transform, "__qualname__", repr(out_transform))
@@ -207,16 +208,16 @@ def sinks_of(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             "attention sinks of gpt-oss are known"
         )
     attention: Any = out_transform.__self__
-    # The local part of a DTensor: heads are sharded as the query's are.
+    # Take the local part of a DTensor: its heads are sharded like the query's.
     sinks = attention.sinks
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
 
 def refuse(others: dict[str, Any]) -> None:
-    """Refuse arguments of an attention that a ring has no use for.
+    """Refuse arguments that ring attention does not support.
 
     Raises:
-        ValueError: naming them.
+        ValueError: if one is not `None`.
     """
     given = [name for name, value in others.items() if value is not None]
     if given:

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing that keeps the results of ring attention."""
+"""Keep the results of ring attention in selective activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
 
 
 class RingSelectiveAC(SelectiveAC):
-    """torchtitan's selective policy, with ring attention once forward and once backward."""
+    """torchtitan's selective policy, but backward does not run the forward of a ring again."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

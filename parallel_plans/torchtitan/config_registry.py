@@ -1,6 +1,6 @@
 """Training configs of torchtitan with ring attention.
 
-The functions are what `torchtitan.train --module parallel_plans.torchtitan --config ...` names.
+`torchtitan.train --module parallel_plans.torchtitan --config ...` names these functions.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def with_ring(
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
 ) -> RingTrainer.Config:
-    """Any text config of torchtitan with ring attention, and the trainer that deals its tokens.
+    """Put ring attention and a trainer that shards tokens into any text config of torchtitan.
 
     Args:
-        config: changed in place, and not to be used any more.
+        config: a training config; it is changed in place, so do not use it afterwards.
         layout: name of the layout.
         kernel: name of the block kernel, see `use_ring`.
         grad_dtype: name of the dtype in which sums of gradients travel, see `use_ring`.
         strategy: how attention is made parallel, see `use_ring`.
 
     Raises:
-        ValueError: if it has no model, one that a ring cannot serve, see `use_ring`, or a trainer
-            or validator that is not torchtitan's.
+        ValueError: if the config has no model, a model that a ring cannot serve, see `use_ring`, or
+            a trainer or validator that is not torchtitan's.
 
     Example:
         >>> config = with_ring(llama3.llama3_debugmodel(), "striped")
@@ -62,7 +62,7 @@ def with_ring(
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)
-    config.training.disable_cuda_graphs = True  # documents are planned on the host
+    config.training.disable_cuda_graphs = True  # the host plans each batch's documents
     return derive(
         config,
         RingTrainer.Config,
@@ -72,49 +72,52 @@ def with_ring(
 
 
 def llama3_debugmodel_ring() -> RingTrainer.Config:
-    """6 layers over a ring of 2; any multiple of 2 processes."""
+    """Return a config of 6 layers over a ring of 2, for any multiple of 2 processes."""
     return _debug(llama3.llama3_debugmodel())
 
 
 def qwen3_debugmodel_ring() -> RingTrainer.Config:
-    """Grouped queries, normalized queries and keys."""
+    """Return a config with grouped queries, and normalized queries and keys."""
     return _debug(qwen3.qwen3_debugmodel())
 
 
 def gpt_oss_debugmodel_ring() -> RingTrainer.Config:
-    """Sliding windows in every other layer, attention sinks, experts."""
+    """Return a config with sliding windows in every other layer, attention sinks and experts."""
     return _debug(gpt_oss.gpt_oss_debugmodel())
 
 
 def deepseek_v3_debugmodel_ring() -> RingTrainer.Config:
-    """Latent attention: values have another head dim than queries and keys; experts."""
+    """Return a config with latent attention, whose values have another head dim, and experts."""
     return _debug(deepseek_v3.deepseek_v3_debugmodel())
 
 
 def llama3_8b_ring_128k() -> RingTrainer.Config:
-    """131,072 tokens over a ring of 8."""
+    """Return a config of 131,072 tokens over a ring of 8."""
     return _long(llama3.llama3_8b(), seq_len=2**17, context=8)
 
 
 def llama3_70b_ring_1m() -> RingTrainer.Config:
-    """1,048,576 tokens over a ring of 32, heads over 8: 256 GPUs; 8 times what Llama 3 knows."""
+    """Return a config of 1,048,576 tokens: a ring of 32, and heads over 8, so 256 GPUs.
+
+    Positions are extended to 8 times those of Llama 3.
+    """
     config = llama3.llama3_70b()
     _extend(config, factor=8)
     return _long(config, seq_len=2**20, context=32, tensor=8)
 
 
 def qwen3_32b_ring_32k() -> RingTrainer.Config:
-    """32,768 tokens over a ring of 8."""
+    """Return a config of 32,768 tokens over a ring of 8."""
     return _long(qwen3.qwen3_32b(), seq_len=2**15, context=8)
 
 
 def gpt_oss_20b_ring_128k() -> RingTrainer.Config:
-    """131,072 tokens over a ring of 8."""
+    """Return a config of 131,072 tokens over a ring of 8."""
     return _long(gpt_oss.gpt_oss_20b(), seq_len=2**17, context=8)
 
 
 def deepseek_v3_16b_ring_16k() -> RingTrainer.Config:
-    """16,384 tokens over a ring of 8, experts over the same 8 ranks."""
+    """Return a config of 16,384 tokens over a ring of 8, with experts over the same ranks."""
     config = deepseek_v3.deepseek_v3_16b()
     config.parallelism.expert_parallel_degree = 8
     return _long(config, seq_len=2**14, context=8)
@@ -128,7 +131,7 @@ def _debug(config: Trainer.Config) -> RingTrainer.Config:
 def _long(
     config: Trainer.Config, seq_len: int, context: int, tensor: int = 1
 ) -> RingTrainer.Config:
-    """One sequence of `seq_len` tokens a step, over `context * tensor` ranks."""
+    """Set one sequence of `seq_len` tokens per step, over `context * tensor` ranks."""
     config.training.seq_len, config.training.local_batch_size = seq_len, 1
     config.parallelism.context_parallel_degree = context
     config.parallelism.tensor_parallel_degree = tensor
@@ -137,10 +140,10 @@ def _long(
 
 
 def _extend(config: Trainer.Config, factor: int) -> None:
-    """Positions up to `factor` times those of the model.
+    """Extend the positions of a model by a factor.
 
-    The base grows as "NTK-aware" interpolation has it (Peng et al., 2023, arXiv 2309.00071,
-    section 3.1): by `factor ** (H / (H - 2))`.
+    The base grows by `factor ** (H / (H - 2))`, as in "NTK-aware" interpolation (Peng et al., 2023,
+    arXiv 2309.00071, section 3.1).
     """
     assert config.model_spec is not None
     found: Any = config.model_spec.model.traverse(RoPE.Config)

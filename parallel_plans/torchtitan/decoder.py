@@ -1,4 +1,4 @@
-"""Models of torchtitan with the ring in their layers."""
+"""Put ring attention into the layers of torchtitan's models."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def use_ring(
 ) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
-    Windows stay what they are. See Note [Documents without a trainer].
+    Windows do not change. See Note [Documents without a trainer].
 
     Args:
-        config: of any decoder of torchtitan.
+        config: config of any decoder of torchtitan.
         layout: name of the layout.
         kernel: name of the block kernel; by default the first that can.
         grad_dtype: name of the dtype in which sums of key and value gradients travel, see
             `RingAttention.Config`.
-        strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`; by kind of layer,
-            `{"sliding": "ring", "full": "ulysses:4"}`, or one for all.
+        strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is one for all
+            layers, or one per kind of layer, `{"sliding": "ring", "full": "ulysses:4"}`.
 
     Raises:
-        ValueError: if there is no such layout, kernel or strategy, the model has no layers of a
-            kind, or a ring cannot replace an attention.
+        ValueError: if the layout, kernel or strategy is unknown, no layer has a given kind, or a
+            ring cannot replace an attention.
     """
     warn_untested("torchtitan")
     as_layout(layout)
@@ -94,27 +94,27 @@ def _check(config: Decoder.Config, layer: Any) -> None:
 
 
 def _window(attention: Any) -> tuple[int, int]:
-    """In tokens before and after a query; torchtitan's sliding windows count the query itself."""
+    """Return the window of an attention, in tokens before and after a query."""
     size = getattr(attention, "sliding_window_size", None)
     if size is not None:
         if size < 1:
             raise ValueError(f"a sliding window holds one token at least, got {size}")
-        # As in Hugging Face models: our window counts the tokens before the query.
+        # torchtitan counts the query itself; ours counts the tokens before the query.
         return size - 1, 0
     return getattr(attention.inner_attention, "window_size", (UNBOUNDED, 0))
 
 
 # Note [Documents without a trainer]
-# An override sees nothing but the config of a component, and torchtitan's own trainers make masks
-# for their own attentions only; but they hand each model, and each stage of a pipeline, the
-# positions of its tokens. So the model that the config builds finds the documents itself, outside
-# of what is compiled: the config becomes one whose model does that, as fully_shard makes a
-# module's class one that shards. Both classes are made on the fly, so neither can be pickled.
-# RingTrainer knows the documents already, without talking.
+# An override sees only the config of a component, and torchtitan's own trainers make masks for
+# their own attentions only. But they pass the positions of the tokens to each model and to each
+# stage of a pipeline. Therefore the model itself finds the documents, outside of compiled code.
+# The class of the config is replaced by one that builds this model, as fully_shard replaces the
+# class of a module. Both classes are made at run time, so neither can be pickled. RingTrainer
+# finds the documents before it shards a batch, without communication.
 
 
 class FindsDocuments(Module):
-    """A model that finds the documents of a batch, where the trainer did not."""
+    """A model that finds the documents of a batch if the trainer has not."""
 
     def forward(
         self,
@@ -123,7 +123,7 @@ class FindsDocuments(Module):
         attention_masks: Any = None,
         **others: Any,
     ) -> Any:
-        # A trainer of ours has found them already.
+        # RingTrainer passes the documents as masks already.
         if attention_masks is None and positions is not None:
             attention_masks = self._find(positions)
         return super().forward(
@@ -134,7 +134,7 @@ class FindsDocuments(Module):
         rings = (module.axis for module in self.modules() if isinstance(module, RingAttention))
         axis = next(rings, None)
         if axis is None:
-            return None  # a stage without attention, or attention that says what is wrong
+            return None  # no attention here, or attention that raises a clear error
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(CUDA_GRAPHS)
         local = positions.to_local() if isinstance(positions, DTensor) else positions
@@ -144,19 +144,19 @@ class FindsDocuments(Module):
 
 @cache
 def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
-    """The config whose model finds documents; of equal memory, so that one becomes the other."""
+    """Return a config class whose model finds documents, with equal slots for `__class__`."""
     owner = _owner(config_type)
     if issubclass(owner, FindsDocuments):
         return config_type
     new = dataclass(kw_only=True, slots=True)(
         type("Config", (config_type,), {"__qualname__": config_type.__qualname__})
     )
-    # The class that the config builds, with the documents found first.
+    # The config builds this class, which finds the documents before its forward.
     new._owner = type(owner.__name__, (FindsDocuments, owner), {"Config": new})
     return new
 
 
 def _owner(config_type: type[Decoder.Config]) -> Any:
-    """The class that a config builds."""
+    """Return the class that a config builds."""
     assert config_type._owner is not None
     return config_type._owner

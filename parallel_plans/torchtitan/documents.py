@@ -1,4 +1,4 @@
-"""The documents of a batch, and its tokens in the order of a layout."""
+"""Find the documents of a batch, and order its tokens by a layout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dtensor_ring import Balanced, Mask, sequence_runs
 from dtensor_ring.extension import Layout, as_layout, layout_order
 from parallel_plans.boundaries import boundaries
 
+# Names of a batch's tensors besides its labels; all are `(B, S)`.
 DEALT = {"input", "positions"}
-"""Names that a batch has beside its labels; all are `(B, S)`."""
 
 CUDA_GRAPHS = (
     "a CUDA graph would replay the documents of one batch for all others: give "
@@ -24,39 +24,40 @@ CUDA_GRAPHS = (
 
 @dataclass(frozen=True)
 class Documents:
-    """What attention needs of a batch; travels down as `attention_masks`.
+    """What attention needs to know of a batch; models pass it as `attention_masks`.
 
-    Not a tuple: fully_shard moves the tensors in a model's tuples to the device, and boundaries are
-    read on the CPU.
+    It is not a tuple: fully_shard moves the tensors in a model's tuples to the device, but
+    boundaries are read on the CPU.
+
+    Attributes:
+        cu_seqlens: boundaries of the packed documents, int32 on the CPU, `(S+1,)` or `(B, S+1)`.
+        runs: which tokens each rank holds, `(W, R, 2)`, if the layout is made for each batch.
     """
 
     cu_seqlens: Tensor
-    """Boundaries of the packed documents, int32 on the CPU, `(S+1,)` or `(B, S+1)`."""
-
     runs: Tensor | None = None
-    """Which tokens each rank holds, `(W, R, 2)`, where the layout belongs to the batch."""
 
 
 def deal(
     batch: dict[str, Any], labels: Tensor, layout: str, world_size: int
 ) -> tuple[dict[str, Any], Tensor, Documents]:
-    """A whole batch in the order of a layout, which then wants to be cut into equal slices.
+    """Return a whole batch in the order of a layout; equal slices of it are the ranks' shards.
 
     Args:
         batch: `input` and `positions`, both `(B, S)`; positions are 0 where a document starts.
-        labels: `(B, S)`.
+        labels: labels of the tokens, `(B, S)`.
         layout: spelling of the layout; the balanced one is made for the documents of this batch.
         world_size: ranks of the ring.
 
     Raises:
-        ValueError: if the batch holds anything else, or the layout cannot deal it.
+        ValueError: if the batch holds anything else, or the layout cannot shard it.
     """
     if batch.keys() != DEALT:
         raise ValueError(
             f"a ring deals {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
             "data loader of text"
         )
-    # Before the tokens are dealt: boundaries are in global positions.
+    # Before the tokens are reordered: boundaries are in global positions.
     cu_seqlens = boundaries(batch["positions"] == 0)
     chosen, runs = as_layout(layout), None
     if chosen.per_batch:
@@ -68,23 +69,23 @@ def deal(
 
 
 def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
-    """Even for causal attention within documents."""
+    """Return the layout that balances causal attention within documents."""
     return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens)
 
 
 def gather_documents(positions: Tensor, layout: Layout, group: dist.ProcessGroup) -> Documents:
-    """The documents of a batch of which each rank has its slice of the positions, `(B, L)`.
+    """Return the documents of a batch from this rank's slice of the positions, `(B, L)`.
 
     Raises:
-        ValueError: on every rank, if the positions show that they are not in the order of that
-            layout. Where whole documents fill the runs of the layout, they do not show it.
+        ValueError: on every rank, if the positions show that tokens are not in the order of the
+            layout. They cannot show it if whole documents fill the runs of the layout.
     """
     local = positions.contiguous()
     slices = [torch.empty_like(local) for _ in range(group.size())]
     # A rank cannot tell from its own positions where documents end on others.
     dist.all_gather(slices, local, group)
     dealt = torch.cat(slices, 1).cpu()
-    # Torchtitan's own trainers cannot deal by batch.
+    # torchtitan's own trainers have no layout per batch.
     if not layout.per_batch:
         order = layout_order(layout, group.size(), dealt.shape[1])
         whole = dealt.index_select(1, order.argsort())

@@ -1,11 +1,11 @@
-"""The ring as a kernel of torchtitan's `ContextParallelTransform`; releases do not have it yet.
+"""Make the ring a kernel of torchtitan's `ContextParallelTransform`, which is not released yet.
 
-Note [Seam]: after 0.3.0, torchtitan puts attention for context parallelism into a model by a
-transform of its config, `ContextParallelTransform(kernel=...)`. A kernel is a class that inherits
-an attention and `ContextParallelKernel`, whose `cp_group` is that of the current SPMD mesh. It gets
-folded local tensors `(T, N, H)`, contiguous tokens and, as its config says by
-`shard_attention_mask`, boundaries of documents in global positions. Names there still change, so
-both classes are arguments here: nothing of this file has to exist in torchtitan but what 0.3.0 has.
+Note [Seam]: after 0.3.0, torchtitan puts context-parallel attention into a model by a transform of
+its config, `ContextParallelTransform(kernel=...)`. A kernel is a class that inherits an attention
+and `ContextParallelKernel`, whose `cp_group` is the group of the current SPMD mesh. It gets folded
+local tensors `(T, N, H)` of contiguous tokens. Its config sets `shard_attention_mask`, so that
+boundaries of documents stay in global positions. These names still change, so both classes are
+arguments here, and this file needs only names of torchtitan 0.3.0.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from parallel_plans.torchtitan.documents import Documents
 
 
 def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
-    """The ring in place of an attention, for `ContextParallelTransform(kernel=...)`.
+    """Return a class of ring attention for `ContextParallelTransform(kernel=...)`.
 
     Args:
-        attention: class of torchtitan's attention with variable lengths, whose config has a
-            `window_size`; the kernel's config inherits its fields.
+        attention: torchtitan's class of attention with variable lengths. Its config has a
+            `window_size`, and the kernel's config inherits its fields.
         capability: torchtitan's class that kernels for context parallelism inherit,
             `ContextParallelKernel`.
 
     Returns:
-        A class whose `Config` has these fields more: `strategy`, for all layers or by kind of
-        attention, see `use_ring`; `kernel`, name of the block kernel; `grad_dtype`, see
+        A class whose `Config` has three more fields: `strategy`, for all layers or by kind of
+        attention, see `use_ring`; `kernel`, name of the block kernel; and `grad_dtype`, see
         `RingAttention.Config`.
 
     Example:
@@ -60,10 +60,10 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
         'ring'
     """
     warn_untested("torchtitan")
-    # A version of the capability may have a config, too. Only one of the bases can have slots.
+    # Some versions of the capability have a config too. Only one base can have slots.
     bases = tuple(x.Config for x in (capability, attention) if hasattr(x, "Config"))
     name = f"Ring{attention.__name__}"
-    # Boundaries stay those of the whole sequence, and heads need not divide: Ulysses deals any.
+    # Boundaries stay global, and heads need not divide: our Ulysses shards any number.
     declared = {"shard_attention_mask": False, "shard_attention_heads": False}
     config = make_dataclass(
         "Config",
@@ -77,7 +77,7 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
 
 
 class _RingKernel(Module):
-    """What makes an attention of torchtitan one over the ring."""
+    """A mixin that makes an attention of torchtitan run over the ring."""
 
     window_size: tuple[int, int]
 
@@ -89,7 +89,7 @@ class _RingKernel(Module):
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        # Before anything is compiled: a compiler cannot follow how an axis is made.
+        # Make the axis before anything is compiled: a compiler cannot trace this.
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
         self.axis = self._axis_of(mesh)
@@ -108,25 +108,25 @@ class _RingKernel(Module):
         attention_masks: Any = None,
         attention_metadata: Any = None,
         scale: float | None = None,
-        enable_gqa: bool = False,  # heads are grouped as their numbers say
+        enable_gqa: bool = False,  # ignored: head counts imply it
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens, `(T, N, H)` to `(T, N, Hv)`.
+        """Compute attention of this rank's tokens, `(T, N, H)` to `(T, N, Hv)`.
 
         Args:
-            q_THK: local tokens of all sequences of the batch, one after the other.
-            k_THK: likewise.
-            v_THV: likewise.
-            attention_masks: with `cu_seq_q`, the boundaries of documents in the whole of these.
-            attention_metadata: what later versions call it.
+            q_THK: queries of the local tokens of all sequences, one sequence after the other.
+            k_THK: likewise, keys.
+            v_THV: likewise, values.
+            attention_masks: has `cu_seq_q`, the boundaries of documents in the global sequence.
+            attention_metadata: the name of `attention_masks` in later versions.
             scale: factor of the scores.
             enable_gqa: whether there are fewer key heads.
-            out_transform: that of attention sinks, if any.
-            others: none.
+            out_transform: transform of attention sinks, if any.
+            others: arguments that a ring does not support; all must be `None`.
 
         Raises:
-            ValueError: without documents, or with what a ring cannot do.
+            ValueError: if documents are missing, or an argument is not supported by a ring.
         """
         given = attention_masks if attention_metadata is None else attention_metadata
         documents = _documents_of(given)
@@ -146,10 +146,10 @@ class _RingKernel(Module):
 
     @staticmethod
     def prepare_cp_metadata(attention_metadata: Any, *, permutation: Tensor | None) -> Documents:
-        """The documents of a batch, on the CPU for all layers: what later versions ask kernels for.
+        """Return the documents of a batch, on the CPU for all layers; later versions call this.
 
         Raises:
-            ValueError: if a load balancer has dealt the tokens in another order.
+            ValueError: if a load balancer has permuted the tokens.
         """
         if permutation is not None:
             raise ValueError(
@@ -163,7 +163,7 @@ class _RingKernel(Module):
 
 
 def _documents_of(metadata: Any) -> Documents:
-    """The documents that torchtitan's attention with variable lengths gets."""
+    """Return the documents in the metadata of attention with variable lengths."""
     if isinstance(metadata, Documents):
         return metadata
     cu_seqlens = getattr(metadata, "cu_seq_q", None)
@@ -178,7 +178,7 @@ def _documents_of(metadata: Any) -> Documents:
 
 
 def _current_mesh() -> DeviceMesh:
-    """The ranks that share a sequence."""
+    """Return the mesh of the ranks that share a sequence."""
     mesh = current_spmd_mesh()
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
@@ -192,12 +192,12 @@ def _current_mesh() -> DeviceMesh:
 def ring_strategy(
     config: Decoder.Config, *, strategy: str | dict[str, str] | None = None
 ) -> Decoder.Config:
-    """Override: the strategies of a model that has the ring, by `ring_kernel` or `use_ring`.
+    """Set the strategies of a model with `ring_kernel` or `use_ring`, as an override.
 
         --override.imports 'parallel_plans.torchtitan.ring_strategy={"strategy":"ulysses:4"}'
 
     Raises:
-        ValueError: if a strategy is unknown, no layer is of a kind, or no attention is a ring.
+        ValueError: if a strategy is unknown, no layer has a given kind, or no attention is a ring.
     """
     strategies = Strategies.of(strategy)
     rings: list[Any] = [
@@ -215,6 +215,6 @@ def ring_strategy(
 
 
 def _is_ring(config: Any) -> bool:
-    """Whether a config builds attention over the ring."""
+    """Return whether a config builds attention over the ring."""
     kind = config._owner
     return kind is not None and issubclass(kind, (_RingKernel, RingAttention))

@@ -1,4 +1,4 @@
-"""A model of torchtitan without weights, with the ring in its layers."""
+"""Build a model of torchtitan without weights, with ring attention in its layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from parallel_plans.torchtitan.documents import Documents
 def model_of_function(
     module: str, function: str, mesh: DeviceMesh, asked: ModelRequest
 ) -> MetaModel:
-    """The model of a function that returns a training config, with its sequence over a mesh.
+    """Build the model of a config function on the meta device, with its sequence over a mesh.
 
     Args:
-        module: that has the function.
-        function: its name.
-        mesh: of the sequence.
+        module: name of the module that has the function.
+        function: name of a function that returns a training config.
+        mesh: mesh of the ranks that share the sequence.
         asked: what the model is to be run on.
 
     Raises:
@@ -46,10 +46,10 @@ def model_of_function(
 
 
 def _config(module: str, function: str) -> Any:
-    """The config of the model.
+    """Return the config of the model.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the function does not return one.
     """
     try:
         found = getattr(import_module(module), function)
@@ -62,7 +62,7 @@ def _config(module: str, function: str) -> Any:
 
 
 def _loss(model: Any, asked: ModelRequest, num_local: int) -> Tensor:
-    """The loss of this rank's tokens, as torchtitan computes it."""
+    """Compute the loss of this rank's tokens, as torchtitan does."""
     tokens = torch.zeros(asked.batch, num_local, dtype=torch.long, device="meta")
     documents = Documents(torch.tensor([0, asked.seq_len], dtype=torch.int32))
     logits = model(tokens, positions=tokens, attention_masks=documents)

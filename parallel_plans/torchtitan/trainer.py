@@ -1,4 +1,4 @@
-"""A trainer and a validator that deal tokens in any layout, and find documents as they do."""
+"""Define a trainer and a validator that find documents, and shard tokens in any layout."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PARTIAL = "partial_dtensor"
 
 
 def ring_layout(config: Any) -> str:
-    """The layout of the ring attention in a model's config.
+    """Return the layout of the ring attention in a model's config.
 
     Raises:
-        ValueError: if there is no ring, or they differ.
+        ValueError: if there is no ring, or if layers have different layouts.
     """
     found = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
     if len(found) != 1:
@@ -57,8 +57,8 @@ class RingValidator(Validator):
 class RingTrainer(Trainer):
     """torchtitan's trainer for models with ring attention.
 
-    It deals tokens itself, in the layout of the model's config, before torchtitan cuts them into
-    slices; the load balancer of the config does not count.
+    It orders tokens by the layout of the model's config before torchtitan cuts them into slices.
+    The load balancer of the config is ignored.
 
     Raises:
         ValueError: with CUDA graphs, which would replay the documents of one batch for all others.
@@ -77,7 +77,7 @@ class RingTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
             raise ValueError(CUDA_GRAPHS)
-        # torchtitan would deal a second time.
+        # torchtitan would permute the tokens a second time.
         dealt = replace(config.parallelism, context_parallel_load_balancer=None)
         spec = config.model_spec
         if spec is not None and dealt.spmd_backend == PARTIAL:
@@ -89,7 +89,7 @@ class RingTrainer(Trainer):
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, Tensor], Tensor]]
     ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Batches in the order of the layout, dealt while they are on the CPU."""
+        """Yield batches in the order of the layout; they are reordered on the CPU."""
         for batch, labels in super().batch_generator(data_iterable):
             dealt, labels, documents = deal(batch, labels, self.layout, self.parallel_dims.cp)
             yield dealt | {DOCUMENTS: documents}, labels
@@ -103,7 +103,7 @@ class RingTrainer(Trainer):
 
 
 class _WithoutContext:
-    """A view of ParallelDims in which nothing is left to do for context parallelism."""
+    """A view of `ParallelDims` that reports no context parallelism."""
 
     cp_enabled = False
 
@@ -121,7 +121,7 @@ def _parallelize_partially(
     parallel_dims: ParallelDims,
     **others: Any,
 ) -> nn.Module:
-    """With the partial_dtensor backend, torchtitan wraps attentions that it knows, and no other."""
+    """Parallelize a model with the partial_dtensor backend, which knows no ring attention."""
     # torchtitan does not call `parallelize` on attention that it does not know.
     for module in model.modules():
         if isinstance(module, RingAttention):

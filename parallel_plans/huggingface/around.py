@@ -241,12 +241,12 @@ def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
 
 
 def has_images(given: dict[str, Any]) -> bool:
-    """Whether the arguments hold images or other features beside text."""
+    """Return whether the arguments hold images or other features beside text."""
     return any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds")
 
 
 def _is_of_images(x: Any) -> bool:
-    """Whether an argument holds pixels or features."""
+    """Return whether an argument holds pixels or features."""
     return (isinstance(x, (list, dict)) and bool(x)) or (
         isinstance(x, Tensor) and x.is_floating_point()
     )

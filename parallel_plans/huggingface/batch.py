@@ -35,7 +35,7 @@ SAME_BATCH = (
 
 
 def has_content(batch: dict[str, Any]) -> bool:
-    """Whether the tensors hold real data, which can be compared between ranks."""
+    """Return whether the tensors hold real data, which can be compared between ranks."""
     # A graph cannot raise, and tensors within transforms of torch.func have no memory to read.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -112,7 +112,7 @@ def _check_model(model: Any) -> None:
 
 
 def has_alora(adapters: Iterable[Any]) -> bool:
-    """Whether one of these peft configs has adapters that begin at a token."""
+    """Return whether one of these peft configs has adapters that begin at a token."""
     return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
 
 
@@ -196,7 +196,7 @@ def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:
 
 
 def _fits(x: Tensor, shape: str) -> bool:
-    """Whether the tensor has the dims of the shape, and the sizes where it gives numbers."""
+    """Return whether the tensor has the dims of the shape, and the sizes where it gives numbers."""
     sizes = shape.strip("()").split(", ")
     if len(sizes) != x.ndim:
         return False

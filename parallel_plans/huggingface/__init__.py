@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Classes that extend one of transformers, which is imported with them."""
+    """Import `ContextParallelCache` on first use, because it imports transformers."""
     if name != "ContextParallelCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from parallel_plans.huggingface.cache import ContextParallelCache

@@ -1,15 +1,15 @@
 """The model around a language model: it merges images into the text, and has the head.
 
-It runs as the model's own code does, with the whole batch on every rank: the vision tower, of whose
-images each rank may run its own only (`tower.py`), the merge of embeddings, positions, and masks.
-Its language model deals what it is called with, and returns the hidden states of this rank's
-tokens, on which the head then runs. With a cache it returns those of all new tokens whose logits
-are asked for, on every rank.
+The model's own code runs with the whole batch on every rank: the vision tower, the merge of
+embeddings, positions, and masks. A rank may run the tower on some of the images only (`tower.py`).
+The language model shards its inputs, and returns the hidden states of this rank's tokens, on which
+the head then runs. With a cache it returns, on every rank, the hidden states of all new tokens
+whose logits are asked for.
 
 Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
-ranks have one loss, whose backward sums over them, so what a rank's own tokens send back is as many
-times too large as there are ranks, and the mean over the axis is the whole. The tower's backward is
-linear in that, so it needs nothing of its own.
+ranks have one loss, whose backward sums over them, so each rank's gradient is scaled by the world
+size, and the mean over the axis is the full gradient. The tower's backward is linear in it, so the
+tower needs no correction.
 """
 
 from __future__ import annotations
@@ -38,36 +38,40 @@ from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
+# Arguments about the sharded tokens; the merge of images before them has no use for these.
 OF_TOKENS = (
     *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
     *(LOGITS_TO_KEEP, *BOUNDARIES),
 )
-"""Arguments about tokens that are dealt, and not about the images before them."""
+# Options of configs: the id of the token that stands for a part of an image.
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-"""Options of configs: the token that stands for a part of an image."""
 
 
 @dataclass
 class Call:
-    """A forward of the model around."""
+    """A forward of the model around a language model.
+
+    Attributes:
+        model: the model around.
+        taken: arguments about the sharded tokens, see `OF_TOKENS`.
+        tokens: ids, `(B, S)`.
+        is_image: whether a token is a part of an image, `(B, S)`.
+        cache: keys and values of the tokens before.
+        has_run: whether the language model has run.
+        spec: what the outputs are, once the language model has run without a cache.
+    """
 
     model: Any
     taken: dict[str, Any]
-    """Its arguments that are dealt with the tokens."""
     tokens: Tensor | None
-    """Its ids, `(B, S)`."""
     is_image: Tensor | None
-    """Whether a token is a part of an image, `(B, S)`."""
     cache: ContextParallelCache | None
-    """Of the tokens before."""
     has_run: bool = False
-    """Whether the language model has."""
     spec: OutputSpec | None = None
-    """Of the outputs, once the language model has run without a cache."""
 
 
 class Around:
-    """Takes a batch to the language model within a model, and what that returns to the head."""
+    """Carries a batch to the language model within a model, and its outputs back to the head."""
 
     def __init__(self, model: Any, sharding: Sharding) -> None:
         self._names = list(signature(model.forward).parameters)
@@ -75,36 +79,36 @@ class Around:
         self._call: Call | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
-        """Copies of a model share it, as they share the forward that calls it."""
+        """Return `self`: copies of a model share the forward that calls this object."""
         return self
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call that are not `None`, by name."""
+        """Return the arguments of a call that are not `None`, by name."""
         found = dict(zip(self._names, args, strict=False)) | kwargs
         found = {name: x for name, x in found.items() if x is not None}
         if model.get_output_embeddings() is None:
-            found.pop("labels", None)  # those of the model around a base model
+            found.pop("labels", None)  # they belong to a model around the base model
         return found
 
     @property
     def is_called(self) -> bool:
-        """Whether the model runs, on a batch that the ranks have compared."""
+        """Whether the model is running, on a batch that the ranks have compared."""
         return self._call is not None
 
     @contextmanager
     def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
-        """A context in which the model runs; takes what is about dealt tokens from the arguments.
+        """Return a context in which the model runs; pop the arguments in `OF_TOKENS` from `given`.
 
         Raises:
-            RingError: on every rank, if the ranks have other batches.
-            ValueError: if its cache is another one than this model's.
+            RingError: on every rank, if the ranks have different batches.
+            ValueError: if the cache belongs to another model.
         """
         cache = cache_of(model, self._sharding, given)
         for name in (*NAMES_OF_CACHE, "use_cache"):
             given.pop(name, None)
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
-        # At every call: a rank without images would not wait for the others, and be wrong. Text
-        # after a cache is compared where it is dealt, or in a message of a layer.
+        # Check on every call: otherwise a rank without images would not join the exchange. Text
+        # after a cache is compared where it is sharded, or in a message of a layer.
         if has_content(given) and (cache is None or has_images(given)):
             group = axis_group(self._sharding.axis.mesh)
             with meeting(group, "a batch with images", described(given | taken)):
@@ -119,10 +123,10 @@ class Around:
             self._call = None
 
     def begun(self, decoder: Any) -> Call:
-        """The call in which the language model runs now.
+        """Return the call in which the language model runs now.
 
         Raises:
-            ValueError: if nobody called the whole model, or its language model ran already.
+            ValueError: if the whole model was not called, or its language model ran already.
         """
         call = self._call
         if call is None or call.has_run:
@@ -134,7 +138,7 @@ class Around:
         return call
 
     def deal(self, call: Call, given: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of what the language model is called with."""
+        """Return this rank's part of the inputs of the language model."""
         batch, call.spec = self._sharding.inputs(call.model, given | call.taken)
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, batch["ring"].frames[0].documents)
@@ -142,11 +146,11 @@ class Around:
 
 
 def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
-    """Deal the tokens of a model where it calls its language model, and maybe images before."""
+    """Shard the tokens of a model where it calls its language model, and maybe images before."""
     around = Around(model, sharding)
 
     def is_called() -> bool:
-        # Before the first token, generate itself may ask for the embeddings of a prompt's images.
+        # Before the first token, `generate` itself may ask for the embeddings of a prompt's images.
         return around.is_called or sharding.generates
 
     install_tower(model, decoder, sharding.axis, deal_images, is_called)
@@ -155,7 +159,7 @@ def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bo
 
 
 def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
-    """The forward of the model around."""
+    """Return the forward of the model around."""
 
     def run(self: nn.Module, given: dict[str, Any]) -> Any:
         try:
@@ -183,7 +187,7 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
 
 
 def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
-    """The forward of the language model: the head runs on what it returns."""
+    """Return the forward of the language model; the head runs on its result."""
     kept = _of_last(plain)
 
     @wraps(plain)
@@ -203,7 +207,7 @@ def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
 
 
 def _of_last(plain: Any) -> Any:
-    """A forward whose hidden states are those of the last tokens, where no others get logits."""
+    """Return a forward that drops the hidden states of tokens whose logits are not asked for."""
 
     def forward(self: nn.Module, *, logits_to_keep: Tensor | int = 0, **batch: Any) -> Any:
         output = plain(self, **batch)
@@ -218,14 +222,14 @@ def _of_last(plain: Any) -> Any:
 
 
 def _method(model: nn.Module, forward: Any) -> MethodType:
-    """A forward in place of the model's own, with its signature."""
+    """Bind a forward in place of the model's own, with its signature."""
     forward.__signature__ = signature(type(model).forward)
-    del forward.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
+    del forward.__wrapped__  # else accelerate's unwrap_model restores the plain one
     return MethodType(forward, model)
 
 
 def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
-    """Which tokens are parts of images, `(B, S)`; `None` if there are none, or nobody can tell."""
+    """Return which tokens are parts of images, `(B, S)`; `None` if none are, or it is unknown."""
     tokens = given.get("input_ids")
     if not has_images(given):
         return None
@@ -237,19 +241,19 @@ def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
 
 
 def has_images(given: dict[str, Any]) -> bool:
-    """Whether there is more than text."""
+    """Return whether the arguments hold images or other features beside text."""
     return any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds")
 
 
 def _is_of_images(x: Any) -> bool:
-    """Whether an argument has pixels or features."""
+    """Return whether an argument holds pixels or features."""
     return (isinstance(x, (list, dict)) and bool(x)) or (
         isinstance(x, Tensor) and x.is_floating_point()
     )
 
 
 def check_cuts(is_image: Tensor, documents: Documents) -> None:
-    """Refuse a document that begins within an image, whose parts could not see one another.
+    """Refuse a document that begins within an image: its parts could not see one another.
 
     Raises:
         ValueError: naming the token.

@@ -19,30 +19,34 @@ BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
 
 
 class RingInputs(NamedTuple):
-    """What attention needs of the batch; travels down as the keyword `ring`."""
+    """What attention needs to know of the batch, passed down as the keyword `ring`.
+
+    Attributes:
+        frames: one per layer, or one for all layers if there is no cache.
+        indices: positions in the batch of this rank's tokens, `(L,)`.
+        layer_masks: the mask of each pattern.
+        given: what all layers see, if a model around this one says it.
+        past: number of tokens cached before this batch.
+        pieces: pieces of the sequence, for layers with a state.
+    """
 
     frames: tuple[Frame, ...]
-    """By layer; one for all of them, if there is no cache."""
     indices: Tensor
-    """Positions in the batch of the tokens of this rank, `(L,)`."""
     layer_masks: LayerMasks
     given: GivenMask | None = None
-    """What a model around this one says that all layers see."""
     past: int = 0
-    """Tokens that were cached before this batch."""
     pieces: Pieces | None = None
-    """Of layers with a state."""
 
     def frame(self, module: Any) -> Frame:
-        """That of a layer."""
+        """Return the frame of a layer."""
         return self.frames[0] if len(self.frames) == 1 else self.frames[module.layer_idx]
 
 
 def check_implementation(config: Any) -> None:
-    """Refuse a model whose attention was set to another one after the plan.
+    """Refuse a model whose attention implementation was changed after the plan was applied.
 
     Raises:
-        ValueError: naming the one it has.
+        ValueError: naming its implementation.
     """
     chosen = config._attn_implementation
     if chosen != IMPLEMENTATION:
@@ -66,7 +70,7 @@ def attention(
     ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """From local shards `(B, N, L, H)` to `(B, L, N, H)`."""
+    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`."""
     if ring is None:
         raise ValueError(
             'attention "ring" needs the model to be called as a whole: parallelize_module with '
@@ -83,7 +87,7 @@ def attention(
 
 
 def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame) -> dict[str, Any]:
-    """What the layer's tokens see, as arguments of attention."""
+    """Return what the layer's tokens see, as arguments of attention."""
     given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
     if given is not None:
         return {"slices": given.slices(frame.begin)}
@@ -93,7 +97,7 @@ def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame
 
 
 def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:
-    """The mask of the layer's pattern."""
+    """Return the mask of the layer's pattern."""
     name = type(module).__name__
     if isinstance(attention_mask, ModelMask):
         attention_mask = attention_mask.pattern
@@ -141,14 +145,15 @@ def _refuse(
 
 
 def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
-    """Queries with the temperature of where they are in the batch, `(L,)`.
+    """Rescale queries that a layer has scaled by their position in the shard.
 
     Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
-    2501.19399), which they take to be that in the tensor they see, after what is cached.
+    2501.19399). They count it in the tensor they see, after the cached tokens. `indices`, `(L,)`,
+    are the true positions.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    # The layer has scaled by the position in the shard: undo that, then scale by the true one.
+    # One factor undoes the layer's scale and applies that of the true position.
     here = past + torch.arange(query.shape[2], device=query.device)
     wanted, applied = (
         torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -20,8 +20,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 WHOLE = (*BOUNDARIES, "num_items_in_batch")
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
+# Positions of several axes have the sequence in the last dim; other inputs have it in dim 1.
 POSITIONS, SHAPES_OF_AXES = "position_ids", ("(3, B, S)", "(4, B, S)")
-"""Of several axes they have the sequence last; everything else has it second."""
 LOGITS_TO_KEEP = "logits_to_keep"
 NO_ALORA = (
     "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
@@ -35,8 +35,8 @@ SAME_BATCH = (
 
 
 def has_content(batch: dict[str, Any]) -> bool:
-    """Whether its tensors are real, and can be compared with those of other ranks."""
-    # A graph cannot raise, and what transforms of torch.func make of a tensor has no memory.
+    """Return whether the tensors hold real data, which can be compared between ranks."""
+    # A graph cannot raise, and tensors within transforms of torch.func have no memory to read.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
@@ -44,7 +44,7 @@ def has_content(batch: dict[str, Any]) -> bool:
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
-    """A description of the batch that is equal on two ranks if and only if their batches are."""
+    """Describe the batch, so that ranks can tell whether they have the same one."""
     return {name: _described(x) for name, x in batch.items()}
 
 
@@ -54,19 +54,19 @@ def _described(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
     if x.layout is not torch.strided or x.is_nested:
-        return f"{x.layout} {x.dtype}"  # has no shape, or no content in order
+        return f"{x.layout} {x.dtype}"  # no shape, or no dense content
     kind = f"{x.dtype} {tuple(x.shape)}"
     if isinstance(x, DTensor):
         return f"DTensor {kind}"
-    if x.is_meta or x.is_quantized:  # without content to compare
+    if x.is_meta or x.is_quantized:  # no content to compare
         return f"{x.device.type} {kind}"
-    if x.is_floating_point():  # what is computed may differ in rounding
+    if x.is_floating_point():  # computed values may differ in rounding
         return kind
     return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
 
 
 def check_batch(model: Any, given: dict[str, Any]) -> int:
-    """Refuse what would be computed wrongly; returns the length of the sequence, in tokens.
+    """Refuse what would be computed wrongly; return the length of the sequence, in tokens.
 
     Raises:
         ValueError: naming the argument.
@@ -101,7 +101,7 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse an export, and adapters that look at other tokens than their own."""
+    """Refuse an export, and adapters whose effect on a token depends on other tokens."""
     if torch.compiler.is_exporting():
         raise ValueError(
             "torch.export takes one process, and a context-parallel model sends messages; export "
@@ -112,12 +112,12 @@ def _check_model(model: Any) -> None:
 
 
 def has_alora(adapters: Iterable[Any]) -> bool:
-    """Whether one of these configs of peft is of adapters that begin at a token."""
+    """Return whether one of these peft configs has adapters that begin at a token."""
     return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
 
 
 def _check_kept(given: dict[str, Any]) -> None:
-    """Logits are those of the last tokens, in number."""
+    """Refuse a `logits_to_keep` that is not a number of last tokens, or comes with labels."""
     kept = given.get(LOGITS_TO_KEEP, 0)
     if type(kept) is not int or kept < 0:
         what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
@@ -131,7 +131,7 @@ def _check_kept(given: dict[str, Any]) -> None:
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
-    """Refuse numbers that are no tokens, positions or labels, and floats that are no embeddings."""
+    """Refuse dtypes that cannot be tokens, positions, labels, embeddings or masks."""
     is_float = x.is_floating_point()
     if name in ("input_ids", "labels", "position_ids") and x.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers, got {x.dtype}; use .long()")
@@ -144,8 +144,8 @@ def _check_dtype(name: str, x: Tensor) -> None:
 def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """Refuse tokens and labels that the model has no row for, on all ranks alike.
 
-    Only the rank that gets such a token would notice, and the others wait for it. On a GPU, looking
-    at them would wait for it.
+    Later, only the rank that holds the token would fail, and the others would wait for it. Tensors
+    on a GPU are not checked, as reading them would synchronize.
 
     Raises:
         ValueError: naming the argument.
@@ -166,13 +166,13 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _num_words(model: Any, embeddings: nn.Module) -> int:
-    """By the weight, which may have been resized; modules around a head have none."""
+    """Return the number of rows of the weight, or the vocabulary size if a wrapper hides it."""
     weight = getattr(embeddings, "weight", None)
     return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 
 
 def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:
-    """All inputs must have one length."""
+    """Refuse inputs of wrong shape or different lengths; return the length."""
     lengths = {}
     for name, x in given.items():
         if x is None or name in WHOLE or not isinstance(x, Tensor):
@@ -196,7 +196,7 @@ def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:
 
 
 def _fits(x: Tensor, shape: str) -> bool:
-    """Whether the tensor has as many dims as the shape, and the sizes that it says."""
+    """Return whether the tensor has the dims of the shape, and the sizes where it gives numbers."""
     sizes = shape.strip("()").split(", ")
     if len(sizes) != x.ndim:
         return False
@@ -206,12 +206,12 @@ def _fits(x: Tensor, shape: str) -> bool:
 
 
 def _sequence_dim(name: str) -> int:
-    """Which dimension of an argument has the tokens."""
+    """Return the dimension of an argument that holds the tokens."""
     return -1 if name == POSITIONS else 1
 
 
 def _check_rows(given: dict[str, Any]) -> None:
-    """Masks and positions may have one row for all; labels have those of the tokens."""
+    """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
     ids = given.get("input_ids")
     tokens = given["inputs_embeds"] if ids is None else ids
     for name, rows in (("attention_mask", 1), ("position_ids", 1), ("labels", len(tokens))):
@@ -223,7 +223,7 @@ def _check_rows(given: dict[str, Any]) -> None:
 
 
 def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
-    """The batch with `by` more tokens at its end, which have no labels."""
+    """Return the batch with `by` more tokens at its end, which have no labels."""
     padded = dict(batch)
     for name, x in batch.items() if by else ():
         if isinstance(x, Tensor) and name not in WHOLE:
@@ -234,7 +234,7 @@ def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 def local_batch(batch: dict[str, Any], mesh: DeviceMesh, layout: Layout) -> dict[str, Any]:
-    """This rank's tokens of everything that has tokens."""
+    """Return the batch with this rank's tokens of each tensor that is sharded."""
     return {
         name: local_tokens(x, mesh, _sequence_dim(name), layout)
         if isinstance(x, Tensor) and name not in WHOLE
@@ -244,7 +244,7 @@ def local_batch(batch: dict[str, Any], mesh: DeviceMesh, layout: Layout) -> dict
 
 
 def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
-    """Labels of the next token, shifted before they are dealt, and how many there are in all."""
+    """Return the labels, shifted to the next token before they are sharded, and their number."""
     targets = batch.get("shift_labels")
     if targets is None:
         targets = next_token_labels(batch["labels"])
@@ -252,14 +252,14 @@ def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_labels(batch: dict[str, Any]) -> Tensor | None:
-    """Labels that the model shall not see, shifted where it predicts the next token."""
+    """Pop the labels, which the model must not see; prefer those that are shifted already."""
     labels = batch.pop("labels", None)
     batch.pop("num_items_in_batch", None)
     return batch.pop("shift_labels", labels)
 
 
 def num_items(batch: dict[str, Any]) -> Any:
-    """Divisor of the sum of the losses: the given number, or that of the labels."""
+    """Return the divisor of the summed losses: as given, or the number of labels."""
     if "labels" not in batch or "num_items_in_batch" in batch:
         return batch.get("num_items_in_batch")
     return (batch["labels"] != IGNORE_INDEX).sum()

@@ -29,29 +29,29 @@ from parallel_plans.huggingface.window import Pair
 class ContextParallelCache(Cache):
     """Keys and values of a model under a `context_parallel_plan`, for several turns.
 
-    Each rank of the axis keeps 1/W of the tokens of layers that see everything. Of layers with a
-    window or chunks, each rank keeps the last tokens. `generate` makes one by itself; give one of
-    yours to go on from what was generated:
+    In layers that see everything, each rank of the axis keeps 1/W of the tokens. In layers with a
+    window or chunks, each rank keeps the last tokens. `generate` makes a cache by itself; pass your
+    own to continue from what was generated:
 
         chat = ContextParallelCache(model)
         answer = model.generate(prompt, cache=chat)
         answer = model.generate(torch.cat([answer, question], 1), cache=chat)
 
     A forward by hand takes it as `cache=`, and `use_cache=True` returns a new one; then logits and
-    hidden states are whole, plain tensors on every rank. Both also take the cache by the name that
-    it had in transformers before 5.24, `past_key_values=`. All ranks call alike: they compare the
-    tokens of each dealt turn, and those of a decode step in the message of a layer, if some layer
-    sees everything.
+    hidden states are whole, plain tensors on every rank. Both also take the cache by its name in
+    transformers before 5.24, `past_key_values=`. All ranks must make the same calls: they compare
+    the tokens of each sharded turn, and the tokens of a decode step in the message of a layer, if
+    some layer sees everything.
 
     Args:
-        model: that the plan was applied to.
-        decode_tokens: up to so many new tokens, after those that are cached, each rank computes
-            all of; more are dealt to the ranks, and go through the ring.
-        block: tokens that memory grows by, see `ShardedCache`.
+        model: the model that the plan was applied to.
+        decode_tokens: the largest number of new tokens after cached ones that each rank computes
+            whole; more tokens are sharded, and go through the ring.
+        block: number of tokens that memory grows by, see `ShardedCache`.
 
     Raises:
         ValueError: if the model has no plan, a number is out of range, or a layer keeps anything
-            else than keys and values.
+            other than keys and values.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -90,42 +90,42 @@ class ContextParallelCache(Cache):
         super().__init__(layers=layers)
 
     def usage(self) -> CacheUsage:
-        """Bytes on each rank, computed: nothing is sent."""
+        """Return the bytes on each rank; they are computed, and nothing is sent."""
         return self._memory.usage()
 
     def turn(
         self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
     ) -> AbstractContextManager[tuple[Turn, tuple[Frame, ...]]]:
-        """A context in which the model runs on new tokens, see `CacheMemory`."""
+        """Return a context in which the model runs on new tokens, see `CacheMemory`."""
         return self._memory.turn(tokens, left_padding, num_kept)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that are cached on all ranks together, before those of a forward that runs."""
+        """Return the number of tokens on all ranks together, without those of a running forward."""
         return self._memory.seq_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Tokens after a forward, and the position of the first one."""
+        """Return the number of tokens after a forward, and the position of the first one."""
         return self._memory.seq_len + query_length, 0
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are tokens in it."""
+        """Whether the cache holds tokens."""
         return self._memory.seq_len > 0
 
     @property
     def batch_size(self) -> int:
-        """Rows, -1 before the first ones came."""
+        """Number of rows; -1 before the first tokens."""
         return self._memory.batch
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens away.
+        """Remove the last tokens.
 
         Args:
-            tokens_to_remove: how many, as a negative number, as caches of transformers want it.
+            tokens_to_remove: how many, as a negative number, as in caches of transformers.
 
         Raises:
-            ValueError: if there are not so many, or layers with a window have forgotten what they
-                would see then; the cache stays as it was.
+            ValueError: if the cache has fewer tokens, or layers with a window have forgotten what
+                they would see then. The cache stays as it was.
         """
         num_tokens = -tokens_to_remove
         if not 0 <= num_tokens <= self._memory.seq_len:
@@ -136,16 +136,16 @@ class ContextParallelCache(Cache):
         self._memory.crop(num_tokens)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows; of an empty cache there are none."""
+        """Keep these rows; an empty cache has none."""
         if self._memory.batch >= 0:
             self._memory.select(torch.arange(self._memory.batch)[indices.cpu()])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of these beams into the places of all."""
+        """Replace the rows by the rows of these beams."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch; its copies are neighbours."""
+        """Repeat each row of the batch; copies of a row are neighbours."""
         rows = torch.arange(max(0, self._memory.batch))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
@@ -157,8 +157,8 @@ class ContextParallelCache(Cache):
 class KeptLayer(CacheLayerMixin):
     """A layer of a `ContextParallelCache`, as models see it."""
 
+    # Assisted decoding reads it. Windows keep the tokens that they see after a crop.
     is_croppable = True
-    """Windows keep what they need for it: assisted decoding asks."""
 
     def __init__(self, memory: CacheMemory, number: int, size: int) -> None:
         super().__init__()
@@ -177,29 +177,29 @@ class KeptLayer(CacheLayerMixin):
         return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: memory comes with the first tokens."""
+        """Do nothing: memory is allocated with the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Pair:
-        """This rank's columns, past and new."""
+        """Append keys and values; return this rank's columns, past and new."""
         return self._memory.append(self._number, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens after a forward, and the position of the first one."""
+        """Return the number of tokens after a forward, and the position of the first one."""
         return self._memory.seq_len + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens that are cached on all ranks together."""
+        """Return the number of tokens cached on all ranks together."""
         return self._memory.seq_len
 
     def get_max_length(self) -> int:
-        """There is none."""
+        """Return -1: there is no largest length."""
         return -1
 
 
 def _window_sizes(layers: list[Any], types: Sequence[str]) -> list[int]:
-    """By layer, how many tokens it sees; 0 for all.
+    """Return the number of tokens that each layer sees; 0 for all tokens.
 
-    A layer without a cache of its own sees what the last one before it of its type has.
+    A layer without a cache of its own uses that of the last layer before it of its type.
     """
     sizes: list[int] = []
     of_type: dict[str, int] = {}

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
 GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
+# Arguments that are of no use, or mean something else, with a cache.
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
-"""Arguments that are of no use, or mean something else, with a cache."""
 
 
 def asks_cache(given: dict[str, Any]) -> bool:
-    """Whether a call is given a cache, or wants a new one; beside labels nobody goes on from it."""
+    """Return whether a call has a cache, or asks for a new one, which labels rule out."""
     asks_new = bool(given.get("use_cache")) and given.get("labels") is None
     return given_cache(given) is not None or asks_new
 
 
 def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
-    """The cache of a call, a new one where it asks for one; `None` if it has none.
+    """Return the cache of a call, a new one if it asks for one; `None` without a cache.
 
     Raises:
-        ValueError: if it is another cache than this model's, or one that was replaced by it.
+        ValueError: if the cache is not of this model, or was replaced by a sharded one.
     """
     if not asks_cache(given):
         return None
@@ -67,7 +67,7 @@ def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextPa
 
 
 def _replace(cache: Any, name: str, sharding: Sharding) -> None:
-    """Refuse a cache that another one stands for already: what that one has would be forgotten."""
+    """Record that a new cache replaces this one; refuse to do it twice, which loses tokens."""
     if cache in sharding.replaced:
         raise ValueError(
             f"{name} is the DynamicCache that generate began with, which a sharded one has "
@@ -78,7 +78,7 @@ def _replace(cache: Any, name: str, sharding: Sharding) -> None:
 
 
 def _is_fresh(cache: Any) -> bool:
-    """Whether it is what `generate` makes, with nothing in it yet."""
+    """Return whether the cache is an empty one of the kind that `generate` makes."""
     from transformers import DynamicCache
 
     return type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
@@ -88,7 +88,7 @@ def _is_fresh(cache: Any) -> bool:
 def forward_with_cache(
     plain: Callable[..., Any], model: Any, sharding: Sharding, given: dict[str, Any]
 ) -> Any:
-    """The output of a whole model for new tokens, and a cache; see `call_with_cache`."""
+    """Run a whole model on new tokens with a cache, see `call_with_cache`."""
     cache = cache_of(model, sharding, given)
     assert cache is not None
     sharding.agree(model, given)
@@ -104,19 +104,19 @@ def call_with_cache(
     tokens: Tensor | None = None,
     of_kept: str = "logits",
 ) -> Any:
-    """The output of a model for new tokens: whole, plain tensors on every rank.
+    """Return the output of a model for new tokens: whole, plain tensors on every rank.
 
     Args:
         plain: the model's own forward.
-        model: or the language model of one around it, which merged images into its embeddings.
-        sharding: of the model.
-        cache: of the tokens before.
-        given: by name.
-        tokens: that embeddings were made of, to compare them with those of other ranks.
-        of_kept: the output that has the last tokens only, if not all are asked for.
+        model: a model, or the language model within one that merged images into its embeddings.
+        sharding: how the model is sharded.
+        cache: keys and values of the tokens before.
+        given: the arguments of the call, by name.
+        tokens: ids that the embeddings were made of, which ranks compare.
+        of_kept: name of the output that has the last tokens only, if not all are asked for.
 
     Raises:
-        ValueError: if an argument has no meaning with a cache, or is not of the new tokens.
+        ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
     """
     batch = without_cache(given)
     for name in ("use_cache", "output_logits"):
@@ -132,7 +132,7 @@ def call_with_cache(
     batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
     during = sharding.largest.during(batch["position_ids"])
     with during, cache.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
-        if turn.dealt_length:  # else layers compare the tokens
+        if turn.dealt_length:  # otherwise a layer's message compares the tokens
             sharding.meet(given | {"input_ids": tokens})
         batch, indices = _dealt(batch, turn)
         kept = None
@@ -141,11 +141,11 @@ def call_with_cache(
         of_all = seen if isinstance(seen, GivenMask) else None
         ring = RingInputs(frames, past + indices, sharding.layer_masks, of_all, past)
         ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
-        # Layers find theirs in a dict by their type.
+        # Layers look up their mask in a dict by their type.
         by_type = seen if isinstance(seen, dict) else ones
         how = {"use_cache": True, "attention_mask": by_type, "ring": ring}
         if hasattr(model.config, ROUTER_LOGITS):
-            how[ROUTER_LOGITS] = False  # it may ask for a loss
+            how[ROUTER_LOGITS] = False  # the config may ask for a loss
         output = plain(model, **batch | how, **{cache_name(model): cache})
     parts = output.items()
     return type(output)(
@@ -179,7 +179,7 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
 
 
 def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
-    """This rank's part of the batch, and the places of its tokens among the new ones."""
+    """Return this rank's part of the batch, and the indices of its tokens among the new ones."""
     device = batch["position_ids"].device
     if not turn.dealt_length:
         return batch, torch.arange(turn.num_tokens, device=device)
@@ -191,7 +191,7 @@ def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
 
 
 def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:
-    """An output of all new tokens, or of those that are kept, on every rank."""
+    """Return an output for all new tokens, or for those that are kept, on every rank."""
     if isinstance(x, tuple):
         return tuple(_whole(part, turn, kept) for part in x)
     if not isinstance(x, Tensor) or not turn.dealt_length:

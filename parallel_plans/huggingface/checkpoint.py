@@ -13,9 +13,9 @@ RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
 
 
 def ring_checkpoint_contexts() -> tuple[Any, Any]:
-    """Contexts for `torch.utils.checkpoint`: all is computed again in backward but attention.
+    """Return contexts for `torch.utils.checkpoint` that recompute everything but attention.
 
-    So a layer runs ring attention once forward and once backward, as without checkpointing. It
+    A layer runs ring attention once in forward and once in backward, as without checkpointing. It
     keeps the output of its attention, `(B, N, L, H)`, beside its input.
 
     Example:

@@ -1,9 +1,9 @@
 """Heads that read the sequence as a whole: its last token, its first, or their mean.
 
 The plan shards the backbone under such a head. The model's own forward then runs on the whole
-batch, with its own labels and its own loss, and reads what the ranks have joined. A linear head
-runs on the tokens of a rank, as its logits are a few numbers per token. Other heads, such as one
-that takes the first token through a layer of its own, get the hidden states joined.
+batch, with its own labels and its own loss, and reads gathered outputs. A linear head runs on the
+tokens of a rank, as its logits are a few numbers per token. Other heads get the gathered hidden
+states, for example one that takes the first token through a layer of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 
 WHOLE_HEADS = ("ForSequenceClassification",)
 
+# Gathers this rank's tokens, `(B, L, ...)`, to those of the whole batch, `(B, S, ...)`.
 Join = Callable[[Tensor], Tensor]
-"""From this rank's tokens, `(B, L, ...)`, to those of the whole batch, `(B, S, ...)`."""
 
 
 def backbone_of(model: Any) -> Any:
-    """The part of a model whose sequence is sharded: all of it, or what is under a whole head."""
+    """Return the part of a model whose sequence is sharded: all of it, or the backbone."""
     if not type(model).__name__.endswith(WHOLE_HEADS):
         return model
     return model.base_model
 
 
 def linear_head(model: nn.Module, backbone: nn.Module) -> nn.Linear | None:
-    """The head that reads the sequence as a whole, if it is one linear layer and nothing else."""
+    """Return the head that reads the whole sequence, if it is one linear layer; else `None`."""
     if backbone is model:
         return None
     parts = [part for part in model.children() if part is not backbone]
@@ -37,7 +37,7 @@ def linear_head(model: nn.Module, backbone: nn.Module) -> nn.Linear | None:
 
 
 def join_behind(head: nn.Linear, join: Join) -> None:
-    """Run the head on the tokens of this rank, and give those of all ranks to what follows it."""
+    """Run the head on the tokens of this rank, and gather its outputs from all ranks."""
     plain: Any = type(head).forward
 
     def forward(self: nn.Module, hidden: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The cross-entropy of a linear projection, in tiles of words: all logits are never there at once.
+"""The cross-entropy of a linear projection, in tiles of words, without ever holding all logits.
 
-Note [Tiles of words]: forward keeps the log-sum-exp of each token only, and backward projects
-again: four matrix products where logits that are kept take three. A tile holds all tokens, so the
-gradient of its words is one product, rounded once, as in the plain projection. Tiles of tokens
-would do with three, but add up the gradient of the whole weight, in 16 bits in a float32 copy.
+Note [Tiles of words]: forward keeps only the log-sum-exp of each token, and backward recomputes the
+logits: four matrix products in all, where stored logits take three. A tile holds all tokens, so the
+gradient of its words is one product, rounded once, as in the plain projection. Tiles of tokens take
+three, but add up the gradient of the whole weight: in 16 bits, this needs a float32 copy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dtensor_ring.extension import IGNORE_INDEX, autocast_dtype, register_gradie
 
 FORWARD = "dtensor_ring::projected_cross_entropy"
 BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
+# Size of the scores of a tile, which should fit into a cache.
 TILE_BYTES = 16 * 2**20
-"""Of the scores of a tile: what a cache holds."""
+# Large problems have larger tiles instead of more: narrow matrix products are slow.
 MAX_TILES = 64
-"""Of large problems, whose tiles are larger: narrow matrix products are slow."""
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
 _TAIL = "float scale, float softcap"
 
@@ -41,18 +41,18 @@ def projected_cross_entropy(
     scale: float = 1.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy of each token, without its logits.
+    """Return the cross-entropy of each token, without storing its logits.
 
     Args:
-        hidden: `(N, H)`, of the dtype of the weight. Under autocast all are cast to its dtype.
-        weight: `(V, H)`, of the projection.
-        bias: `(V,)`.
+        hidden: `(N, H)`, of the dtype of the weight. Autocast casts hidden, weight and bias.
+        weight: the weight of the projection, `(V, H)`.
+        bias: its bias, `(V,)`.
         labels: `(N,)`, int64; a token with `IGNORE_INDEX` has no loss.
         scale: factor of the logits.
         softcap: if positive, logits are `softcap * tanh(scale * x / softcap)`.
 
     Returns:
-        `(N,)`, in float32, or float64 if `hidden` is.
+        The loss of each token, `(N,)`, in float32, or in float64 if `hidden` is.
 
     Example:
         >>> labels = torch.tensor([1, -100])
@@ -70,7 +70,7 @@ def projected_cross_entropy(
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and its log-sum-exp, which backward needs."""
+    """Return the loss of each token, and its log-sum-exp, which backward needs."""
     is_ignored = labels == IGNORE_INDEX
     is_known = is_ignored | ((labels >= 0) & (labels < len(weight)))
     torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
@@ -99,17 +99,17 @@ def backward(
     softcap: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden states, weight and bias, empty where not needed."""
+    """Return gradients of hidden states, weight and bias; those not needed are empty."""
     grads = _empty_grads(hidden, weight, needs)
     total = torch.zeros_like(grads[0], dtype=_wide(hidden))
-    # Scores less infinity: the gradient of tokens without a label is zero.
+    # exp(score - inf) is zero, and so is the gradient of tokens without a label.
     is_ignored = labels == IGNORE_INDEX
     lse = lse.masked_fill(is_ignored, torch.inf).unsqueeze(1)
-    # Zero whatever comes in: the mean of a batch without any label is 0 / 0, its gradient infinite.
+    # Zero, as the incoming gradient may be infinite: the mean over no labels at all is 0 / 0.
     grad = grad.masked_fill(is_ignored, 0)
     for start, narrow, scores in _tiles(hidden, weight, bias, scale, softcap):
         words = slice(start, start + scores.shape[1])
-        # The derivative of the softcap, of the scores that are overwritten next.
+        # The derivative of the softcap; the scores it needs are overwritten next.
         slope = (scores / softcap).square_().neg_().add_(1) if softcap else None
         column, is_here = _columns(labels, start, scores)
         scores.sub_(lse).exp_()
@@ -119,6 +119,7 @@ def backward(
             scores.mul_(slope)
         if needs[2]:
             grads[2][words] = scores.sum(0)
+        # Products run in the dtype of the weight; the logits in `narrow` are not needed any more.
         products = scores if scores.dtype == hidden.dtype else narrow.copy_(scores)
         if needs[0] and scores is products:
             total.addmm_(products, weight[words])
@@ -132,9 +133,9 @@ def backward(
 def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """First word, logits in their own dtype, and scores, `(N, words)`; a tile overwrites another.
+    """Yield each tile: its first word, logits in their dtype, and wide scores, `(N, words)`.
 
-    Of logits in float32 or float64, both are one.
+    Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
     """
     num_words = _words_of_a_tile(len(hidden), len(weight))
     narrow = hidden.new_empty(len(hidden) * num_words)
@@ -162,18 +163,18 @@ def _words_of_a_tile(num_tokens: int, num_words: int) -> int:
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
-    """Of sums and exponentials."""
+    """Return the dtype of sums and exponentials."""
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _columns(labels: Tensor, start: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """By token: a column of the tile, and whether the label is there."""
+    """Return a column of the tile for each token, and whether its label is in the tile."""
     column, last = labels - start, scores.shape[1] - 1
     return column.clamp(0, last).unsqueeze(1), (column >= 0) & (column <= last)
 
 
 def _empty_grads(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, ...]:
-    """For gradients of hidden states, weight and bias; those that nobody needs have no element."""
+    """Allocate the gradients of hidden states, weight and bias; those not needed are empty."""
     shapes = hidden.shape, weight.shape, weight.shape[:1]
     return tuple(
         weight.new_empty(shape if is_needed else [0] * len(shape))

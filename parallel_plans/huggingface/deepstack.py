@@ -1,4 +1,4 @@
-"""Features of images that early layers add to the tokens of images: those of this rank's tokens."""
+"""Shards the features that early layers add to the tokens of images."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+# Which tokens belong to images, `(B, S)`, and the features of these tokens by layer, `(T, H)`.
 MASK, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
-"""Which tokens are of images, `(B, S)`, and for each layer the features of those, `(T, H)`."""
 ROWS = "rows_of_features"
 
 
 def feature_rows(batch: dict[str, Any]) -> dict[str, Tensor]:
-    """For each token of an image the row of its features, `(B, S)`, to be dealt like tokens."""
+    """Return the row of features of each image token, `(B, S)`, to be sharded like tokens."""
     if batch.get(FEATURES) is None:
         return {}
     is_image = batch[MASK]
@@ -20,7 +20,7 @@ def feature_rows(batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def local_features(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch of this rank, with the features of its tokens in their order."""
+    """Return the batch of this rank, with the features of its tokens in their order."""
     rows = batch.pop(ROWS, None)
     if rows is None:
         return batch

@@ -1,4 +1,4 @@
-"""Where the documents of a batch begin and end, by the rules of transformers' own masks."""
+"""Finds where the documents of a batch begin and end, by the rules of transformers' own masks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from parallel_plans.huggingface.patterns import AXES_WITH_TEXT, LayerMask
 class Documents:
     """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
 
-    Layers whose masks start anew where positions do take `packed`, the others take `others`, see
-    `LayerMask`. Chunks count from the beginning of a document.
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
 
-    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    Attributes:
+        packed: boundaries for layers whose masks restart where positions do, see `LayerMask`.
+        others: boundaries for all other layers.
+        chunks: boundaries of chunks, by chunk size; chunks count from the start of a document.
+        runs: the runs of each rank, see `sequence_runs`, if the layout belongs to the batch.
+        has_axes: whether the documents were found in positions of several axes.
     """
 
     packed: Tensor | None = None
     others: Tensor | None = None
     chunks: dict[int, Tensor] = field(default_factory=dict)
     runs: Tensor | None = None
-    """The runs of each rank, see `sequence_runs`, if the layout belongs to the batch."""
     has_axes: bool = False
-    """Whether they were found in positions of several axes."""
 
     def of(self, layer_mask: LayerMask) -> tuple[Tensor | None, Mask]:
-        """Boundaries and mask for a layer."""
+        """Return boundaries and mask for a layer."""
         mask = layer_mask.mask
-        # The chunks are cut out of the documents already, so the mask must not count them again.
+        # These boundaries separate the chunks already, so the mask must not do it again.
         if mask.chunk in self.chunks:
             return self.chunks[mask.chunk], Mask(mask.left, mask.right)
         return (self.packed if layer_mask.starts_anew(self.has_axes) else self.others), mask
 
     def bounded(self, seq_len: int) -> Documents:
-        """The same for a batch that was padded after `seq_len` tokens: padding sees nothing."""
+        """Return the documents of a batch that was padded after `seq_len` tokens."""
         # Tokens after the last boundary see nothing, as padding should.
         whole = torch.tensor([0, seq_len], dtype=torch.int32)
         packed, others = (whole if x is None else x for x in (self.packed, self.others))
@@ -49,15 +51,15 @@ class Documents:
 
 
 def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Documents:
-    """The documents of a batch.
+    """Return the documents of a batch.
 
-    With `cu_seq_lens_q`, they are those of all layers, as in flash attention. Else, with an
-    `attention_mask`, padding is a document of its own. Else documents begin where `position_ids`
-    do not go on, in layers whose own masks do so.
+    `cu_seq_lens_q` holds for all layers, as in flash attention. Without it, an `attention_mask`
+    makes padding a document of its own. Without both, documents begin where `position_ids` do not
+    continue, in layers whose own masks follow positions.
 
     Raises:
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
-            boundaries are not those of one row.
+            boundaries are not one row.
     """
     given, padding = (batch.get(name) for name in ("cu_seq_lens_q", "attention_mask"))
     positions, has_axes = _text_positions(batch.get("position_ids"))
@@ -84,7 +86,7 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Doc
 
 
 def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
-    """Those that count tokens, `(B, S)`, and whether they are one axis of several."""
+    """Return positions that count tokens, `(B, S)`, and whether `positions` has several axes."""
     has_axes = positions is not None and positions.ndim > 2
     if positions is None or not has_axes:
         return positions, False
@@ -94,13 +96,13 @@ def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
 def cached_documents(
     left_padding: Tensor | None, begin: int, end: int, chunks: Set[int]
 ) -> Documents:
-    """The documents of the positions `begin ... end - 1` of a cache, counted from `begin`.
+    """Return the documents of positions `begin ... end - 1` of a cache, counted from `begin`.
 
     Args:
-        left_padding: tokens of padding before each row, `(B,)`, `None` if there is none.
+        left_padding: number of padding tokens before each row, `(B,)`, `None` without padding.
         begin: the first position that is kept.
-        end: of the positions; later ones see nothing.
-        chunks: sizes of chunks, which are counted from the first token of a row.
+        end: the end of the positions; later ones see nothing.
+        chunks: sizes of chunks, which count from the first token of a row.
     """
     # Without padding one row serves all.
     padding = torch.zeros((), dtype=torch.int64) if left_padding is None else left_padding
@@ -118,10 +120,10 @@ def cached_documents(
 
 
 def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
-    """Tokens of padding before each row of a cached sequence, on the CPU; `None` if there are none.
+    """Return the left padding of each row of a cached sequence, `(B,)` on the CPU, or `None`.
 
     Raises:
-        ValueError: if the mask is not of all tokens, cached and new, or has other holes.
+        ValueError: if the mask does not cover all tokens, cached and new, or has other holes.
     """
     if attention_mask.ndim != 2 or attention_mask.shape[1] != num_tokens:
         raise ValueError(
@@ -142,7 +144,7 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
 def _by_boundaries(
     given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
 ) -> Documents:
-    """The given boundaries as they are; tokens after the last one are a document, too."""
+    """Return the given boundaries; tokens after the last one become a document, too."""
     if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
@@ -154,7 +156,7 @@ def _by_boundaries(
     )
     if of_keys is not None:
         _require((of_keys == given).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
-    # One more boundary, so that tokens after the last one are a document.
+    # One more boundary makes tokens after the last one a document.
     bounds = torch.nn.functional.pad(given, (0, 1), value=seq_len).int().cpu()
     within = {}
     if chunks:
@@ -166,7 +168,7 @@ def _by_boundaries(
 
 
 def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:
-    """Boundaries of documents and of chunks within them, by the size of the chunks."""
+    """Return boundaries of documents and of chunks within them, by the size of the chunks."""
     return {chunk: boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks}
 
 
@@ -186,12 +188,12 @@ def _starts_by_positions(position_ids: Tensor) -> Tensor:
 
 
 def _with_first(changes: Tensor) -> Tensor:
-    """A row starts a document, whatever follows."""
+    """Prepend the first token of each row, which always starts a document."""
     return torch.nn.functional.pad(changes, (1, 0), value=True)
 
 
 def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -> Tensor:
-    """Chunks are counted from the start of a document, or by the positions of packed batches."""
+    """Return where chunks start: they count from a document's start, or by packed positions."""
     index = torch.arange(starts.shape[1], device=starts.device)
     # The start of a token's document is the last start up to it.
     position = index - torch.where(starts, index, 0).cummax(-1).values
@@ -203,7 +205,7 @@ def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -
 
 
 def _require(condition: Tensor, message: str) -> None:
-    """Raise unless it holds; a graph asserts it when it runs."""
+    """Raise unless the condition holds; a compiled graph asserts it when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, message)
     elif not condition:

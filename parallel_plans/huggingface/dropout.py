@@ -1,4 +1,4 @@
-"""Attention dropout, which a ring does not have."""
+"""Refuses attention dropout, which a ring does not have."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from parallel_plans.huggingface.patterns import pattern_of
 
 
 def check_dropout(model: Any) -> None:
-    """Refuse a model that drops attention weights in training, be it in training now or not.
+    """Refuse a model that drops attention weights in training, in whatever mode it is now.
 
     Raises:
-        ValueError: with the name that its config has for it.
+        ValueError: naming the option of its config.
     """
     tokens = two_tokens(model)
     module = first_attention(model, pattern_of, input_ids=tokens).module
-    # The module alone: others, as layers that are left out at random, stay as they are.
+    # Set this module only: in training, other modules may skip layers at random.
     was, module.training = module.training, True
     try:
         dropout = first_attention(model, pattern_of, input_ids=tokens).dropout
@@ -29,7 +29,7 @@ def check_dropout(model: Any) -> None:
 
 
 def no_dropout(module: Any, dropout: float) -> str:
-    """Why attention with that dropout is refused, and what to do, by the name of its config."""
+    """Return why this dropout is refused, and how to turn it off by its name in the config."""
     config = getattr(module, "config", None)
     options = config.to_dict() if config is not None else {}
     names = [name for name, x in options.items() if "drop" in name and x == dropout]

@@ -1,4 +1,4 @@
-"""Which models a plan serves: those whose tokens meet in attention only."""
+"""Checks which models a plan serves: models whose tokens meet in attention only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from parallel_plans.huggingface.positions import (
 )
 from parallel_plans.huggingface.stateful import stateful_layers
 
+# Types of layers whose tokens meet in attention, or not at all.
 WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
-"""Types of layers whose tokens meet in attention, or not at all."""
+# In a description from `_stateful_layers`: kinds of layers in which an index chooses the keys.
 INDEXED = re.compile(r"\((\w*_)?(indexed|compressed|sparse)\w*\)")
-"""Layers by kind, in which an index over keys chooses."""
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
 )
@@ -36,7 +36,7 @@ HEADS = (
 
 
 def without_adapters(model: Any) -> Any:
-    """The model that peft has put adapters into, which a `PeftModel` wraps."""
+    """Return the model that a `PeftModel` wraps, or the model itself."""
     base_of = getattr(model, "get_base_model", None)
     return model if base_of is None else base_of()
 
@@ -45,7 +45,7 @@ def check_model(model: Any) -> None:
     """Refuse a model whose result would depend on how its sequence is sharded.
 
     Raises:
-        ValueError: naming what stands in the way, and the nearest fix.
+        ValueError: naming the obstacle, and the nearest fix.
     """
     model = without_adapters(model)
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -59,7 +59,7 @@ def check_model(model: Any) -> None:
 
 
 def _reasons(model: Any, config: Any) -> Iterator[str]:
-    """Reasons that stand in the way of a plan."""
+    """Yield the reasons why a model has no plan."""
     if getattr(config, "is_encoder_decoder", False):
         yield (
             "its decoder attends to what an encoder makes of another sequence, and cross attention "
@@ -83,7 +83,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
             f"{', '.join(layers)} carry a state along the sequence, or convolve it, and tell no "
             "cache of transformers of it, which could hand it over"
         )
-    # Models with states do not say so; what they do instead is found by running them.
+    # Models with states do not declare that attribute; running them shows what they do.
     if not getattr(model, "_supports_attention_backend", False) and not stateful_layers(model):
         yield "its attention does not go through transformers' attention interface"
     if not _has_known_head(model):
@@ -121,7 +121,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
 
 
 def _reasons_of_parts(model: Any) -> Iterator[str]:
-    """Reasons that stand in the way of a plan for a model around a language model."""
+    """Yield the reasons why a model around a language model has no plan."""
     decoder = language_model_of(model)
     path = next((name for name, x in model.named_modules() if x is decoder), "")
     beside = ", ".join(name for name in parts_beside_text(model) if name != path)
@@ -132,7 +132,7 @@ def _reasons_of_parts(model: Any) -> Iterator[str]:
     reason = next(_reasons(decoder, decoder.config), None)
     if reason is None and _has_known_head(model):
         return
-    # Where the whole model has no plan, that part may have one, with a head of its own.
+    # If the whole model has no plan, the language model alone may have one, with its own head.
     served = (x for x in (decoder, model.get_decoder()) if not any(_reasons(x, x.config)))
     alone = next(served, None)
     if alone is None:
@@ -152,10 +152,10 @@ def _has_known_head(model: Any) -> bool:
 
 
 def _stateful_layers(model: Any, config: Any) -> list[str]:
-    """Names of layers that carry state from token to token, by their kind or by their parts."""
+    """Return names of layers that carry state between tokens, found by their kind or modules."""
     modules = dict(model.named_modules())
     handing = {part for layer in stateful_layers(model) for part in layer.modules()}
-    # What hands its state over is served, and so is the layer around it.
+    # Modules that pass their state to the next rank are served, and so are layers around them.
     served = {name for name, x in modules.items() if not handing.isdisjoint(x.modules())}
     kinds = enumerate(getattr(config, "layer_types", None) or ())
     stateful = {f"layers.{i}": kind for i, kind in kinds if not WITHOUT_STATE.fullmatch(kind)}
@@ -163,7 +163,7 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     if refused := [layer for layer, path in paths.items() if path not in served]:
         return [f"{paths[layer]} ({stateful[layer]})" for layer in refused]
     if served:
-        return []  # whether tokens meet anywhere else is found by running the model
+        return []  # running the model shows whether tokens meet anywhere else
     return [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
@@ -173,14 +173,14 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Types of rotary embeddings: some models have one for each type of layer."""
+    """Return the types of rotary embeddings: some models have one for each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     nested = [x for x in given.values() if isinstance(x, dict)]
     return {x["rope_type"] for x in (given, *nested) if x.get("rope_type")}
 
 
 def _counts_itself(embedding: nn.Embedding, owner: nn.Module) -> bool:
-    """Whether it may count in a way that cannot be asked of it."""
+    """Return whether an embedding may count positions in a way that the plan cannot replace."""
     if hasattr(owner, FROM_TOKENS) or counts_mask(embedding):
         return False
     return type(embedding) is not nn.Embedding or embedding.padding_idx is not None

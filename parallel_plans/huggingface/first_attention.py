@@ -12,7 +12,7 @@ PROBE = "ring_probe"
 
 
 class FirstAttention(Exception):
-    """The first call of attention; raised by it, as the rest of the model need not run."""
+    """The first call of attention, raised to stop the model there."""
 
     def __init__(self, module: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -20,16 +20,16 @@ class FirstAttention(Exception):
 
 
 def two_tokens(model: nn.Module) -> Tensor:
-    """The shortest batch in which one token may see another."""
+    """Return the shortest batch in which one token may see another."""
     return torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
 
 
 def first_attention(model: Any, make_mask: Callable[..., Any], **inputs: Tensor) -> FirstAttention:
-    """The first call of attention of a model, which has asked `make_mask` for its masks by then.
+    """Run a model up to its first attention; it gets its masks from `make_mask`.
 
     Raises:
-        ValueError: if no attention goes through the attention interface, or the model works on its
-            masks.
+        ValueError: if no attention goes through the attention interface, or the model computes with
+            its masks.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -1,4 +1,4 @@
-"""How the layers of a model attend in one forward: which queries and keys a rank has."""
+"""Describes how layers attend in one forward: which queries and keys a rank has."""
 
 from __future__ import annotations
 
@@ -14,56 +14,66 @@ from parallel_plans.huggingface.documents import Documents
 
 @dataclass(frozen=True)
 class Dealt:
-    """Queries and keys are dealt to the ranks: keys and values travel, as in training.
+    """Attention with sharded queries and keys: keys and values travel, as in training.
 
-    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+
+    Attributes:
+        axis: the axis that shards the sequence.
+        seq_len: tokens of all ranks, with the layout's padding; `None` with `key_runs`.
+        documents: where documents begin and end.
+        runs: runs of each rank's queries, `(W, R, 2)`, if they differ from the axis's layout.
+        key_runs: runs of each rank's keys, if a cache has more keys than there are queries.
+        begin: the position in the sequence from which documents and runs count.
     """
 
     axis: SequenceAxis
     seq_len: int | None
-    """Of all ranks' tokens, with the padding that the layout needs; `None` with `key_runs`."""
     documents: Documents
     runs: Tensor | None = None
-    """Of the queries of each rank, where that is not what the axis's layout says."""
     key_runs: Tensor | None = None
-    """Of the keys of each rank, if a cache has more of them than there are queries."""
     begin: int = 0
-    """The position in the sequence from which documents and runs count."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
-        """From this rank's `(B, N, L, H)` to its outputs."""
+        """Return the outputs of this rank's queries, `(B, N, L, H)`."""
         where = {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
         return self.axis.attention(query, key, value, **where, **scores)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """All ranks have the same few queries, and keys are sharded, or all of them on each rank."""
+    """Attention with the same few queries on all ranks, and keys that are sharded or replicated.
+
+    Attributes:
+        axis: the axis that shards the sequence.
+        documents: where documents begin and end.
+        key_runs: runs of the keys of each rank, `(W, R, 2)`, or of this rank, `(1, R, 2)`.
+        query_starts: the position of the first query, `(1,)`.
+        num_columns: number of keys on this rank; later columns are ignored, see
+            `CacheMemory.append`.
+        mesh: the mesh of the ranks that share the keys; `None` if each rank has all keys.
+        agree: integers that must be the same on all ranks.
+        begin: the position in the sequence from which documents and runs count.
+    """
 
     axis: SequenceAxis
     documents: Documents
     key_runs: Tensor
-    """Of the keys of each rank, `(W, R, 2)`, or of this one, `(1, R, 2)`."""
     query_starts: Tensor
-    """The position of the first query, `(1,)`."""
     num_columns: int
-    """Keys of this rank; more are no keys, see `CacheMemory.append`."""
     mesh: DeviceMesh | None
-    """`None` if all keys are here."""
     agree: Tensor | None = None
-    """Integers that must be the same on all ranks."""
     begin: int = 0
-    """The position in the sequence from which documents and runs count."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
     ) -> Tensor:
-        """From queries `(B, N, M, H)`, the same on all ranks, to outputs, the same on all ranks.
+        """Return the outputs of queries `(B, N, M, H)`; both are the same on all ranks.
 
-        Keys stay where they are, whatever the strategy is.
+        Keys stay where they are, so `strategy` is ignored.
 
         Raises:
-            ValueError: if the layer brings other keys than those of its cache.
+            ValueError: if the layer has fewer keys than its cache.
         """
         if key.shape[2] < self.num_columns:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`generate` of a model whose sequence is sharded: all ranks must do the same, at every token."""
+"""Replaces `generate` of a sharded model: all ranks must do the same at every token."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SAME_CALL = (
     "generate from the same prompt with the same options and, with do_sample, from the same "
     "random state (torch.manual_seed(s), one s on all ranks, before generate)"
 )
+# Arguments that may differ from rank to rank.
 OWN_OF_RANKS = ("streamer", "self")
-"""Arguments that may differ from rank to rank."""
 CACHES = (None, "dynamic")
 
 
 def install_generate(model: Any, sharding: Sharding) -> None:
-    """Let `generate` of this model, not of its class, compare the ranks, and join outputs whole."""
+    """Make `generate` of this model, not of its class, compare the ranks and gather outputs."""
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         return
@@ -47,7 +47,7 @@ def install_generate(model: Any, sharding: Sharding) -> None:
         except RingError:
             raise
         except BaseException:
-            with meeting(group, "generate", {}):  # else the others would wait for this rank
+            with meeting(group, "generate", {}):  # tell the others, which would wait for this rank
                 raise
         with meeting(group, "the end of generate", _tokens_of(result)):
             return result
@@ -57,7 +57,7 @@ def install_generate(model: Any, sharding: Sharding) -> None:
 
 @contextmanager
 def _generating(sharding: Sharding) -> Iterator[None]:
-    """What the model's forward is called from: caches that are made there are ours to replace."""
+    """Mark that `generate` calls the forward, which may then replace caches made there."""
     before, sharding.generates = sharding.generates, True
     try:
         yield
@@ -66,7 +66,7 @@ def _generating(sharding: Sharding) -> Iterator[None]:
 
 
 def _option(model: Any, asked: dict[str, Any], name: str) -> Any:
-    """An option of the call, else of its config, else of the model's."""
+    """Return an option of the call, of its config, or of the model's config, in this order."""
     given = asked.get(name)
     for config in (asked.get("generation_config"), model.generation_config):
         given = getattr(config, name, None) if given is None else given
@@ -76,18 +76,18 @@ def _option(model: Any, asked: dict[str, Any], name: str) -> Any:
 def _asked(
     plain: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     asked = dict(signature(plain).bind(model, *args, **kwargs).arguments)
     return asked | asked.pop("kwargs", {})
 
 
 def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
-    """Refuse ranks that do not ask for the same, and what would be wrong over a sharded sequence.
+    """Refuse calls that differ between ranks, or would be wrong over a sharded sequence.
 
     Raises:
-        ValueError: on every rank, naming it.
+        ValueError: on every rank, naming the argument.
     """
-    # First: ranks that come late would take an error of those before them for a failure.
+    # Compare first: late ranks would take an error of earlier ranks for a failure.
     check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
     if given_cache(asked) is not None:
         cache_of(model, sharding, asked)
@@ -107,7 +107,7 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
 
 
 def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks."""
+    """Describe what must be the same on all ranks."""
     listed = {name: x for name, x in asked.items() if x is not None and name not in OWN_OF_RANKS}
     found = described(listed)
     found |= {name: _written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
@@ -118,13 +118,13 @@ def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:
 
 
 def _tokens_of(result: Any) -> dict[str, str]:
-    """What came out, as it must on all ranks."""
+    """Describe the generated tokens, which must be the same on all ranks."""
     tokens = getattr(result, "sequences", result)
     return described({"tokens": tokens}) if isinstance(tokens, Tensor) else {}
 
 
 def _written(x: Any) -> str:
-    """Options by value, what else is given by type."""
+    """Describe options by value, and other objects by type."""
     if hasattr(x, "to_dict"):
         return str(sorted(x.to_dict().items(), key=str))
     if isinstance(x, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Masks that a model around the sharded one has made for the batch, as what tokens see."""
+"""Turns masks that a model around the sharded one made into the keys that each token sees."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dtensor_ring import Slices
 from dtensor_ring.extension import visible_pairs
 from parallel_plans.huggingface.patterns import MaskFunction, Pattern, cut, is_pattern, pattern_of
 
+# Up to this many tokens, all pairs are checked: each query must see one range of keys.
 FEW = 512
-"""Tokens up to which all pairs are asked whether a mask shows one range of keys to each query."""
 
+# With more tokens, this many keys are checked per query; the odd factor scatters them.
 NUM_SAMPLES, SCATTER = 64, 40_503
-"""Of more tokens, each query is asked for so many keys; an odd number scatters them."""
 
 
 class ModelMask:
     """A mask as transformers composes it: a function of (batch, head, query, key), and padding.
 
-    Its queries are the new tokens, after the `past` ones that are cached; keys are all tokens.
+    Queries are the new tokens, which follow `past` cached ones; keys are all tokens.
 
-    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
     """
 
     def __init__(
@@ -39,33 +39,33 @@ class ModelMask:
         self._function, self._past = function, past
 
     def __getitem__(self, index: Any) -> ModelMask:
-        """What a model cuts from its mask."""
+        """Return the mask that a model cuts from this one."""
         return cut(self, index)
 
     def given(self) -> GivenMask:
-        """What each token of the batch sees.
+        """Return the keys that each token of the batch sees.
 
         Raises:
             ValueError: if a token sees more than one range of keys.
         """
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
-        # Tokens that are cached ask nothing any more.
+        # Cached tokens are not queries: their ranges are empty.
         return GivenMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
 
     @property
     def _queries(self) -> Tensor:
-        """Their positions, `(T,)`."""
+        """Positions of the queries, `(T,)`."""
         device = None if self.padding is None else self.padding.device
         return torch.arange(self._past, self._past + self.shape[1], device=device)
 
     def _edge(self, step: int) -> Tensor:
-        """By query: the furthest key before (-1) or after it (1) up to which it sees all.
+        """Return the furthest key before (-1) or after (1) each query up to which it sees all keys.
 
-        A query that does not see itself has an edge beside it, so that its range is empty.
+        A query that does not see itself gets an edge that makes its range empty.
         """
         query = self._queries.expand(self.shape)
-        # Bisection: each query is asked as often as the length has digits.
+        # Bisection: each query is checked about log2(length) times.
         near, far = torch.zeros_like(query), query if step < 0 else query[:, -1:] - query
         while (near < far).any():
             middle = (near + far + 1) // 2
@@ -75,7 +75,7 @@ class ModelMask:
         return torch.where(sees_itself, query + step * near, query - int(step > 0))
 
     def _sees(self, key: Tensor, head: int = 0) -> Tensor:
-        """Whether each query sees the key that is given for it, `(B, S)`."""
+        """Return whether each query sees its key in `key`, `(B, S)`."""
         query = self._queries.expand(self.shape)
         row = torch.arange(len(key), device=key.device).unsqueeze(1).expand_as(key)
         seen = self._function(row, torch.full_like(row, head), query, key)
@@ -86,9 +86,9 @@ class ModelMask:
         is_token = None if self.padding is None else self.padding[:, self._past :].bool()
         for keys in _samples(self._queries):
             key = keys.expand(begins.shape)
-            # Of another head than before: all heads share the slices.
+            # Ranges came from head 0; head 1 must agree, because all heads share the slices.
             wrong = self._sees(key, head=1) != ((begins <= key) & (key < ends))
-            # What padding sees matters to nobody: here it sees nothing.
+            # Padding sees nothing here, whatever the mask says: nobody reads its outputs.
             if (wrong if is_token is None else wrong & is_token).any():
                 raise ValueError(
                     "a mask that the model made for this batch shows some tokens keys that do not "
@@ -97,13 +97,13 @@ class ModelMask:
 
 
 def _samples(query: Tensor) -> Iterator[Tensor]:
-    """Keys for all queries: each key once if they are few, else near and far ones."""
+    """Yield one key per query at a time: all keys if they are few, else near and far ones."""
     num_tokens = int(query[-1]) + 1
     if num_tokens <= FEW:
         yield from ((query + distance) % num_tokens for distance in range(num_tokens))
         return
     yield from ((query + 2**power) % num_tokens for power in range(num_tokens.bit_length()))
-    # At other distances for each query, so that what neighbours see is asked at many.
+    # Distances differ between queries, so neighbours are checked at different ones.
     scattered = query * SCATTER
     for part in range(NUM_SAMPLES):
         yield (scattered + part * num_tokens // NUM_SAMPLES) % num_tokens
@@ -118,25 +118,26 @@ def mask_of(
     q_offset: int = 0,
     **kwargs: Any,
 ) -> Pattern | ModelMask:
-    """The mask interface named `ring`: a name for what a sharded model asks for by itself.
+    """Implement the mask interface named `ring`.
 
-    What a model around it asks for is about the whole batch, and may differ with it.
+    A sharded model needs the pattern of a mask only. A model around it asks for masks of the whole
+    batch, which may differ from batch to batch.
     """
     pattern = pattern_of(**kwargs)
     if mask_function is None or torch.compiler.is_compiling():
-        return pattern  # a compiler cannot follow objects that hold functions
+        return pattern  # a compiler cannot trace objects that hold functions
     return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask, q_offset)
 
 
 class GivenMask:
-    """What a layer's tokens see: the range of keys of each position, `(B, S)`."""
+    """The range of keys that each position of a layer sees, `(B, S)`."""
 
     def __init__(self, begins: Tensor, ends: Tensor) -> None:
         self._ranges = begins, ends
         self._slices: dict[int, Slices] = {}
 
     def slices(self, origin: int = 0) -> Slices:
-        """The same as slices, once for all layers, of positions that count from `origin`."""
+        """Return the ranges as slices of positions from `origin`, made once for all layers."""
         if origin not in self._slices:
             ranges = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
             self._slices[origin] = Slices.per_query(*ranges)
@@ -144,17 +145,17 @@ class GivenMask:
 
 
 def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False) -> Any:
-    """Masks from outside, a mask or a dict of them by layer type, as what tokens see.
+    """Return what tokens see by a mask from outside, or by each mask of a dict by layer type.
 
     Args:
-        mask: or masks.
-        seq_len: tokens that ask.
-        of: what an error names.
-        keeps_plain: leave masks as they are to which the model added nothing: their layers know
-            them by their pattern.
+        mask: one mask, or a dict of masks.
+        seq_len: number of queries.
+        of: suffix that names the mask in errors.
+        keeps_plain: return masks unchanged if the model added nothing to them: layers know these
+            by their pattern.
 
     Raises:
-        ValueError: if they are dense, were made for a part of the batch, or do not show ranges.
+        ValueError: if a mask is dense, was made for a part of the batch, or does not show ranges.
     """
     if isinstance(mask, dict) and mask:
         return {
@@ -178,13 +179,13 @@ def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False
 
 
 def padding_of(mask: Any) -> Tensor | None:
-    """The attention mask `(B, S)` of a batch for which these masks were made."""
+    """Return the attention mask `(B, S)` of the batch for which these masks were made."""
     masks = mask.values() if isinstance(mask, dict) else [mask]
     return next((x.padding for x in masks if isinstance(x, ModelMask)), None)
 
 
 def largest(given: Any) -> Slices:
-    """Of what `given_masks` returned, the slices that show most."""
+    """Return the slices with the most visible pairs among the results of `given_masks`."""
     masks = given.values() if isinstance(given, dict) else [given]
     every = [x.slices() for x in masks]
     num_queries = max(int(table[:, 1].max(initial=0)) for x in every for table in x)
@@ -192,8 +193,8 @@ def largest(given: Any) -> Slices:
 
 
 def is_given(mask: Any) -> bool:
-    """Whether an attention mask was made by a model around the sharded one."""
+    """Return whether an attention mask was made by a model around the sharded one."""
     if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
         return True
-    # A nested tensor has no shape to read.
+    # The shape of a nested tensor cannot be read.
     return isinstance(mask, Tensor) and not mask.is_nested and mask.ndim == 4

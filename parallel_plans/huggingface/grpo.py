@@ -22,19 +22,19 @@ NO_GENERATION = (
 class ContextParallelGRPOMixin(ContextParallelMixin):
     """Context parallelism for TRL's `GRPOTrainer`, with completions from a `rollout_func`.
 
-    Put it before the trainer of TRL. The first rank of each axis calls `rollout_func`, and its
-    completions and rewards hold on all ranks of the axis. Rewards, advantages, losses and metrics
-    are those of that trainer on the ranks of `dp_replicate` alone.
+    Put it before the trainer of TRL. The first rank of each axis calls `rollout_func`, and the
+    whole axis uses its completions and rewards. Rewards, advantages, losses and metrics are the
+    same as those of TRL's trainer on the ranks of `dp_replicate` alone.
 
     Args:
-        *args: those of TRL's trainer. `model` is under `context_parallel_plan`.
-        **kwargs: those of TRL's trainer, `rollout_func` among them; `mesh` as in
+        *args: arguments of TRL's trainer. `model` is under `context_parallel_plan`.
+        **kwargs: arguments of TRL's trainer, including `rollout_func`; `mesh` as in
             `ContextParallelTrainer`. With `beta`, train an adapter: TRL makes a reference model
             that is not under the plan.
 
     Raises:
         TypeError: if it is mixed into another trainer.
-        ValueError: see `ContextParallelMixin`; and if the trainer would generate, completions are
+        ValueError: see `ContextParallelMixin`. Also if the trainer would generate, completions are
             logged, or the completions of a prompt would be split between replicas.
 
     Example:
@@ -51,7 +51,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check_generation()
-        # TRL counts all ranks, of which those of an axis share their rows.
+        # TRL counts all ranks, but the ranks of an axis share their rows.
         config: Any = self.args
         config.generation_batch_size = self._rows_of_replica() * self._num_replicas()
         ask = self.rollout_func
@@ -62,7 +62,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         return args.beta != 0 and not is_peft_model(self.model)
 
     def _rows_of_replica(self) -> int:
-        """Completions that a replica generates at once."""
+        """Return the number of completions that a replica generates at once."""
         config: Any = self.args
         return config.per_device_train_batch_size * config.steps_per_generation
 
@@ -99,12 +99,12 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         parent: Any = super()
         with self._counting_replicas():
             batch = parent._generate_and_score_completions(inputs)
-        # TRL shuffles the batch next, and a rollout may have drawn numbers on its rank only.
+        # TRL shuffles the batch next, and the rollout may have drawn random numbers on one rank.
         torch.set_rng_state(self._share(torch.get_rng_state))
         return batch
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Of the first rank of each axis; functions of the user's may differ between ranks."""
+        """Return the rewards of each axis's first rank: user functions may differ between ranks."""
         parent: Any = super()
         rewards = parent._calculate_rewards(*args, **kwargs)
         by_rank = rewards.view(dist.get_world_size(), -1, rewards.shape[-1])
@@ -117,7 +117,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
 
     @contextmanager
     def _counting_replicas(self) -> Iterator[None]:
-        """While TRL joins what the processes have, these are the replicas."""
+        """Present the replicas to TRL as its processes, while TRL gathers from them."""
         accelerator = self.accelerator
         self.accelerator: Any = _Replicas(self)
         try:
@@ -126,13 +126,13 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
             self.accelerator = accelerator
 
     def _share(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of the axis makes, or its error, on all of them."""
+        """Run `make` on the first rank of the axis; return its result, or raise, on all ranks."""
         group = self._mesh["cp"].get_group()
         made: list[Any] = [None, None]
         if group.rank() == 0:
             try:
                 made[0] = make()
-            except Exception as error:  # of the user's: the others wait for an answer
+            except Exception as error:  # the user's code failed, and the other ranks wait
                 made[1] = f"{type(error).__name__}: {error}"
                 dist.broadcast_object_list(made, group=group, group_src=0)
                 raise

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from parallel_plans.huggingface.cross_entropy import projected_cross_entropy
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
+# The largest logit that is probed, beyond the softcaps of models, where tanh is not linear.
 LADDER = 60.0
-"""The largest logit that is tried: beyond the caps of models, where tanh is not linear."""
 
 
 class Tail(NamedTuple):
@@ -30,11 +30,11 @@ class Tail(NamedTuple):
 
 
 class LossHead(nn.Linear):
-    """A projection that returns a loss for each token in place of its logits, if it has labels.
+    """A projection that returns a loss for each token instead of its logits, if it has labels.
 
-    Note [Losses in place of logits]: the loss is made inside of the head, where FSDP2 has gathered
-    the weight, and returned, so that it is gathered again in backward. The model goes on with the
-    losses as if they were logits of one word, of which nothing is used.
+    Note [Losses in place of logits]: the loss is computed inside the head, where FSDP2 has gathered
+    the weight. The head returns it, so FSDP2 gathers the weight again in backward. The model treats
+    the losses as logits of one word, and nothing uses what it makes of them.
     """
 
     tail: Tail
@@ -46,32 +46,32 @@ class LossHead(nn.Linear):
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
         found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.tail)
-        # Of its own memory: FSDP2 warns of views.
+        # A copy, as FSDP2 warns of views.
         self.losses = found.view(*input.shape[:-1], 1).clone()
         return self.losses
 
 
 def install_head(model: Any, tail: Tail) -> None:
-    """Let the model's head, of which `find_tail` has found the tail, make losses."""
+    """Let the model's head compute losses; `find_tail` has found the tail."""
     head = model.get_output_embeddings()
-    # A class of its own, not a method: copies of the model, and what wraps the head, work.
+    # Set the class, not a method: then copies of the model and wrappers of the head work.
     head.__class__ = LossHead
     head.tail, head.labels, head.losses = tail, None, None
 
 
 def loss_head(model: Any) -> LossHead | None:
-    """The model's head, if nothing was put around it or into it since the plan."""
+    """Return the model's head, if nothing was put around or into it since the plan was applied."""
     head = model.get_output_embeddings()
-    # Adapters take the head's place.
+    # Adapters replace the head.
     if not isinstance(head, LossHead) or any(_added(head)):
         return None
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 
 
 def pops_logits(model: Any, given: dict[str, Any]) -> bool:
-    """Whether logits are to be returned; takes what asks for them out of the arguments.
+    """Pop `output_logits` from the arguments; return whether to return logits.
 
-    Those of a language model with labels have to be asked for: they are the largest tensor.
+    With labels, a language model returns them on request only: they are the largest tensor.
     """
     is_asked = given.pop("output_logits", None)
     is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
@@ -79,7 +79,7 @@ def pops_logits(model: Any, given: dict[str, Any]) -> bool:
 
 
 def _added(head: nn.Module) -> Iterator[Any]:
-    """What libraries add to a module that computes something else then, but for FSDP2."""
+    """Yield what libraries other than FSDP2 have added to a module to change its result."""
     yield from (name for name in ("forward", "parametrizations") if name in vars(head))
     if nn.utils.parametrize.is_parametrized(head):
         yield "parametrizations"
@@ -90,19 +90,19 @@ def _added(head: nn.Module) -> Iterator[Any]:
 
 
 def _is_plain(head: nn.Linear) -> bool:
-    """Whether its tensors are no subclass, as of tensor parallelism or quantization."""
+    """Return whether the head's tensors are plain, not of tensor parallelism or quantization."""
     tensors = [head.weight] if head.bias is None else [head.weight, head.bias]
     return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
 def give_labels(model: Any, labels: Tensor | None) -> None:
-    """Let the head of a model make losses of what it is called on next, if there are labels."""
+    """Let the head of a model compute losses in its next call, if there are labels."""
     if labels is not None:
         model.get_output_embeddings().labels = labels
 
 
 def take_losses(model: Any) -> Tensor | None:
-    """Those that its head has made since it got labels, and have it make logits again."""
+    """Return the losses that the head has computed, if any; let it compute logits again."""
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
         return None
@@ -111,9 +111,9 @@ def take_losses(model: Any) -> Tensor | None:
 
 
 def find_tail(model: Any) -> Tail | None:
-    """What the model does to the logits of its head, by what it makes of a ladder of them.
+    """Find what the model does to the logits of its head, by a ladder of values in their place.
 
-    `None` if that is something else than a `Tail`, or the head is no plain projection.
+    Return `None` if it is not a `Tail`, or the head is not a plain projection.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or not _is_plain(head) or any(_added(head)):
@@ -140,7 +140,7 @@ def find_tail(model: Any) -> Tail | None:
 
 
 def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> Tail:
-    """By the logits between -1 and 1, where a softcap can be undone."""
+    """Fit the scale to the logits between -1 and 1, where a softcap can be undone."""
     is_small = ladder.abs() <= 1
     x, y = ladder[is_small], logits[is_small]
     if softcap:

@@ -1,4 +1,4 @@
-"""The images of a call, which can be cut where one ends and the next begins."""
+"""Finds the images of a call, and cuts its arguments between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ SIZES, PLACES = "image_sizes", "image_position_ids"
 
 
 class Images(NamedTuple):
-    """Arguments of `get_image_features`, and how large each of the images in them is."""
+    """Arguments of `get_image_features`, and how large each of their images is.
+
+    Attributes:
+        given: the arguments, by name.
+        sizes: size of each image, in patches if the model counts them, else in pixels, else 1.
+        has_grid: whether the patches of all images are rows of one tensor.
+    """
 
     given: dict[str, Any]
     sizes: tuple[int, ...]
-    """Of each image: patches if the model counts them, else pixels, else 1."""
     has_grid: bool
-    """Whether the patches of all images are rows of one tensor."""
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Images | None:
-        """Those of a call; `None` if nobody knows where they would be cut."""
+        """Return the images of a call; `None` if it is unknown where to cut them."""
         pixels, grid = given.get(PIXELS), given.get(GRID)
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         if not isinstance(pixels, Tensor) or not pixels.numel():
@@ -38,7 +42,7 @@ class Images(NamedTuple):
         return cls(given, _sizes(given, len(pixels)), False)
 
     def part(self, begin: int, end: int) -> dict[str, Any]:
-        """The arguments for some of the images."""
+        """Return the arguments for images `begin ... end - 1`."""
         first, last = sum(self.sizes[:begin]), sum(self.sizes[:end])
         return {
             name: x
@@ -51,19 +55,20 @@ class Images(NamedTuple):
 
 
 def _sizes(given: dict[str, Any], number: int) -> tuple[int, ...]:
-    """Of images that are one row each."""
+    """Return the sizes of images that are one row each."""
     sizes, places = given.get(SIZES), given.get(PLACES)
     if isinstance(sizes, Tensor):
         return tuple(sizes.prod(-1).tolist())
-    if isinstance(places, Tensor):  # places of -1 are padding
+    if isinstance(places, Tensor):  # -1 marks padding
         return tuple((places != -1).all(-1).sum(-1).tolist())
     return (1,) * number
 
 
 def shared_out(sizes: Sequence[int], world_size: int) -> list[int]:
-    """How many of the images, in their order, each rank gets, so that their sizes are even.
+    """Return how many images each rank gets, in their order, to balance the sum of sizes.
 
-    An image goes to the rank in whose even share of the sum its middle lies.
+    The total size is cut into equal shares, and an image goes to the rank whose share holds its
+    middle.
 
     >>> shared_out([1, 1, 1], 2), shared_out([4, 1, 1, 2], 2), shared_out([5], 3)
     ([1, 2], [1, 3], [0, 1, 0])

@@ -194,7 +194,7 @@ class GradientSum:
         self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room)
 
     def make_room(self) -> None:
-        """Add up what is here if another gradient would be one too many."""
+        """Add up the kept gradients if there is no room for another."""
         self._parts.make_room()
 
     def add(self, at: Region, grad: Tensor) -> None:
@@ -236,7 +236,7 @@ class GradientShare:
         self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room=1)
 
     def make_room(self) -> None:
-        """Add up what is here if another gradient would be one too many."""
+        """Add up the kept gradients if there is no room for another."""
         self._parts.make_room()
 
     def add(self, at: Region, grad: Tensor) -> None:

@@ -60,7 +60,7 @@ class Group:
         return LAUNCH + self.num_segments * self.longest
 
     def joined(self, other: Group, gap: tuple[int, int]) -> Group:
-        """Return one group of this, the next group, and the gap (segments, blocks) between them."""
+        """Return this group joined with the next one and the gap (segments, blocks) between."""
         return Group(
             (self.span[0], other.span[1]),
             self.num_segments + gap[0] + other.num_segments,
@@ -154,8 +154,7 @@ def hull_of(spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int)
     return Hull((first, last + 1), tokens, batch_size)
 
 
-# The smallest number of tiles for one launch of segments. Fewer tiles are launched one by one, as
-# their merges are smaller.
+# The smallest number of tiles for a launch of segments; single launches have smaller merges.
 FEWEST = 3
 
 # The largest number of chains of one mask that a tile is compared with.
@@ -230,8 +229,7 @@ class _Chain:
     def takes(self, tile: Tile, batch: int) -> bool:
         """Return whether a tile of the same mask may be the next link."""
         last_batch, last = self.links[-1]
-        # Bottom-right kernels shift a band by rows - cols, but a launch has one window for all
-        # segments. So only square tiles, full ones and causal ones can share a launch.
+        # Bottom-right kernels shift a band by rows - cols, which must be equal in all segments.
         are_square = all(length(x.rows) == length(x.cols) for x in (last, tile))
         if not (are_square or self.mask in (FULL, CAUSAL)):
             return False

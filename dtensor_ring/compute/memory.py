@@ -127,8 +127,7 @@ class Numbers:
         if is_captured:
             _CAPTURED.update(copies)
         elif device.type == "cuda":
-            # A side stream allocated the memory. It must not be reused while this stream reads it.
-            # All tensors are views of one allocation, so recording the first is enough.
+            # A side stream allocated the memory of all views; keep it while this stream reads it.
             copies[0].record_stream(torch.cuda.current_stream(device))
         return copies
 
@@ -142,8 +141,7 @@ class Numbers:
             return _in_one_transfer(lists, device)
 
 
-# Tensors that captured CUDA graphs read at each replay. They are never freed, because nothing
-# reports when the last graph is gone.
+# Tensors that CUDA graphs read at each replay; nothing reports when the last graph is gone.
 _CAPTURED: set[Tensor] = set()
 
 NOT_THERE = (

@@ -19,8 +19,7 @@ from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
 from dtensor_ring.compute.sums import Part, Sum
 from dtensor_ring.planning.ranges import Span
 
-# The largest weight of a part, relative to the first, that is added without a division: that of
-# about a million keys.
+# The largest relative weight of a part that joins without a division: about a million keys.
 MAX_WEIGHT = 2.0**20
 
 
@@ -291,7 +290,7 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def merge_gradients(
     grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Backward of `merge_`: return the gradients of the parts' outputs and of their lse.
+    """Return the gradients of the outputs and lse of the parts that `merge_` merged.
 
     The merged output is the mean of the parts, with weights `w = exp(lse of the part - lse)`. So
     the gradient of a part's output is `w * grad_out`, and that of its lse `w * (p - mean of all p +

@@ -69,8 +69,7 @@ def _pointers(one: Sum) -> tuple[Any, ...]:
 
 def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
     """Encode numbers that change between batches, so Triton does not recompile for them."""
-    # Triton specializes on numbers in a tuple that are 1 or a multiple of 16. `4 * n + 2` is
-    # never either of them.
+    # Triton specializes on 1 and multiples of 16 in a tuple; `4 * n + 2` is neither.
     return tuple(number << 2 | 2 for number in numbers)
 
 
@@ -154,8 +153,7 @@ def _put(
         mask = is_here[:, None] & is_dim
         x = tl.load(tensors[i + 1] + at[:, None] + dims[None, :], mask=mask, other=0.0).to(wide)
         if len(lses) > 0:
-            # The weight is 0 if no part has seen the row. Nothing is subtracted from outputs, so an
-            # infinite one stays infinite.
+            # The weight is 0 if no part has seen the row. Without a subtraction, inf stays inf.
             lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
             x *= (tl.exp(lse - base) / total)[:, None]
         result += x

@@ -85,7 +85,7 @@ class Sum:
 
     @property
     def _divides(self) -> bool:
-        """Whether the target is divided, so that all its rows change."""
+        """Whether the sum divides the target, which changes all its rows."""
         return self.denominator is None and self.parts[0].denominator is not None
 
     @property

@@ -70,9 +70,8 @@ class CpuFlash(Kernel):
 
     The operator has no windows, and in a causal square it scores about 400 hidden keys for each
     query. So forward computes windows and small squares by blocks of rows, which need no merge.
-    Backward computes windows by blocks of columns, so only gradients of queries are summed.
-    Forward cuts larger squares into halves. Backward cuts all squares into halves, which needs no
-    bias.
+    Backward computes windows by blocks of columns, so only gradients of queries are summed. Forward
+    cuts larger squares into halves. Backward cuts all squares into halves, which needs no bias.
     """
 
     name = "cpu_flash"

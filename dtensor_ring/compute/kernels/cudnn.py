@@ -5,8 +5,7 @@ Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_
 
 - lse is the natural logarithm, float32 and `(B, N, R, 1)`, in forward and backward.
 - Keys may have fewer heads than queries, so grouped-query needs no copies.
-- `is_causal` is aligned top-left; for squares the alignment makes no difference. There are no
-  windows.
+- `is_causal` is aligned top-left, which makes no difference for squares. There are no windows.
 - Head dims are multiples of 8 up to 128. Whether larger ones work depends on the GPU and the
   version, so other kernels serve them. Dtypes have 16 bits.
 - Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the

@@ -264,7 +264,7 @@ def select_kernel(name: str | None, problem: Problem) -> Kernel:
 
 
 def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
-    """Return `select_kernel` for `Problem(device_type, *facts)`, which is built only once."""
+    """Return the choice of `select_kernel` for `Problem(device_type, *facts)`, cached by facts."""
     return _kernel_for(name, _gpu(device_type), determinism(), device_type, *facts)
 
 

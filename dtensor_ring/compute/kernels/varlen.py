@@ -6,8 +6,8 @@ All four flash attention kernels handle both, but differently. Their code shows:
 - Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes an out of 0
   and an lse of +inf. Flash attention 3 writes an out of 0 and an lse of -inf. Flash attention 4
   masks a whole block: its lse is -inf, and its out is 0 times the values of the segment before,
-  which is NaN if those are not finite. After all kernels `clear_empty_rows` writes an lse of -inf,
-  and after flash attention 4 also an out of 0. It does nothing if every row has keys.
+  which is NaN if those are not finite. If a row has no keys, `clear_empty_rows` then writes an lse
+  of -inf, and for flash attention 4 also an out of 0.
 - Rows without keys, backward: no block of keys reads them. All kernels clear the gradient of
   queries in an earlier launch, which covers queries only. In flash attention 3 and 4 this launch
   reads lse, and treats -inf as 0. Flash attention 2 reads lse only together with keys. So the -inf

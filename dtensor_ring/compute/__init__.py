@@ -1,1 +1,1 @@
-"""One rank, one step: launches of a block kernel, and the merging of their results."""
+"""Computes one step on one rank: launches a block kernel and merges the partial results."""

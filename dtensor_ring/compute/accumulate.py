@@ -1,4 +1,4 @@
-"""Accumulates what the launches return: partial outputs and gradients."""
+"""Accumulates the partial outputs and gradients that launches return."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from dtensor_ring.planning.demand import Cols
 
 
 class Parts:
-    """Parts of a tensor `(B, N, L, H)`, one of each launch.
+    """Partial results of a tensor `(B, N, L, H)`, one from each launch.
 
-    Note [Parts at once]: a part stays in the dtype of the kernel until `room` of them are there.
-    Then one pass over memory puts them together, in float32 or wider. More room saves passes over
-    the float32 tensor, which is twice as large as a part of 16 bits. The last parts go into memory
-    of the result's dtype, so merging rounds every number once, in addition to what kernels round
-    themselves.
+    Note [Parts at once]: a part stays in the dtype of the kernel until there are `room` of them.
+    Then one pass over memory merges them, in float32 or wider. More room saves passes over the
+    float32 tensor, which is twice as large as a part of 16 bits. The last parts are merged directly
+    into memory of the result's dtype. So merging rounds every number once; kernels round, too.
 
     Args:
-        shape: of the tensor.
-        dtype: of the result.
-        order: of the result, whose memory is dense.
-        room: how many parts may be kept; `None` keeps what takes no more memory than to add each
-            part to a float32 tensor at once.
+        shape: shape of the tensor.
+        dtype: dtype of the result.
+        order: memory order of the result, which is dense.
+        room: the largest number of parts to keep. `None` keeps parts as long as this takes no more
+            memory than adding each one to a float32 tensor immediately.
     """
 
     def __init__(
@@ -51,17 +50,17 @@ class Parts:
         return bool(self._parts)
 
     def add(self, at: Region, x: Tensor, lse: Tensor | None = None) -> None:
-        """Keep a part, which may be written to: of a region, with its log-sum-exp if it is mean."""
+        """Keep a part and its lse, if it has one; `x` may be overwritten."""
         self.make_room()
         self._parts.append(Part(at, x, lse))
 
     def make_room(self) -> None:
-        """Put the parts together if there is no room for another; before a kernel allocates one."""
+        """Merge the parts if there is no room for another, before a kernel allocates it."""
         if self._is_full():
             self._parts = [self._together(self._wide)]
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The tensor in its dtype and order, and its log-sum-exp `(B, N, L)`."""
+        """Return the tensor in its dtype and order, and its lse `(B, N, L)` or `None`."""
         first = self._parts[0]
         is_final = first.denominator is None and sinks is None and self._is_whole(first)
         if len(self._parts) > 1 or not is_final:
@@ -69,7 +68,7 @@ class Parts:
         return in_order(first.x, self._order, self._dtype), first.lse
 
     def total(self, is_last: bool) -> Tensor:
-        """The tensor so far, to add to: wide unless the last addend comes, which rounds once."""
+        """Return the sum so far, to add to. It is wide unless only the last addend is missing."""
         first = self._parts[0]
         if (
             len(self._parts) > 1
@@ -80,13 +79,13 @@ class Parts:
         return self._parts[0].x
 
     def into(self, total: Tensor, is_new: bool) -> Sum:
-        """The parts as addends of a sum elsewhere, whose memory is new or has a content."""
+        """Return a `Sum` that adds the parts to `total`, or overwrites it if `is_new`."""
         return Sum(total, [*([] if is_new else [Part(WHOLE, total)]), *self._parts])
 
     def _is_full(self) -> bool:
         if len(self._parts) < 2:
             return False
-        # What was put together already is the float32 tensor, not one of the parts.
+        # A merged float32 tensor at the front is the running total and does not count as a part.
         kept = self._parts[self._is_total(self._parts[0]) :]
         is_many = kept[0].x.is_cuda and len(self._parts) >= MAX_PARTS
         return is_many or sum(part.x.numel() for part in kept) >= self._num_kept() * self._size
@@ -94,8 +93,8 @@ class Parts:
     def _num_kept(self) -> int:
         if self._room is not None:
             return self._room
-        # Two narrow parts and a wide tensor need what a part, the tensor and the result needed.
-        # CPUs gain nothing: interpolating in place is one pass there.
+        # Two narrow parts and the wide tensor take as much memory as one part, the wide tensor and
+        # the result. CPUs gain nothing from more room: they merge in place, in one pass.
         is_narrow = self._dtype != self._wide
         return 2 if is_narrow and self._parts[0].x.is_cuda else 1
 
@@ -112,10 +111,10 @@ class Parts:
     def _together(
         self, dtype: torch.dtype, sinks: Tensor | None = None, divided: bool = False
     ) -> Part:
-        """All parts as one, in that dtype; on CPUs it may have a denominator unless `divided`."""
+        """Merge all parts into one of this dtype. On CPUs it has a denominator unless `divided`."""
         first = self._parts[0]
         denominator = None
-        # Where the first part is wide memory for the whole tensor already, the others go there.
+        # If the first part is the wide running total, merge the others into it in place.
         if self._is_total(first) and dtype == self._wide:
             target, lse, denominator = first.x, first.lse, first.denominator
         else:
@@ -130,16 +129,14 @@ class Parts:
 
 
 class Partial:
-    """The running (out, lse) of the local queries: the parts that launches gave, see `Parts`.
-
-    Sinks enter with the last merge.
+    """The running (out, lse) of the local queries, kept as `Parts`. Sinks enter in the last merge.
 
     Args:
         query: the local queries `(B, N, L, H)`.
         value_head_dim: head dim of the outputs.
         sinks: one logit for each head `(N,)`; see `dtensor_ring.compute.sinks`.
-        dtype: of the result; by default the query's.
-        room: how many parts may be kept, see `Parts`.
+        dtype: dtype of the result; by default the query's.
+        room: the largest number of parts to keep, see `Parts`.
     """
 
     def __init__(
@@ -155,7 +152,7 @@ class Partial:
         self._parts = Parts(self._shape, self._dtype, order_of(query), room)
 
     def make_room(self) -> None:
-        """Merge what is here if another part would be one too many."""
+        """Merge the parts if there is no room for another."""
         self._parts.make_room()
 
     def add(self, at: Region, out: Tensor, lse: Tensor) -> None:
@@ -163,13 +160,13 @@ class Partial:
 
         Args:
             at: the region.
-            out: `(B, N, R, Hv)`, which is kept and may be written to.
-            lse: `(B, N, R)`, likewise.
+            out: the output `(B, N, R, Hv)`, which is kept and may be overwritten.
+            lse: its log-sum-exp `(B, N, R)`, which is kept and may be overwritten.
         """
         self._parts.add(at, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """`out` `(B, N, L, Hv)`, in its dtype and the query's order, and `lse` `(B, N, L)`."""
+        """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""
         if not self._parts:
             self._add_nothing()
         out, lse = self._parts.result(self._sinks)
@@ -177,7 +174,7 @@ class Partial:
         return out, lse.contiguous()
 
     def _add_nothing(self) -> None:
-        """A part of no keys."""
+        """Add the result over no keys: outputs of 0 and an lse of -inf."""
         wide = torch.promote_types(self._dtype, torch.float32)
         out = empty(self._query, self._shape, order_of(self._query), self._dtype).zero_()
         lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
@@ -188,8 +185,8 @@ class GradientSum:
     """The sum of the launches' gradients of one tensor `(B, N, L, H)`.
 
     Args:
-        like: the tensor: its shape, dtype and device.
-        room: how many gradients may be kept until they are added, see `Parts`.
+        like: a tensor of the same shape, dtype and device.
+        room: the largest number of gradients to keep before they are added, see `Parts`.
     """
 
     def __init__(self, like: Tensor, room: int | None = None) -> None:
@@ -197,27 +194,27 @@ class GradientSum:
         self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room)
 
     def make_room(self) -> None:
-        """Add up what is here if another gradient would be one too many."""
+        """Add up the kept gradients if there is no room for another."""
         self._parts.make_room()
 
     def add(self, at: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, L)`, which may be written to."""
+        """Add the gradient of a region of `(B, N, L)`; `grad` may be overwritten."""
         self._parts.add(at, grad)
 
     def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
-        """Add what other ranks summed up for these columns, and round after the last of it.
+        """Add the sum that arrived from other ranks for these columns.
 
         Args:
-            arrived: the columns side by side.
-            cols: where in the tensor they are.
-            is_last: whether nothing else is added.
+            arrived: the columns, packed side by side.
+            cols: places of the columns in the tensor.
+            is_last: whether this is the last addend; then the sum is rounded to its dtype.
         """
-        # Adding to narrow memory rounds: exact enough only once, with the last addend.
+        # Adding to narrow memory rounds, so only the last addend may do it.
         total = self._parts.total(is_last) if self._parts else self._zeros()
         add(total, arrived, cols)
 
     def result(self) -> Tensor:
-        """The sum in the tensor's dtype, token-major."""
+        """Return the sum in the tensor's dtype, token-major."""
         if not self._parts:
             self._zeros()
         return self._parts.result()[0]
@@ -228,24 +225,24 @@ class GradientSum:
 
 
 class GradientShare:
-    """A step's gradients of a shard in transit, until the sum over the other ranks arrives.
+    """One step's gradients of a shard, kept until the sum over the other ranks arrives.
 
     Args:
-        like: the part of the shard `(B, N, C, H)`: its shape, dtype and device.
+        like: a tensor of the shape `(B, N, C, H)`, dtype and device of the gradients.
     """
 
     def __init__(self, like: Tensor) -> None:
-        # Many overlapping launches would hold many shards' worth of memory.
+        # With more room, many overlapping launches would hold many times the memory of a shard.
         self._parts = Parts(like.shape, like.dtype, TOKEN_MAJOR, room=1)
 
     def make_room(self) -> None:
-        """Add up what is here if another gradient would be one too many."""
+        """Add up the kept gradients if there is no room for another."""
         self._parts.make_room()
 
     def add(self, at: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, C)`, which may be written to."""
+        """Add the gradient of a region of `(B, N, C)`; `grad` may be overwritten."""
         self._parts.add(at, grad)
 
     def to_add(self, total: Tensor, first: bool) -> Sum:
-        """To add to the sum, or to begin it: then `total` is memory that nothing was written to."""
+        """Return a `Sum` that adds the gradients to `total`, or overwrites it if `first`."""
         return self._parts.into(total, first)

@@ -1,7 +1,8 @@
 """Runs the launches of a step through a block kernel.
 
-Flash attention 2, and the backward of 3, start as many blocks for each segment as the longest one
-needs. A block without rows ends at once, but thousands of them take longer than another launch.
+Flash attention 2, and the backward of 3, start the same number of blocks for each segment: the
+number that the longest one needs. A block without rows ends at once, but thousands of such blocks
+take longer than another launch. So long and short segments go into separate launches.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 
+# Tokens of a block.
 BLOCK = 128
-"""Tokens of a block."""
 
+# Cost of a launch, in blocks of one head. An estimate: with 32 heads about 10 us.
 LAUNCH = 512
-"""Blocks of one head that take as long as a launch: with 32 heads about 10 us, an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Segments of one launch: which links they come from, how many they are, and the longest.
+    """Segments that form one launch.
 
     Attributes:
-        span: of the links.
-        num_segments: those of links and of gaps between them.
+        span: range of the links that the segments come from.
+        num_segments: number of segments, from links and from the gaps between them.
         longest: blocks of the longest segment.
     """
 
@@ -55,11 +56,11 @@ class Group:
 
     @property
     def cost(self) -> int:
-        """In blocks of one head."""
+        """Time of the launch, in blocks of one head."""
         return LAUNCH + self.num_segments * self.longest
 
     def joined(self, other: Group, gap: tuple[int, int]) -> Group:
-        """With the group after it, and the gap between them: its segments, and its blocks."""
+        """Return this group joined with the next one and the gap (segments, blocks) between."""
         return Group(
             (self.span[0], other.span[1]),
             self.num_segments + gap[0] + other.num_segments,
@@ -68,24 +69,24 @@ class Group:
 
 
 def num_blocks(num_tokens: int) -> int:
-    """Blocks of so many tokens."""
+    """Return the number of blocks that hold `num_tokens`."""
     return -(-num_tokens // BLOCK)
 
 
 def cut(links: Sequence[int], gaps: Sequence[tuple[int, int]]) -> list[Span]:
-    """Ranges of links that are a launch each.
+    """Cut a chain of links into ranges; each range becomes one launch.
 
     Args:
-        links: blocks of each segment.
-        gaps: after each link but the last, the segments that lie in between, and blocks of the
-            longest of them.
+        links: blocks of each link's segment.
+        gaps: for each pair of neighbouring links, the number of segments between them, and the
+            blocks of the longest of these.
 
     >>> cut([32] + [1] * 100 + [40], [(0, 0)] * 101)
     [(0, 1), (1, 101), (101, 102)]
     """
     groups = [Group((i, i + 1), 1, longest) for i, longest in enumerate(links)]
     level, most = 1, max((*links, *(longest for _, longest in gaps)), default=0)
-    # Short ones first: each of them alone would rather join a long one than be a launch.
+    # Join short segments first: a single short one would join a long one to save its launch.
     while level < 2 * most:
         groups = _join_neighbours(groups, gaps, level)
         level *= 2
@@ -95,7 +96,7 @@ def cut(links: Sequence[int], gaps: Sequence[tuple[int, int]]) -> list[Span]:
 def _join_neighbours(
     groups: list[Group], gaps: Sequence[tuple[int, int]], level: int
 ) -> list[Group]:
-    """Neighbours are joined where that takes fewer blocks, and none has more than `level`."""
+    """Join neighbours whose segments have at most `level` blocks, where this lowers the cost."""
     found: list[Group] = []
     for group in groups:
         while found:
@@ -110,12 +111,12 @@ def _join_neighbours(
 
 @dataclass(frozen=True)
 class Hull:
-    """Batch rows, and tokens of each of them, which are one dimension to a kernel.
+    """A bounding box of batch rows and tokens, which a kernel sees as one dimension.
 
     Attributes:
-        batches: first batch row, and the one after the last.
-        tokens: first token, and the one after the last.
-        batch_size: batch rows of the tensor.
+        batches: range of batch rows.
+        tokens: range of tokens in each of these rows.
+        batch_size: number of batch rows of the whole tensor.
     """
 
     batches: Span
@@ -124,23 +125,23 @@ class Hull:
 
     @property
     def region(self) -> Region:
-        """As an index of `(B, N, L)`."""
+        """The box as an index of `(B, N, L)`."""
         is_all = self.batches == (0, self.batch_size)
         rows = slice(None) if is_all else slice(*self.batches)
         return rows, slice(None), slice(*self.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Of all its batch rows."""
+        """Number of tokens in all batch rows of the box."""
         return length(self.batches) * length(self.tokens)
 
     def at(self, batch: int, token: int) -> int:
-        """The place of a token among all of them."""
+        """Return the place of a token in the flattened box."""
         return (batch - self.batches[0]) * length(self.tokens) + token - self.tokens[0]
 
 
 def hull_of(spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int) -> Hull:
-    """From the first to the last of spans, which come with their batch rows, in their order.
+    """Return the bounding box of `(batch row, tokens)` pairs, which are in ascending order.
 
     >>> hull_of([(1, (3, 4)), (1, (6, 9))], 2, 10).tokens
     (3, 9)
@@ -148,48 +149,48 @@ def hull_of(spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int)
     (0, 10)
     """
     (first, (start, _)), (last, (_, end)) = spans[0], spans[-1]
-    # Tokens of several batch rows are one dimension without a copy only if they are all tokens.
+    # A box of several batch rows is one dimension without a copy only if it has all their tokens.
     tokens = (start, end) if first == last else (0, num_tokens)
     return Hull((first, last + 1), tokens, batch_size)
 
 
+# The smallest number of tiles for a launch of segments; single launches have smaller merges.
 FEWEST = 3
-"""Fewest tiles for which one launch of segments beats separate ones, whose merges are smaller."""
 
+# The largest number of chains of one mask that a tile is compared with.
 MAX_OPEN_CHAINS = 16
-"""Chains of one mask that a tile may continue."""
 
+# Batch size, number of local queries, and number of resident keys.
 Shape = tuple[int, int, int]
-"""Batch, local queries and resident keys."""
 
+# A batch row, and a tile of it.
 _Link = tuple[int, Tile]
-"""A batch row, and a tile of it."""
 
+# The shape if the kernel takes segments, and whether messages are in flight.
 _Key = tuple[Shape | None, bool]
-"""The shape where there are segments, and whether messages are in flight."""
 
+# Launches by step. The keys are weak, so launches live as long as their plan.
 _MADE: WeakKeyDictionary[Step, dict[_Key, tuple[Launch, ...]]] = WeakKeyDictionary()
-"""Launches by step: they live as long as their plan."""
 
 
 def launches(
     step: Step, shape: Shape, has_segments: bool, in_flight: bool = False
 ) -> tuple[Launch, ...]:
-    """The launches of a step, made once for each shape.
+    """Return the launches of a step, which are made once for each shape.
 
-    Tiles of one mask that follow one another in queries and in keys, as those of packed documents
-    do, are one launch of segments.
+    Tiles of packed documents have one mask and ascend in both queries and keys. Such tiles form one
+    launch of segments.
 
     Args:
-        step: whose tiles they cover.
-        shape: batch, local queries and resident keys.
-        has_segments: whether the kernel takes segments; each tile is a launch if not.
-        in_flight: whether messages are in flight meanwhile.
+        step: the step whose tiles are launched.
+        shape: batch size, number of local queries, and number of resident keys.
+        has_segments: whether the kernel takes segments; if not, each tile is a launch.
+        in_flight: whether messages are in flight during the launches.
     """
     made = _MADE.get(step)
     if made is None:
         made = _MADE.setdefault(step, {})
-    # Single tiles do not depend on the shape, segments count through it.
+    # Only boundaries of segments depend on the shape; single tiles do not.
     key = (shape if has_segments else None), in_flight
     if key not in made:
         found = _join_tiles(step, shape) if has_segments else tuple(map(_single, step.tiles))
@@ -203,11 +204,11 @@ def _single(tile: Tile) -> Launch:
 
 
 def _join_tiles(step: Step, shape: Shape) -> tuple[Launch, ...]:
-    """Chains of tiles that are long enough become one launch each."""
+    """Chain the tiles by mask, and return the launches of all chains."""
     chains: list[_Chain] = []
     by_mask: dict[Mask, list[_Chain]] = {}
     for tile, batch in _tiles_by_batch(step.tiles, shape[0]):
-        # The last ones only: rows that see many ranges of keys would make many chains to look at.
+        # Try only the last chains: rows that see many ranges of keys open many of them.
         alike = by_mask.setdefault(tile.mask, [])
         chain = next((x for x in alike[-MAX_OPEN_CHAINS:] if x.takes(tile, batch)), None)
         if chain is None:
@@ -220,15 +221,15 @@ def _join_tiles(step: Step, shape: Shape) -> tuple[Launch, ...]:
 
 @dataclass
 class _Chain:
-    """Tiles of one mask, by batch row, each after the one before."""
+    """Tiles of one mask in ascending order of batch rows, queries and keys."""
 
     mask: Mask
     links: list[_Link] = field(default_factory=list)
 
     def takes(self, tile: Tile, batch: int) -> bool:
-        """Whether the tile, which has the same mask, may be the next."""
+        """Return whether a tile of the same mask may be the next link."""
         last_batch, last = self.links[-1]
-        # Bottom-right kernels shift a band by rows - cols, which is one number for all segments.
+        # Bottom-right kernels shift a band by rows - cols, which must be equal in all segments.
         are_square = all(length(x.rows) == length(x.cols) for x in (last, tile))
         if not (are_square or self.mask in (FULL, CAUSAL)):
             return False
@@ -236,7 +237,7 @@ class _Chain:
         return batch > last_batch or (batch == last_batch and is_after)
 
     def launches(self, shape: Shape) -> list[Launch]:
-        """Launches of segments, and one of each tile where they are few or one is long."""
+        """Return launches of segments, and launches of single tiles where there are too few."""
         found: list[Launch] = []
         alone: list[_Link] = []
         for first, end in self._cuts(shape):
@@ -248,13 +249,13 @@ class _Chain:
         return found + list(map(_single, _tiles(alone, shape[0])))
 
     def _cuts(self, shape: Shape) -> list[Span]:
-        """Ranges of links that are a launch each."""
+        """Return ranges of links; each range becomes one launch."""
         blocks = [num_blocks(max(length(tile.rows), length(tile.cols))) for _, tile in self.links]
         gaps = [_gap(*pair, shape) for pair in pairwise(self.links)]
         return cut(blocks, gaps)
 
     def _segments(self, links: list[_Link], shape: Shape) -> Launch:
-        """The tiles, with segments without keys or without queries between them."""
+        """Return one launch of these tiles; gaps become segments without keys or queries."""
         queries, keys = (
             hull_of([(batch, getattr(tile, side)) for batch, tile in links], shape[0], num_tokens)
             for side, num_tokens in zip(("rows", "cols"), shape[1:], strict=True)
@@ -271,7 +272,7 @@ class _Chain:
 
 
 def _gap(before: _Link, after: _Link, shape: Shape) -> tuple[int, int]:
-    """Segments between two tiles, and blocks of the longest."""
+    """Return the number of segments between two tiles, and the blocks of the longest."""
     sides = []
     for size, side in ((shape[1], "rows"), (shape[2], "cols")):
         (batch, last), (next_batch, tile) = before, after
@@ -280,9 +281,9 @@ def _gap(before: _Link, after: _Link, shape: Shape) -> tuple[int, int]:
 
 
 def _tiles(links: list[_Link], batch_size: int) -> list[Tile]:
-    """Each tile once, where all batch rows share it."""
+    """Return the tiles of the links. A tile that all batch rows share is returned once."""
     counts = Counter(tile for _, tile in links)
-    # A tile of every batch row was written out by row for the chain: take that back.
+    # `_tiles_by_batch` repeated a shared tile for each batch row; undo this.
     shared = [(None if counts[x] == batch_size else batch, x) for batch, x in links]
     return list(dict.fromkeys(replace(tile, batch=batch) for batch, tile in shared))
 
@@ -296,20 +297,20 @@ def _skip(rows: list[int], cols: list[int], row: int, col: int) -> None:
 
 
 def _tiles_by_batch(tiles: tuple[Tile, ...], batch_size: int) -> Iterator[tuple[Tile, int]]:
-    """The tiles of each batch row, in its order."""
+    """Yield each batch row's tiles, in the order of the step."""
     for batch in range(batch_size):
         yield from ((tile, batch) for tile in tiles if tile.batch in (None, batch))
 
 
+# Key and value, or their gradients.
 Pair = tuple[Tensor, Tensor]
-"""Key and value, or their gradients."""
 
 
 class Accumulator(Protocol):
-    """The target of gradients: a sum, or a list of parts for a sum in transit."""
+    """A target that gradients are added to: `GradientSum` or `GradientShare`."""
 
     def make_room(self) -> None:
-        """Add up what is kept if another gradient would be one too many."""
+        """Add up the kept gradients if there is no room for another."""
 
     def add(self, at: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
@@ -329,15 +330,15 @@ def forward_step(
     """Add the attention over the keys and values of a step to `partial`.
 
     Args:
-        step: whose tiles to compute.
+        step: the step whose tiles are computed.
         query: local queries `(B, N, L, H)`.
         kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
         partial: the running result of the local queries.
         kernel: the block kernel.
         scores: how a query scores a key.
         label: names this step in a profile.
-        with_segments: whether tiles may be joined to segments, for which keys may be copied.
-        in_flight: whether messages are in flight meanwhile.
+        with_segments: whether tiles may be joined to segments; this may copy keys.
+        in_flight: whether messages are in flight during the step.
     """
     has_segments = with_segments and kernel.has_segments
     for launch in _launches(step, query, kv[0], has_segments, in_flight):
@@ -362,12 +363,12 @@ def backward_step(
     """Add the gradients of a step to those of the queries and of the resident keys and values.
 
     Args:
-        step: whose tiles to compute.
-        saved: what forward returned for the local queries, and its gradients.
+        step: the step whose tiles are computed.
+        saved: outputs of the local queries, and the gradients of these outputs.
         query: local queries `(B, N, L, H)`.
         kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
-        grad_query: gets regions of `(B, N, L)`.
-        grad_kv: get regions of `(B, Nkv, C)`.
+        grad_query: receives gradients of regions of `(B, N, L)`.
+        grad_kv: receive gradients of regions of `(B, Nkv, C)`.
         kernel: the block kernel.
         scores: how a query scored a key.
         label: names this step in a profile.
@@ -393,11 +394,11 @@ def _launches(
 
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
-    """`out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
+    """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
     q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
     if launch.segments is None:
         return kernel.forward(q, k, v, launch, scores)
-    # Segments count through all batch rows, so these become one dimension.
+    # Boundaries of segments count tokens across batch rows, so flatten batch and tokens.
     out, lse = kernel.forward(_flat(q), _flat(k), _flat(v), launch, scores)
     batch_size = q.shape[0]
     return _by_batch(out, batch_size), lse.unflatten(1, (batch_size, -1)).transpose(0, 1)
@@ -406,7 +407,7 @@ def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Sc
 def _backward(
     launch: Launch, saved: Saved, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
 ) -> Gradients:
-    """Gradients of the query, key and value `(B, N, R, H)` of a launch."""
+    """Return the gradients of query, key and value of a launch, each `(B, N, R, H)`."""
     saved = saved.at(launch.rows)
     q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
     if launch.segments is None:
@@ -423,15 +424,15 @@ def _columns(kv: Pair, launch: Launch) -> Pair:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """`(B, N, L, H)` to `(B * L, N, H)`: a view, if it is token-major or the batch is 1."""
+    """Reshape `(B, N, L, H)` to `(B * L, N, H)`: a view if `x` is token-major or B is 1."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _heads_first(lse: Tensor) -> Tensor:
-    """`(B, N, L)` to `(N, B * L)`: a copy, if the batch is not 1."""
+    """Reshape `(B, N, L)` to `(N, B * L)`: a copy unless B is 1."""
     return lse.transpose(0, 1).flatten(1)
 
 
 def _by_batch(x: Tensor, batch_size: int) -> Tensor:
-    """`(B * L, N, H)` back to `(B, N, L, H)`."""
+    """Reshape `(B * L, N, H)` back to `(B, N, L, H)`."""
     return x.unflatten(0, (batch_size, -1)).transpose(1, 2)

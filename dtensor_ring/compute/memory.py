@@ -1,6 +1,6 @@
-"""Memory of `(B, N, L, H)` tensors: its order, regions and columns of it, and integers on devices.
+"""Memory order, regions and columns of `(B, N, L, H)` tensors, and lists of integers on devices.
 
-A range costs a launch, a column of an index hardly anything: it is read next to what it is of.
+Columns are copied range by range, with a launch each, or by an index, in one launch for all.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import Tile
 
+# Dimensions of a tensor by descending stride.
 Order = tuple[int, ...]
-"""The dimensions, the one with the largest stride first."""
 
+# Memory is a contiguous `(B, L, N, H)`, the layout of the projections around an attention.
 TOKEN_MAJOR: Order = (0, 2, 1, 3)
-"""A transposed `(B, L, N, H)`, as the projections around an attention yield and want it."""
 
+# Memory is a contiguous `(B, N, L, H)`: the tokens of a head are adjacent.
 HEAD_MAJOR: Order = (0, 1, 2, 3)
-"""The tokens of a head next to each other."""
 
 
 def order_of(x: Tensor) -> Order:
-    """The order of `x`, whose last stride is 1."""
-    # Of equal strides, as in dimensions of size 1, the order of the dimensions stays.
+    """Return the memory order of `x`, whose last stride is 1."""
+    # The sort is stable: dimensions of equal stride, such as those of size 1, keep their order.
     stride = x.stride()
     return (*sorted(range(x.ndim - 1), key=stride.__getitem__, reverse=True), x.ndim - 1)
 
 
 def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
-    """`x` in that dtype, dense and in that order; `x` itself where it is so already."""
-    # Strides say it without a view, which costs the host as much as a small kernel.
+    """Return `x` dense, in this order and dtype; without a copy if it already is."""
+    # Compare strides first: even a view costs the host as much as a small kernel.
     if x.dtype == dtype and x.stride() == strides(x.shape, order):
         return x
     if order == HEAD_MAJOR:
@@ -48,12 +48,12 @@ def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
 def empty(
     like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Memory of that shape, dense and in that order; device, and dtype if not given, as `like`."""
+    """Allocate a dense tensor in this order, with the device (and by default dtype) of `like`."""
     return like.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
 
 
 def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
-    """Strides of a dense tensor in that order."""
+    """Return the strides of a dense tensor in this order."""
     result, stride = [1] * len(order), 1
     for dim in reversed(order):
         result[dim], stride = stride, stride * shape[dim]
@@ -64,23 +64,23 @@ def _inverse(order: Order) -> Order:
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
+# An index of batch rows, heads and tokens.
 Region = tuple[slice, slice, slice]
-"""An index of batch, heads and tokens."""
 WHOLE: Region = (slice(None), slice(None), slice(None))
 
 
 def rows_of(tile: Tile) -> Region:
-    """Index of a tile's queries in `(B, N, L)`."""
+    """Return the index of a tile's queries in `(B, N, L)`."""
     return region(tile.batch, tile.rows)
 
 
 def cols_of(tile: Tile) -> Region:
-    """Index of a tile's keys in `(B, N, C)`."""
+    """Return the index of a tile's keys in `(B, N, C)`."""
     return region(tile.batch, tile.cols)
 
 
 def part_of(x: Tensor, at: Region) -> Tensor:
-    """A region of a tensor `(B, N, L, ...)`, as a view; the tensor itself if that is all of it."""
+    """Return a region of `(B, N, L, ...)` as a view, or `x` itself if the region is all of it."""
     batches, _, tokens = at
     if batches.start is not None:
         return x[at]
@@ -88,15 +88,15 @@ def part_of(x: Tensor, at: Region) -> Tensor:
 
 
 def columns(x: Tensor, span: Span) -> Tensor:
-    """These tokens of a tensor `(B, N, L, ...)`, as a view; the tensor itself if that is all."""
+    """Return a span of tokens of `(B, N, L, ...)` as a view, or `x` itself if it is all of them."""
     begin, end = span
-    # A view costs the host as much as a small kernel, so none is made in vain.
+    # A view costs the host as much as a small kernel, so avoid a useless one.
     return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
 def region(batch: int | None, tokens: Span) -> Region:
-    """Index of these tokens in one batch row, or in all of them."""
-    # A slice, not a number: the result keeps all its dimensions.
+    """Return the index of these tokens in one batch row, or in all rows if `batch` is `None`."""
+    # A slice instead of a number keeps the batch dimension.
     rows = slice(None) if batch is None else slice(batch, batch + 1)
     return rows, slice(None), slice(*tokens)
 
@@ -104,8 +104,8 @@ def region(batch: int | None, tokens: Span) -> Region:
 class Numbers:
     """One or more lists of integers, copied to each device once.
 
-    The tensors live as long as this object, which should live as long as its plan; for ever if a
-    CUDA graph captured them, see `_CAPTURED`.
+    The tensors live as long as this object, which should live as long as its plan. Tensors that a
+    CUDA graph has captured live forever, see `_CAPTURED`.
 
     >>> Numbers(torch.int32, (0, 3, 5)).on(torch.device("cpu"))
     (tensor([0, 3, 5], dtype=torch.int32),)
@@ -116,9 +116,9 @@ class Numbers:
         self._copies: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """A tensor of each list on the device."""
+        """Return each list as a tensor on the device."""
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # All layers ask, and a copy makes the host wait: one for each device.
+        # A copy makes the host wait and all layers need it, so copy once for each device.
         if device not in self._copies:
             if is_captured:
                 raise RuntimeError(NOT_THERE)
@@ -127,13 +127,13 @@ class Numbers:
         if is_captured:
             _CAPTURED.update(copies)
         elif device.type == "cuda":
-            # Another stream allocated them: it must not reuse the memory while this one reads it.
+            # A side stream allocated the memory of all views; keep it while this stream reads it.
             copies[0].record_stream(torch.cuda.current_stream(device))
         return copies
 
     def _copied(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors, complete when this returns."""
-        # Not in inference mode: tensors made there cannot be saved for a backward pass.
+        """Copy the lists to the device. The copies are complete when this returns."""
+        # Leave inference mode: tensors made there cannot be saved for a backward pass.
         with torch.inference_mode(False):
             lists = [torch.as_tensor(x, dtype=self._dtype, device="cpu") for x in self._lists]
             if device.type != "cuda":
@@ -141,26 +141,26 @@ class Numbers:
             return _in_one_transfer(lists, device)
 
 
+# Tensors that CUDA graphs read at each replay; nothing reports when the last graph is gone.
 _CAPTURED: set[Tensor] = set()
-"""What CUDA graphs read when they are replayed: nothing tells when the last of them has gone."""
 
 NOT_THERE = (
     "a CUDA graph is being captured, and the boundaries of this attention are not on the GPU yet, "
     "where no capture can bring them; run the same attention, with its backward, once before"
 )
 
+# Alignment of each list in the joint copy, in bytes.
 ALIGNED = 16
-"""Bytes, to whose multiples each list is moved."""
 
 
 def _in_one_transfer(lists: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """The lists on a GPU, as views of one copy."""
+    """Copy the lists to a GPU in one transfer, and return views of it."""
     each = ALIGNED // lists[0].itemsize
     room = [-(-len(x) // each) * each for x in lists]
     joined = torch.empty(sum(room), dtype=lists[0].dtype, pin_memory=True)
     for part, x in zip(joined.split(room), lists, strict=True):
         part[: len(x)] = x
-    # The host waits for this copy; on a side stream it waits for no queued kernels as well.
+    # The host waits for this copy. On a side stream it does not wait for queued kernels, too.
     stream = _side_stream(device)
     with torch.cuda.stream(stream):
         copy = joined.to(device, non_blocking=True)
@@ -170,19 +170,19 @@ def _in_one_transfer(lists: Sequence[Tensor], device: torch.device) -> tuple[Ten
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a device that numbers are copied on."""
+    """Return the device's stream for copies of `Numbers`."""
     return torch.cuda.Stream(device)
 
 
+# The largest number of ranges for which copies range by range are as fast as a copy by an index.
 FEW = 8
-"""Ranges up to which one copy of each is as quick as one by an index."""
 
+# The index of each `Cols`. The keys are weak, so an index lives as long as its plan.
 _INDICES: WeakKeyDictionary[Cols, Numbers] = WeakKeyDictionary()
-"""The columns one by one, made once: they live as long as their plan."""
 
 
 def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
-    """Copy these columns of `x`, which become those of `packed`, side by side."""
+    """Copy these columns of `x` side by side into `packed`."""
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
             part.copy_(columns(x, span))
@@ -193,7 +193,7 @@ def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
 
 
 def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
-    """Copy columns that lie side by side to these columns of `x`."""
+    """Copy the columns of `packed`, which lie side by side, to these columns of `x`."""
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
             columns(x, span).copy_(part)
@@ -202,12 +202,12 @@ def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
 
 
 def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
-    """Add columns that lie side by side to these columns of a sum, rounded once.
+    """Add columns that lie side by side to these columns of a sum, which rounds once.
 
     Args:
         total: the sum.
-        packed: the columns to add; their dtype may differ from that of the sum.
-        cols: where it is added.
+        packed: the columns to add, in the dtype of the sum or another.
+        cols: places of the columns in the sum.
     """
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
@@ -221,7 +221,7 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
 
 
 def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
-    """Each span, and its part of the packed columns."""
+    """Return each span with its part of the packed columns."""
     if len(cols.spans) == 1:
         return [(cols.spans[0], packed)]
     places = pairwise(cols.offsets)
@@ -229,7 +229,7 @@ def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
 
 
 def _index(cols: Cols, device: torch.device) -> Tensor:
-    """The columns, one by one."""
+    """Return the index tensor of the columns, which is made once."""
     numbers = _INDICES.get(cols)
     if numbers is None:
         # Two threads may both get here; either result serves.
@@ -238,8 +238,8 @@ def _index(cols: Cols, device: torch.device) -> Tensor:
 
 
 def _listed(cols: Cols) -> Tensor:
-    """The indices of the columns, int64."""
+    """Return the index of every column, int64."""
     firsts, ends = torch.tensor(cols.spans, device="cpu").T
-    # An index is the place among the packed columns, plus all gaps before its span.
+    # The index of a column is its place among the packed columns, plus all gaps before its span.
     gaps = firsts - torch.tensor(cols.offsets[:-1], device="cpu")
     return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)

@@ -1,7 +1,7 @@
-"""Merges partial results over disjoint keys: sums, and means by log-sum-exp.
+"""Merges partial results: sums of gradients, and means of outputs weighted by log-sum-exp.
 
-A partial attention result is (out, lse). Two of them over disjoint keys merge exactly (Milakov
-and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
+A partial result of attention is (out, lse). Two partial results over disjoint keys merge exactly
+(Milakov and Gimelshein, 2018, arXiv 1805.02867); (0, -inf) is the identity.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
 from dtensor_ring.compute.sums import Part, Sum
 from dtensor_ring.planning.ranges import Span
 
+# The largest relative weight of a part that joins without a division: about a million keys.
 MAX_WEIGHT = 2.0**20
-"""Of a part next to what came first, as much as of a million keys."""
 
 
 class Weights:
-    """The log-sum-exp of the sum so far, and the weights of the parts that are added to it.
+    """The lse of the sum so far, and the weights of the parts that are added to it.
 
     Note [Division at the end]: a part joins by `out + part * weight`, one pass over memory, with
-    `weight = exp(lse of the part - lse)`. Its lse stays that of the first part, whose weight is 1.
-    The sum of the weights is the denominator, which divides once, after the last part, as in the
+    `weight = exp(lse of the part - lse)`. Here `lse` stays that of the first part, whose weight
+    is 1. The denominator is the sum of the weights. It divides once, after the last part, as in
     kernels of flash attention (Milakov and Gimelshein, 2018, arXiv 1805.02867). Nothing is
-    subtracted, so that infinite outputs stay infinite. Finite ones may overflow if they are within
-    `MAX_WEIGHT` times the number of parts of the largest float; kernels add up as many values.
+    subtracted, which keeps infinite outputs infinite. A finite output overflows only if it exceeds
+    the largest float divided by `MAX_WEIGHT` and the number of parts.
 
     Args:
-        one: whose `lse` and `denominator` are written.
+        one: the sum whose `lse` and `denominator` are written.
     """
 
     def __init__(self, one: Sum) -> None:
@@ -56,18 +56,18 @@ class Weights:
             part_of(self._denominator, at).copy_(denominator)
 
     def join(self, at: Region, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight of a part, and the factor of the sum so far, or `None`; `(B, N, R, 1)`."""
+        """Return a part's weight and the factor (or `None`) of the sum so far, `(B, N, R, 1)`."""
         assert lse is not None, "all parts have one, or none has"
         so_far, denominator = part_of(self._lse, at), part_of(self._denominator, at)
-        # A look at the weights is cheap on a CPU; on a GPU the host would wait for the answer.
+        # Reading the largest weight is cheap on a CPU; on a GPU it would make the host wait.
         if lse.is_cpu:
             weight = (lse - so_far).exp_()
             if not weight.numel() or weight.amax().item() <= MAX_WEIGHT:
                 denominator.add_(weight)
                 self._is_divided = False
                 return weight.unsqueeze(-1), None
-        # What came first is next to nothing, or nothing at all, or a score is inf or nan: divide
-        # now, and start anew. A row that neither side has seen gives -inf - -inf, which is nan.
+        # The sum so far has almost no weight, or a score is inf or nan: divide now, so that the
+        # denominator is 1 again. A row that neither side has seen gives -inf - -inf, which is nan.
         so_far.add_(denominator.log())
         weight = (lse - so_far).sigmoid_().nan_to_num_(0.0)
         kept = (so_far - lse).sigmoid_().nan_to_num_(1.0).div_(denominator)
@@ -76,7 +76,7 @@ class Weights:
         return weight.unsqueeze(-1), kept.unsqueeze(-1)
 
     def divide(self, sinks: Tensor | None) -> Tensor | None:
-        """The factor that outputs are left with, `(B, N, L, 1)`; `None` is 1. The lse is whole."""
+        """Complete the lse, and return the remaining factor of outputs; `None` means 1."""
         factor = None
         if not self._is_divided:
             self._lse.add_(self._denominator.log())
@@ -89,20 +89,20 @@ class Weights:
 
 
 def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave of each row's output, between 0 and 1, `(B, N, L)`."""
-    # -inf - -inf is nan where neither the row nor the sink has weight; the row's own 0 stays.
+    """Return the share of each row's output that sinks leave, from 0 to 1, `(B, N, L)`."""
+    # -inf - -inf is nan where neither the row nor the sink has weight; the output there is 0.
     return (lse - sinks.to(lse.dtype).view(1, -1, 1)).sigmoid_().masked_fill_(lse == -torch.inf, 0)
 
 
+# Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache.
 PIECE = 1 << 16
-"""Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache."""
 
+# The largest number of parts that one launch on a GPU merges.
 MAX_PARTS = 8
-"""Parts of one launch on a GPU."""
 
 
 def put_together(*sums: Sum) -> None:
-    """Write what becomes of parts: of one tensor, or of two of like shapes in one launch."""
+    """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
     sums = tuple(one.cropped() for one in sums)
     if sums[0].target.is_cuda and has_triton():
         from dtensor_ring.compute.merge_triton import put_together as fused
@@ -115,19 +115,19 @@ def put_together(*sums: Sum) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Whether GPUs put parts together in one launch."""
+    """Return whether Triton is installed; then GPUs merge parts in one launch."""
     return find_spec("triton") is not None
 
 
 class _Addend(NamedTuple):
-    """A part that is added to the sum so far: `so_far * kept + x * weight`, where `None` is 1."""
+    """A part that joins the sum: `so_far * kept + x * weight`, where `None` means 1."""
 
     x: Tensor
     weight: Tensor | None = None
     kept: Tensor | None = None
 
     def narrow(self, where: tuple[Span, Span]) -> _Addend:
-        """A range of batch rows and of tokens."""
+        """Return this part for a range of batch rows and of tokens."""
         return _Addend(*(None if x is None else _narrow(x, where) for x in self))  # type: ignore[arg-type]
 
 
@@ -137,11 +137,11 @@ def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
 
 
 def _by_ranges(one: Sum) -> None:
-    """Range by range of rows that have the same parts."""
+    """Compute a sum by ranges of rows that have the same parts."""
     target, shape = one.target, one.target.shape
     spans = [part.spans(shape) for part in one.parts]
     addends, scale = _addends(one)
-    # Regions of all batch rows leave the same gaps in each.
+    # If every part has all batch rows, all batch rows have the same ranges.
     by_row = any(end - first < shape[0] for (first, end), _ in spans)
     for batches in [(b, b + 1) for b in range(shape[0])] if by_row else [(0, shape[0])]:
         here = [
@@ -165,7 +165,7 @@ def _from(span: Span, whole: Span) -> Span:
 
 
 def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span, list[int]]]:
-    """Ranges up to `size` between the bounds of the spans, with the numbers of those that cover it.
+    """Yield the ranges between bounds of spans, each with the numbers of the spans that cover it.
 
     >>> list(_ranges([(0, 4, 0), (2, 6, 1)], 7))
     [((0, 2), [0]), ((2, 4), [0, 1]), ((4, 6), [1]), ((6, 7), [])]
@@ -177,12 +177,12 @@ def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span
         while later and later[-1][0] <= first:
             active.append(later.pop())
         active = [span for span in active if span[1] > first]
-        # In the order of the parts: sums do not depend on where ranges are cut.
+        # Sort into the order of the parts, so sums do not depend on where ranges are cut.
         yield (first, end), sorted(number for _, _, number in active)
 
 
 def _addends(one: Sum) -> tuple[list[_Addend], Tensor | None]:
-    """The parts with their weights, and the factor of all of them after the last; writes lse."""
+    """Write the lse, and return the parts with their weights and the final factor of the sum."""
     if one.lse is None:
         return [_Addend(part.x) for part in one.parts], None
     first, *others = one.parts
@@ -199,13 +199,13 @@ def _put(
     wide: torch.dtype,
     is_there: bool,
 ) -> None:
-    """Write rows that have the same parts; the first is there already if `is_there`."""
+    """Write rows that have the same parts; with `is_there`, `target` already holds the first."""
     if not addends:
         target.zero_()
         return
     first, *others = addends
-    is_alone = not others and scale is None  # nothing is joined, so that any dtype may be copied
-    # A product wants one dtype, addition does not.
+    is_alone = not others and scale is None  # a plain copy may cast
+    # A product needs operands of one dtype, an addition does not.
     is_wide = target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others)
     if is_alone or is_wide:
         if not is_there:
@@ -234,12 +234,12 @@ def _by_pieces(
     wide: torch.dtype,
     is_there: bool,
 ) -> None:
-    """Put some rows together at a time, in the wide dtype.
+    """Compute some rows at a time, in the wide dtype.
 
     Small pieces keep the casts in cache and reuse two scratch buffers.
     """
     batch, _, num_rows, _ = target.shape
-    # Some rows of all heads, so that weights and outputs are sliced alike.
+    # A piece is some rows of all heads, so weights and outputs are sliced alike.
     at_a_time = max(1, PIECE * num_rows // max(1, target.numel()))
     like = target[..., :at_a_time, :]
     total, cast = (torch.empty_like(like, dtype=wide) for _ in range(2))
@@ -264,25 +264,25 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     A row that neither side has seen stays (0, -inf).
 
     Args:
-        out: result so far, overwritten.
-        lse: its log-sum-exp, overwritten.
-        block_out: result over other keys.
-        block_lse: its log-sum-exp.
+        out: the output so far, overwritten.
+        lse: log-sum-exp of `out`, overwritten.
+        block_out: the output over other keys.
+        block_lse: log-sum-exp of `block_out`.
     """
     parts = Part(WHOLE, out, lse), Part(WHOLE, block_out, block_lse)
     put_together(Sum(out, parts, lse))
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge W parts, `(W, ..., H)` and `(W, ...)`: `(out, lse)` of all of them.
+    """Return the merged `(out, lse)` of W partial results `(W, ..., H)` and `(W, ...)`.
 
-    As `merge_`, in the order of the parts: ranks that have the same parts get the same bits.
+    The parts are merged in their order, so ranks that have the same parts get the same bits.
 
     >>> merge_parts(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
     tensor([2.])
     """
     lse = lses.logsumexp(0)
-    # -inf - -inf is nan, in a row that nobody has seen: nothing is added.
+    # In a row that no part has seen, -inf - -inf is nan; its weight is 0.
     weights = (lses - lse).exp_().nan_to_num_(0.0)
     return (outs * weights.unsqueeze(-1)).sum(0), lse
 
@@ -290,7 +290,7 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def merge_gradients(
     grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the parts that `merge_` merged, from those of what it made of them.
+    """Return the gradients of the outputs and lse of the parts that `merge_` merged.
 
     The merged output is the mean of the parts, with weights `w = exp(lse of the part - lse)`. So
     the gradient of a part's output is `w * grad_out`, and that of its lse `w * (p - mean of all p +
@@ -300,13 +300,13 @@ def merge_gradients(
     Args:
         grad_out: gradient of the merged output `(..., L, H)`.
         grad_lse: gradient of the merged lse `(..., L)`.
-        outs: the parts' outputs.
-        lses: their log-sum-exp.
-        lse: the merged one.
+        outs: outputs of the parts.
+        lses: log-sum-exp of each part.
+        lse: the merged log-sum-exp.
     """
     wide = grad_out.to(lse.dtype)
     products = [(wide * out).sum(-1) for out in outs]
-    # Where neither has seen anything, -inf - -inf is nan.
+    # In a row that no part has seen, -inf - -inf is nan.
     unseen = [part == -torch.inf for part in lses]
     weights = [
         (part - lse).exp().masked_fill(hidden, 0.0)

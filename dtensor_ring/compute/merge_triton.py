@@ -1,4 +1,4 @@
-"""Parts put together in one launch of one pass over memory, for GPUs."""
+"""Merges parts on GPUs, in one launch and one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import triton.language as tl
 from dtensor_ring.compute.memory import Region
 from dtensor_ring.compute.sums import Part, Sum
 
+# Rows of a program, which holds 16 KiB of float32 for a head dim of 128.
 BLOCK_ROWS = 32
-"""Rows of a program: with head dims of 128 it holds 16 KiB of float32."""
 
 NOTHING: Region = (slice(0), slice(0), slice(0))
 NO_POINTERS = (), (), 0, (), (), None, ()
 
 
 def put_together(*sums: Sum) -> None:
-    """`dtensor_ring.compute.merge.put_together` of one sum, or of two that only add.
+    """Implement `dtensor_ring.compute.merge.put_together` for one sum, or for two without lse.
 
-    Two have the same batch, heads and rows. Reads and writes each number once.
+    Two sums have the same batch, heads and rows. The launch reads and writes each number once.
     """
     one, other = sums[0], sums[-1]
     batch, heads, rows, _ = one.target.shape
@@ -47,8 +47,8 @@ def put_together(*sums: Sum) -> None:
 
 
 def _pointers(one: Sum) -> tuple[Any, ...]:
-    """What the kernel takes of a sum: tensors, then strides, then lse and sizes."""
-    # A power of two of parts: Triton compiles once for each number of them.
+    """Return the arguments of the kernel for one sum: tensors, strides, lse and sizes."""
+    # Triton compiles for each number of parts, so pad it to a power of two with empty parts.
     num_parts = triton.next_power_of_2(max(1, len(one.parts)))
     parts = [*one.parts, *[Part(NOTHING, one.target, one.lse)] * num_parts][:num_parts]
     tensors = [one.target, *(part.x for part in parts)]
@@ -68,8 +68,8 @@ def _pointers(one: Sum) -> tuple[Any, ...]:
 
 
 def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Numbers that differ from batch to batch, so that they compile nothing new."""
-    # Triton compiles anew for a number that is 1 or a multiple of 16; in a tuple it always does.
+    """Encode numbers that change between batches, so Triton does not recompile for them."""
+    # Triton specializes on 1 and multiples of 16 in a tuple; `4 * n + 2` is neither.
     return tuple(number << 2 | 2 for number in numbers)
 
 
@@ -97,7 +97,7 @@ def _put_together(
     IS_PAIR: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """One block of rows of one head of one batch row, of the first sum or of the other."""
+    """Compute a block of rows of one head and batch row, of the first sum or of the other."""
     if IS_PAIR:  # noqa: SIM102 - known when this is compiled
         if tl.program_id(1) == 1:
             _put(
@@ -128,7 +128,7 @@ def _put(
     HEADS_FIRST: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """`tensors` and `lses` begin with what is written; `spans` are batch rows and rows."""
+    """Compute a block of rows of one sum. `tensors` and `lses` begin with those written to."""
     # pyrefly: ignore[bad-assignment]
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
@@ -153,11 +153,11 @@ def _put(
         mask = is_here[:, None] & is_dim
         x = tl.load(tensors[i + 1] + at[:, None] + dims[None, :], mask=mask, other=0.0).to(wide)
         if len(lses) > 0:
-            # 0 if nobody has seen the row. No difference: an infinite output stays infinite.
+            # The weight is 0 if no part has seen the row. Without a subtraction, inf stays inf.
             lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
             x *= (tl.exp(lse - base) / total)[:, None]
         result += x
-    tl.debug_barrier()  # all warps have read what one of them overwrites
+    tl.debug_barrier()  # in place: all warps must have read before one of them writes
     if len(lses) > 0:
         of_batch, of_head, of_row = lse_strides[0]
         at = batch * (of_batch >> 2) + head * (of_head >> 2) + rows * (of_row >> 2)
@@ -171,13 +171,13 @@ def _put(
 
 @triton.jit
 def _total(lses, lse_strides, sinks, spans, batch, head, rows, wide: tl.constexpr):
-    """The largest lse of each row, the sum of `exp(lse)` relative to it, and whether it is seen."""
+    """Return each row's largest lse, its sum of `exp(lse - largest)`, and whether it is seen."""
     largest = tl.zeros(rows.shape, wide) - float("inf")
     if sinks is not None:
         largest = tl.maximum(largest, tl.load(sinks + head).to(wide))
     for i in tl.static_range(len(spans)):
         lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
-        # A NaN must show in the result: a plain maximum would take the other side.
+        # A NaN must reach the result; a plain maximum would drop it.
         largest = tl.maximum(largest, lse, propagate_nan=tl.PropagateNan.ALL)
     is_seen = largest != -float("inf")
     # -inf - -inf would be NaN.
@@ -192,7 +192,7 @@ def _total(lses, lse_strides, sinks, spans, batch, head, rows, wide: tl.constexp
 
 @triton.jit
 def _lse(lse, strides, span, batch, head, rows):
-    """The lse of a part, -inf where it has no rows."""
+    """Load the lse of a part; it is -inf where the part has no rows."""
     strides = strides[0] >> 2, strides[1] >> 2, strides[2] >> 2
     at, is_here = _rows_of(strides, span, batch, head, rows)
     return tl.load(lse + at, mask=is_here, other=-float("inf"))
@@ -200,7 +200,7 @@ def _lse(lse, strides, span, batch, head, rows):
 
 @triton.jit
 def _rows_of(strides, span, batch, head, rows):
-    """Where rows are in a part, and whether it has them."""
+    """Return the offsets of rows in a part, and whether the part has them."""
     first_batch, end_batch = span[0] >> 2, span[1] >> 2
     first_row, end_row = span[2] >> 2, span[3] >> 2
     end_row = tl.where(batch < first_batch, 0, tl.where(batch < end_batch, end_row, 0))

@@ -1,8 +1,8 @@
 """Attention sinks: a learned logit per query head that takes part in the softmax, without a value.
 
-Sinks are as in Xiao et al., 2023 (arXiv 2309.17453), in the form of gpt-oss. With `Z = exp(lse)`
-the sum over the keys and `s` the sink of the head, the softmax divides by `Z + exp(s)`. So they are
-one more block of scores whose value is 0, and enter once, after all keys are merged.
+Sinks are as in Xiao et al., 2023 (arXiv 2309.17453), in the form of gpt-oss. Let `Z = exp(lse)` be
+the sum over the keys, and `s` the sink of the head. Then the softmax divides by `Z + exp(s)`. So a
+sink is one more score, with a value of 0. Sinks enter once, after all keys are merged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     Args:
         out: attention without sinks `(B, N, L, Hv)`, float32 or wider.
-        lse: its log-sum-exp `(B, N, L)`.
+        lse: log-sum-exp of the scores `(B, N, L)`.
         sinks: one logit for each head `(N,)`.
     """
     out.mul_(sink_weight(lse, sinks).unsqueeze(-1))
@@ -34,14 +34,14 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:
-    """Gradient of the sinks `(N,)` from the local rows; an empty tensor without sinks.
+    """Return the gradient of the sinks `(N,)` from the local rows; empty without sinks.
 
-    The sink is a score whose value is 0, so its gradient is that of any score in flash attention
-    (Dao et al., 2022, arXiv 2205.14135, appendix B.4): with `p = exp(s - lse')` the sum over the
-    rows of `p * (grad_lse - sum(grad_out * out'))`.
+    A sink is a score whose value is 0, so its gradient is that of any score in flash attention
+    (Dao et al., 2022, arXiv 2205.14135, appendix B.4). With `p = exp(s - lse')`, it is the sum over
+    the rows of `p * (grad_lse - sum(grad_out * out'))`.
 
     Args:
-        saved: of the local rows; `out` and `lse` with sinks, as `add_sinks` left them.
+        saved: outputs of the local rows; `out` and `lse` include the sinks.
         sinks: the logits `(N,)` that `add_sinks` was given.
     """
     if sinks is None:
@@ -50,6 +50,6 @@ def sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:
     if saved.grad_lse is not None:
         slope += saved.grad_lse
     weight = (sinks.to(slope.dtype).view(1, -1, 1) - saved.lse).exp()
-    # lse is -inf only where the sink is, too: nothing there has weight.
+    # lse is -inf only where the sink is -inf, too; the sink has no weight there.
     weight = weight.masked_fill_(saved.lse == -torch.inf, 0.0)
     return (weight * slope).sum((0, 2)).to(sinks.dtype)

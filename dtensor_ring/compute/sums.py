@@ -1,4 +1,4 @@
-"""What is put together: parts of a tensor, and the sum or mean that they make."""
+"""Defines a part of a tensor, and the sum or mean of several parts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from dtensor_ring.planning.ranges import Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A region of `(B, N, L)`: `x` `(B', N, R, H)`, and `lse` `(B', N, R)` of a partial result.
+    """A partial result for a region of `(B, N, L)`.
 
-    With a `denominator` `(B', N, R)`, `x` is still to be divided by it, and its logarithm to be
-    added to `lse`; see Note [Division at the end].
+    Attributes:
+        at: the region.
+        x: gradients or outputs `(B', N, R, H)`.
+        lse: log-sum-exp `(B', N, R)` of outputs.
+        denominator: `(B', N, R)`. `x` must still be divided by it, and its logarithm added to
+            `lse`; see Note [Division at the end].
     """
 
     at: Region
@@ -26,26 +30,27 @@ class Part:
     denominator: Tensor | None = None
 
     def spans(self, shape: Sequence[int]) -> tuple[Span, Span]:
-        """The batch rows and the tokens, of a tensor of that shape."""
+        """Return the ranges of batch rows and of tokens in a tensor of this shape."""
         batches, _, tokens = self.at
         return batches.indices(shape[0])[:2], tokens.indices(shape[2])[:2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sum:
-    """What becomes of parts. A row of no part becomes 0, with a log-sum-exp of -inf.
+    """A target, and the parts whose sum or mean is written to it.
 
-    Without `lse`, the parts are added. With it they are outputs over disjoint keys, and merge to a
-    mean: `lse' = log(sum(exp(lse)))` and `x' = sum(x * exp(lse - lse'))` (Milakov and Gimelshein,
-    2018, arXiv 1805.02867). Arithmetic is float32 or wider, and rounds once.
+    Without `lse`, the parts are added. With `lse`, they are outputs over disjoint keys and merge to
+    a mean: `lse' = log(sum(exp(lse)))` and `x' = sum(x * exp(lse - lse'))` (Milakov and Gimelshein,
+    2018, arXiv 1805.02867). A row without parts becomes 0, with an lse of -inf. Arithmetic is
+    float32 or wider, and rounds once.
 
     Attributes:
         target: `(B, N, L, H)`, overwritten; it may be the memory of the first part.
-        parts: the last stride of each is 1.
+        parts: partial results whose last stride is 1.
         lse: `(B, N, L)`, overwritten; it is that of the first part if `target` is.
-        sinks: one logit for each head `(N,)`, which takes part with a value of 0.
-        denominator: `(B, N, L)`, that of the first part if `target` is its memory, or ones. It is
-            updated, and the target is not divided by it yet. On CPUs only.
+        sinks: one logit for each head `(N,)`, a score with a value of 0.
+        denominator: `(B, N, L)`, on CPUs only: that of the first part if `target` is its memory,
+            else ones. It is updated; `target` is not divided by it yet.
     """
 
     target: Tensor
@@ -60,7 +65,7 @@ class Sum:
         return bool(self.parts) and self.parts[0].x is self.target
 
     def cropped(self) -> Sum:
-        """The same without the rows before and after all parts that join what is there already."""
+        """Return this sum without leading and trailing rows that no part changes."""
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self
         spans = [part.spans(self.target.shape)[1] for part in self.parts[1:]]
@@ -80,7 +85,7 @@ class Sum:
 
     @property
     def _divides(self) -> bool:
-        """Whether all rows change, not only those that parts join."""
+        """Whether the sum divides the target, which changes all its rows."""
         return self.denominator is None and self.parts[0].denominator is not None
 
     @property

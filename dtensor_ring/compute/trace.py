@@ -1,4 +1,4 @@
-"""Labels in a profiler's trace for the parts of a ring; without a profiler they do nothing."""
+"""Labels the steps of a ring in a profiler's trace. Without a profiler, labels do nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Label(NamedTuple):
 
     Attributes:
         ring: `"forward"` or `"backward"`.
-        step: its number, from 0.
-        source: rank whose keys and values the step works on.
+        step: number of the step, from 0.
+        source: the rank whose keys and values the step uses.
     """
 
     ring: str
@@ -24,8 +24,8 @@ class Label(NamedTuple):
     source: int
 
     def __call__(self, what: str) -> AbstractContextManager[Any]:
-        """Record what is done in this step: `with label("tile"): ...`."""
-        # Building the string alone would cost more than all else here.
+        """Return a context that records its body as `what`: `with label("tile"): ...`."""
+        # Return early: building the string would cost more than all else here.
         if not profiler._is_profiler_enabled:
             return _NOTHING
         return profiler.record_function(

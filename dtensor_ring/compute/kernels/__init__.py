@@ -1,4 +1,4 @@
-"""Block kernels, their contract, and which of them serves a problem."""
+"""Block kernels, their contract, and the choice of a kernel for a problem."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dtensor_ring.planning.mask import Mask
 
+# A rectangle of rows and columns.
 Block = tuple[slice, slice]
-"""A rectangle of rows and columns."""
 
 
 def row_blocks(num_rows: int, num_cols: int, mask: Mask, block_rows: int) -> list[Block]:
-    """Blocks of rows, each with the columns from the first to the last that its rows see."""
+    """Return blocks of rows, each with the range of columns that its rows see."""
     blocks = []
     for start in range(0, num_rows, block_rows):
         end = min(num_rows, start + block_rows)
@@ -26,8 +26,8 @@ def row_blocks(num_rows: int, num_cols: int, mask: Mask, block_rows: int) -> lis
 
 
 def col_blocks(num_rows: int, num_cols: int, mask: Mask, block_cols: int) -> list[Block]:
-    """Blocks of columns, each with the rows from the first to the last that see one of them."""
-    # The transposed band: column j sees row i under the mirrored mask.
+    """Return blocks of columns, each with the range of rows that see one of them."""
+    # Transpose the band: column j sees row i under the mirrored mask.
     seen_from = Mask(mask.right, mask.left)
     blocks = row_blocks(num_cols, num_rows, seen_from, block_cols)
     return [(rows, cols) for cols, rows in blocks]
@@ -36,7 +36,7 @@ def col_blocks(num_rows: int, num_cols: int, mask: Mask, block_cols: int) -> lis
 class Bias:
     """Additive masks for the blocks of a band: 0 or -inf, views of one small matrix.
 
-    An entry depends on its lag, row minus column, alone. So the matrix need only be as large as the
+    An entry depends only on its lag, which is row minus column. So the matrix is as large as the
     largest block, extended by the difference of the lags at which blocks start.
 
     Args:
@@ -49,7 +49,7 @@ class Bias:
         lags = [_lag(block) for block in blocks]
         shapes = {lag: _extent(blocks, lag) for lag in (min(lags), max(lags))}
         self._mask = mask
-        # Blocks that start at other lags are found further down, or further to the right.
+        # A block that starts at another lag is a view further down, or further to the right.
         self._lag = min(shapes, key=lambda lag: prod(shapes[lag]))  # of the matrix's first entry
         self._matrix = like.new_zeros(shapes[self._lag])
         # Entry (i, j) has the lag self._lag + i - j; both triangles are counted from there.
@@ -61,8 +61,8 @@ class Bias:
             self._matrix += behind.tril_(self._lag - mask.left - 1)
 
     def of(self, block: Block) -> Tensor | None:
-        """The part for a block: 0 where a row sees a column, else -inf; `None` if all see all."""
-        # Kernels without a bias are faster.
+        """Return a block's bias: 0 where a row sees a column, else -inf; `None` if it is all 0."""
+        # Kernels are faster without a bias.
         if not _hides(block, self._mask):
             return None
         (rows, cols), lag = block, _lag(block)
@@ -72,7 +72,7 @@ class Bias:
 
 
 def hidden(block: Block, mask: Mask, device: torch.device) -> Tensor | None:
-    """Which columns a row of the block does not see, a boolean `(R, C)`; `None` if all see all."""
+    """Return a boolean `(R, C)`, true where a row does not see a column; `None` if all false."""
     if not _hides(block, mask):
         return None
     rows, cols = block
@@ -87,12 +87,12 @@ def hidden(block: Block, mask: Mask, device: torch.device) -> Tensor | None:
 
 
 def _lag(block: Block) -> int:
-    """First row minus first column."""
+    """Return the first row minus the first column."""
     return block[0].start - block[1].start
 
 
 def _extent(blocks: list[Block], lag: int) -> tuple[int, int]:
-    """Rows and columns of a matrix that holds all blocks, if its first entry has that lag."""
+    """Return the shape of a matrix that holds all blocks and whose first entry has this lag."""
     num_rows = max(
         rows.stop - rows.start + max(0, _lag((rows, cols)) - lag) for rows, cols in blocks
     )
@@ -103,9 +103,9 @@ def _extent(blocks: list[Block], lag: int) -> tuple[int, int]:
 
 
 def _hides(block: Block, mask: Mask) -> bool:
-    """Whether some row of the block does not see some column of it."""
+    """Return whether some row of the block does not see some column of it."""
     rows, cols = block
-    # The corners: lower left has the largest lag, upper right the smallest.
+    # Check the corners: lower left has the largest lag, upper right the smallest.
     behind = mask.left is not None and rows.stop - 1 - cols.start > mask.left
     ahead = mask.right is not None and cols.stop - 1 - rows.start > mask.right
     return behind or ahead

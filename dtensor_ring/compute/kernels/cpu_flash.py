@@ -28,34 +28,39 @@ aten = torch.ops.aten
 
 
 class Sizes(NamedTuple):
-    """How bands and causal squares are cut: finer cuts score fewer hidden pairs."""
+    """Sizes for cutting bands and causal squares; smaller cuts score fewer hidden pairs.
+
+    Attributes:
+        rows: queries of a launch in forward.
+        cols: keys of a launch in backward.
+        whole: the largest square, in rows, that is one launch; up to these rows keys are not
+            copied, either.
+        large: the smallest causal square, in rows, that forward cuts into halves.
+        huge: the smallest causal square, in rows, that is one launch in forward again, because few
+            of its scored pairs are hidden.
+    """
 
     rows: int
-    """Queries of a launch forward."""
     cols: int
-    """Keys of a launch backward."""
     whole: int
-    """Rows up to which a square is one launch, and the keys of any tile stay as they are."""
     large: int
-    """Rows from which a causal square goes by halves forward."""
     huge: int
-    """Rows from which a causal square is one launch forward: few of its scored pairs are hidden."""
 
 
 COARSE, FINE = Sizes(192, 192, 256, 768, 768), Sizes(64, 128, 192, 2048, 16384)
 
+# The smallest number of heads per thread for which small launches keep all threads busy.
 FINE_FROM = 5
-"""Heads for each thread from which small launches keep all threads busy."""
 
+# The smallest causal square, in rows, that is one launch in backward.
 LARGE_BACKWARD = 4096
-"""Rows from which a causal square is one launch backward."""
 
+# The largest number of rows for which the heads of a group are folded into rows of one head. Then
+# keys are read once for the group: ten times as fast for one row of bfloat16 and 4 heads.
 FEW_ROWS = 64
-"""Rows up to which the heads of a group are rows of one head: then keys are read once for all of
-them, which for one row of bfloat16 and 4 heads is ten times as fast."""
 
+# Rows that the kernel processes at a time.
 ALIGNED = 64
-"""Rows that the kernel takes at a time."""
 
 Tensors = tuple[Tensor, ...]
 
@@ -63,11 +68,10 @@ Tensors = tuple[Tensor, ...]
 class CpuFlash(Kernel):
     """`aten._scaled_dot_product_flash_attention_for_cpu`, which needs equal head dims.
 
-    It has no window, and in a causal square it scores some 400 keys more for each query than are
-    visible. Forward computes windows and small squares by blocks of rows, so that nothing is
-    merged. Backward computes windows by blocks of columns, so that only gradients of queries are
-    summed up. Forward cuts larger squares into halves; backward does so with all squares, which
-    needs no bias.
+    The operator has no windows, and in a causal square it scores about 400 hidden keys for each
+    query. So forward computes windows and small squares by blocks of rows, which need no merge.
+    Backward computes windows by blocks of columns, so only gradients of queries are summed. Forward
+    cuts larger squares into halves. Backward cuts all squares into halves, which needs no bias.
     """
 
     name = "cpu_flash"
@@ -116,7 +120,7 @@ class CpuFlash(Kernel):
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
         if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
             return _backward(by_row, by_col, scale, is_causal=mask == CAUSAL)
-        # Blocks add to the query's gradient many times: it is wide until the last.
+        # Many blocks add to the query's gradient, so it is wide until all have been added.
         grad_query = empty(q, q.shape, TOKEN_MAJOR, saved.lse.dtype)
         grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (k, v))
         if mask == CAUSAL:
@@ -129,20 +133,20 @@ class CpuFlash(Kernel):
 def _attend(
     inputs: Tensors, scale: float, is_causal: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of query, key and value."""
+    """Return `(out, lse)` of query, key and value."""
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(*inputs, is_causal=is_causal, attn_mask=bias, scale=scale)
 
 
 def _attend_whole(inputs: Tensors, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a full tile or a causal square, from one call."""
+    """Return `(out, lse)` of a full tile or a causal square, from one call."""
     results = _attend(inputs, scale, is_causal=mask == CAUSAL)
     _correct(inputs, scale, results, mask)
     return results
 
 
 def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a full tile, in which it does not matter what head of a group a row is of."""
+    """Return `(out, lse)` of a full tile, with the heads of a group folded into rows."""
     query, key, value = inputs
     _, num_heads, num_rows, _ = query.shape
     folded = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
@@ -152,16 +156,16 @@ def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
-    """Write the results of a causal square: of its halves, and merge what lies between them."""
+    """Write the results of a causal square: those of its halves, then merge the full tile."""
     num_rows = inputs[0].shape[2]
     if num_rows < sizes.large:
         _attend_band(inputs, scale, results, sizes.rows, CAUSAL)
         return
-    # Two squares on the diagonal; what lies above them is hidden and never scored.
+    # Two squares on the diagonal; the tile above them is hidden and never scored.
     first, second = _halves(num_rows)
     for half in (first, second):
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
-    # The second half sees all of the first: a full tile, to merge with the second's own square.
+    # The second half also sees all of the first: merge this full tile with its own square.
     seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
     between = _attend_whole(seen, scale, FULL)
     out, lse = _tokens(results, second)
@@ -184,16 +188,16 @@ def _attend_band(
 
 
 def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> None:
-    """Write the rows that aten's kernel loses: they have out 0, and an lse of 0 or inf.
+    """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf.
 
-    It takes rows whose scores are -inf, or NaN beside fewer than 16 keys, for rows that see
+    The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
     nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     """
     out, lse = results
-    # Such rows are rare, so count them all first.
+    # Lost rows are rare, so rule them out with one cheap pass over lse.
     if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):
         return
-    # The lse of a single score may be 0; its value seldom is, too.
+    # A correct lse may be 0, but then the output seldom is 0, too.
     lost = ((lse == 0) | lse.isinf()) & (out == 0).all(-1)
     if not lost.any():
         return
@@ -206,7 +210,7 @@ def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> Non
 
 
 def _is_overflown(lse: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a row of 16 bits has a score of inf; the kernel is right about wider ones."""
+    """Return whether a row of 16 bits has a score of inf; wider dtypes are computed correctly."""
     return dtype.itemsize == 2 and not isfinite(lse.sum().item())
 
 
@@ -217,7 +221,7 @@ def _backward(
     is_causal: bool = False,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from (grad_out, query, out, lse) and (key, value)."""
+    """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(
@@ -228,7 +232,7 @@ def _backward(
 def _backward_square(
     by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int
 ) -> None:
-    """Write the gradients of a causal square: of its halves, then of what lies between them."""
+    """Write the gradients of a causal square: those of its halves, then add the full tile."""
     num_rows = by_row[0].shape[2]
     if num_rows <= block_cols:
         for grad, x in zip(grads, _backward(by_row, by_col, scale, is_causal=True), strict=True):
@@ -238,7 +242,7 @@ def _backward_square(
     for half in (first, second):
         here = _tokens(by_row, half), _tokens(by_col, half)
         _backward_square(*here, scale, _tokens(grads, half), block_cols)
-    # Added after the squares, which have written all three gradients of their halves.
+    # Add this after the squares, because they overwrite all three gradients of their halves.
     between = _backward(_tokens(by_row, second), _tokens(by_col, first), scale)
     for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):
         grad[:, :, tokens] += x
@@ -261,18 +265,18 @@ def _backward_band(
 
 
 def _sizes(query: Tensor) -> Sizes:
-    """The sizes that are fastest for these queries."""
-    # Matrix products of 16 bits need large blocks, and so do threads with few heads.
+    """Return the sizes that are fastest for these queries."""
+    # Matrix products of 16 bits need large blocks, and so do few heads on many threads.
     num_heads = query.shape[0] * query.shape[1]
     is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()
     return FINE if is_fine else COARSE
 
 
 def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
-    """Whether one launch serves the tile best."""
+    """Return whether one launch is fastest for the tile."""
     if mask != CAUSAL:
         return mask == FULL  # a window would need its bias for all pairs
-    # Only squares between the two sizes gain more by skipping pairs than launches cost.
+    # Only for squares between the two sizes do skipped pairs save more than launches cost.
     return query.dtype.itemsize == 2 or not whole < query.shape[2] < large
 
 
@@ -287,7 +291,7 @@ def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
 
 
 def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
-    """Keys or values, copied so that the tokens of a head are adjacent if that is worth it."""
-    # Each block of rows reads them again: past a few blocks the copy costs less than the strides.
+    """Return keys or values, copied to head-major memory if that saves time."""
+    # Each block of rows reads them again: beyond a few blocks a copy costs less than strides do.
     by_head = x.stride(2) == x.shape[3]
     return x if by_head or query.shape[2] <= whole else x.contiguous()

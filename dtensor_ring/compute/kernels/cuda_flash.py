@@ -12,14 +12,13 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 aten = torch.ops.aten
 
+# Compute capabilities whose shared memory is too small for some gradients. The list is from
+# PyTorch's `sdp_utils.cpp`, whose checks a direct call of the operator skips.
 SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities whose shared memory is too small for some gradients.
-
-From PyTorch's `sdp_utils.cpp`, whose checks a direct call does not pass through."""
 
 
 class CudaFlash(VarlenKernel):
-    """`aten._flash_attention_forward`: grouped-query, differing lengths and windows."""
+    """`aten._flash_attention_forward`, with grouped-query, segments of any length and windows."""
 
     name = "cuda_flash"
 
@@ -54,11 +53,11 @@ class CudaFlash(VarlenKernel):
 
 
 def _replaced() -> str | None:
-    """Why the operators are not those of flash attention 2, `None` if they are."""
+    """Return why the operators are not those of flash attention 2, or `None`."""
     active = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if active in (None, "FA2"):
         return None
-    # Their limits differ, and they may split keys.
+    # The limits of other implementations differ, and they may split keys.
     return (
         f"activate_flash_attention_impl({active!r}) has replaced its operators; call "
         "torch.nn.attention.restore_flash_attention_impl()"
@@ -66,7 +65,7 @@ def _replaced() -> str | None:
 
 
 def _lengths(q: Tensor, k: Tensor, segments: Segments | None) -> tuple[object, ...]:
-    """Boundaries of both sides, and the longest of each."""
+    """Return the boundaries of queries and keys, and the longest length of each."""
     if segments is None:
         return None, None, q.shape[1], k.shape[1]
     return sizes(segments, q.device)

@@ -1,19 +1,19 @@
 """cuDNN's attention, through PyTorch's own operators.
 
-Note [cuDNN's attention], as read in PyTorch's `cudnn/MHA.cpp`, `attention_backward.cu` and
-`sdp_utils.cpp`, and in what PyTorch 2.11 to 2.15 say of shapes:
+Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_backward.cu` and
+`sdp_utils.cpp`, and the shape checks of PyTorch 2.11 to 2.15:
 
-- lse is natural, float32 and `(B, N, R, 1)`, forward and backward.
+- lse is the natural logarithm, float32 and `(B, N, R, 1)`, in forward and backward.
 - Keys may have fewer heads than queries, so grouped-query needs no copies.
-- `is_causal` is aligned top-left, which is the same for squares. There are no windows.
+- `is_causal` is aligned top-left, which makes no difference for squares. There are no windows.
 - Head dims are multiples of 8 up to 128. Whether larger ones work depends on the GPU and the
-  version, so other kernels take those. Dtypes are of 16 bits.
+  version, so other kernels serve them. Dtypes have 16 bits.
 - Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
-  random state is not read, but on Blackwell it is converted, so it has to be there.
-- Not all versions take a single query or a single key: the reference computes such tiles.
-- PyTorch caches the backward graph by the strides of query, key and value alone, so `out` and
-  `grad_out` must always come in the query's order, as they do in PyTorch's own calls.
-- It is not deterministic. PyTorch warns of that or, if it is told to be strict, refuses.
+  random state is not read, but Blackwell converts it, so it must be passed.
+- Not all versions accept a single query or a single key, so the reference computes such tiles.
+- PyTorch caches the backward graph by the strides of query, key and value only. So `out` and
+  `grad_out` must always have the query's memory order, as they do in PyTorch's own calls.
+- The gradients are not deterministic. PyTorch warns of this or, in strict mode, refuses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 class Cudnn(Kernel):
     """`aten._scaled_dot_product_cudnn_attention`: full and causal tiles on Hopper and Blackwell.
 
-    On older GPUs, where it runs as well, PyTorch prefers flash attention, and so do we.
+    It also runs on older GPUs, but there PyTorch prefers flash attention, and so do we.
     """
 
     name = "cudnn"
@@ -50,7 +50,7 @@ class Cudnn(Kernel):
         reason = no_gpu(9, 10)
         if reason is None and not torch.backends.cudnn.is_available():
             return "this PyTorch was built without cuDNN"
-        # Asked only where a GPU is: the call loads cuDNN.
+        # Ask for the version only if there is a GPU, because the call loads cuDNN.
         found = torch.backends.cudnn.version() if reason is None else None
         if found is not None and found < 90000:
             return f"it needs cuDNN 9, found version {found}"
@@ -86,7 +86,7 @@ class Cudnn(Kernel):
         tensors = q, k, v
         if _is_thin(q, k):
             return Reference().backward(saved, *tensors, launch, scores)
-        # In the query's order: see Note [cuDNN's attention] on what PyTorch caches.
+        # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

@@ -20,13 +20,13 @@ class FlashAttn2(VarlenKernel):
     name = "flash_attn2"
 
     def functions(self) -> Any:
-        """The module of the package that has them; they are private, as public ones give no lse."""
+        """Return the module with the private functions; the public ones return no lse."""
         from flash_attn import flash_attn_interface
 
         return flash_attn_interface
 
     def missing_package(self) -> str | None:
-        """The reason why the functions are not there, or `None`."""
+        """Return why the functions are missing, or `None`."""
         return _missing_package()
 
     def missing(self) -> str | None:
@@ -48,7 +48,7 @@ class FlashAttn2(VarlenKernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
         flash = self.functions()
-        # The call writes gradients to memory that it is given.
+        # The call writes gradients to tensors of the caller.
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         tensors = saved.grad_out, q, k, v, saved.out, saved.lse, *grads
         more = {
@@ -63,7 +63,7 @@ class FlashAttn2(VarlenKernel):
 
 
 class PagedFlashAttn2(PagedKernel):
-    """`flash_attn_with_kvcache` over block tables."""
+    """`flash_attn_with_kvcache`, which reads keys through block tables."""
 
     name = "flash_attn2"
 
@@ -98,7 +98,7 @@ def _missing_package() -> str | None:
         load("flash_attn.flash_attn_interface")
     except PackageNotFoundError:
         return "the flash-attn package is not installed"
-    except Exception as error:  # one that is broken may raise what it likes
+    except Exception as error:  # a broken package may raise anything
         return f"the flash-attn package does not load: {error}"
     return None
 
@@ -109,7 +109,7 @@ def _options(band: Band) -> dict[str, object]:
         "dropout_p": 0.0,
         "softmax_scale": band.scale,
         "causal": band.is_causal,
-        # -1 is unbounded here, None is not accepted.
+        # Here -1 means unbounded; None is not accepted.
         "window_size_left": -1 if left is None else left,
         "window_size_right": -1 if right is None else right,
         "softcap": band.softcap,

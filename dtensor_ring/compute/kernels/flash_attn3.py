@@ -1,4 +1,4 @@
-"""Flash attention 3, the `flash_attn_interface` module that flash-attn's `hopper` folder builds."""
+"""Flash attention 3: the module `flash_attn_interface`, built from flash-attn's `hopper` folder."""
 
 from __future__ import annotations
 
@@ -15,39 +15,36 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 flash = torch.ops.flash_attn_3
 
+# Multiprocessors that a forward leaves to messages in flight. A forward runs one block on each of
+# the others until the tile is done, and NCCL's kernels cannot share a multiprocessor with it. So
+# without a margin, a message that starts after the tile waits for its end. Backward needs no
+# margin, as its blocks end one by one. Eight of an H100's 132 is a guess that was not measured.
 SM_MARGIN = 8
-"""Multiprocessors that a forward leaves to messages in flight.
 
-It runs one block on each of the others until all is done, and NCCL's kernels share none with it.
-So without a margin a message that loses the race waits until the tile is done. The backward's
-blocks end one by one, and need none. Eight of an H100's 132 is a guess: no GPU measured it.
-"""
-
-
+# Head dims that kernels are built for.
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Those that kernels are built for."""
 
 
 class FlashAttn3(VarlenKernel):
     """Flash attention 3 (Shah et al., 2024, arXiv 2407.08608) for Hopper GPUs.
 
-    The signatures of the module's functions have changed, those of the operators that it registers
-    have not: they are called, with names. Tensors are `(B, L, N, H)`, the diagonal is aligned
-    bottom-right, and lse comes without splitting keys, which `num_splits` of 0 would decide on.
+    We call the operators that the module registers, with named arguments: the signatures of its
+    functions have changed, those of the operators have not. Tensors are `(B, L, N, H)`, and the
+    diagonal is aligned bottom-right. `num_splits` is 1; 0 would let the operator split keys.
     """
 
     name = "flash_attn3"
 
     def operators(self) -> Any:
-        """The namespace that has `fwd` and `bwd`."""
+        """Return the namespace that has `fwd` and `bwd`."""
         return flash
 
     def missing_package(self) -> str | None:
-        """The reason why the operators are not there, or `None`."""
+        """Return why the operators are missing, or `None`."""
         return _missing_package()
 
     def build_flags(self) -> dict[str, bool]:
-        """What the build says that it leaves out; nothing in older ones."""
+        """Return the flags of features that the build leaves out; empty for older builds."""
         return _build_flags()
 
     def missing(self) -> str | None:
@@ -63,7 +60,7 @@ class FlashAttn3(VarlenKernel):
         if problem.head_dim > 192 and is_deterministic:
             return f"it has no deterministic gradients of a head dim of {problem.head_dim}"
         if problem.grouped and is_deterministic:
-            # Those wait for counters that builds before September 2025 do not set: they hang.
+            # They wait for counters that builds before September 2025 do not set, and hang.
             return (
                 "deterministic gradients of grouped-query keys hang in builds before September "
                 "2025, which cannot be told from later ones"
@@ -74,7 +71,7 @@ class FlashAttn3(VarlenKernel):
         more = {**lengths(band.segments, q.device), **_options(band)}
         if band.in_flight and "sm_margin" in _arguments(self.operators().fwd):
             more["sm_margin"] = SM_MARGIN
-        # Keys in one split: with 0 it might choose several, whose lse are apart.
+        # Keep keys in one split: 0 may choose several, each with an lse of its own.
         out, lse, *_ = self.operators().fwd(q, k, v, num_splits=1, **more)
         return out, lse
 
@@ -92,7 +89,7 @@ class FlashAttn3(VarlenKernel):
 
 
 class PagedFlashAttn3(PagedKernel):
-    """The forward operator over page tables, with pages of any size."""
+    """The forward operator, which reads keys through page tables; pages may have any size."""
 
     name = "flash_attn3"
 
@@ -108,7 +105,7 @@ class PagedFlashAttn3(PagedKernel):
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
     ) -> Result:
         tables, lengths = pages.on(query.device)
-        # Few queries leave most of a GPU idle, so it may split the keys; it merges them itself.
+        # Few queries leave most of a GPU idle, so let it split the keys; it merges the splits.
         out, lse, *_ = flash.fwd(
             *(query, key_blocks, value_blocks),
             page_table=tables,
@@ -127,7 +124,7 @@ def _missing_package() -> str | None:
         if error.name == "flash_attn_interface":
             return "flash attention 3, the module flash_attn_interface, is not installed"
         return f"the module flash_attn_interface does not load: {error}"
-    except Exception as error:  # one that is broken may raise what it likes
+    except Exception as error:  # a broken module may raise anything
         return f"the module flash_attn_interface does not load: {error}"
     if not (hasattr(flash, "fwd") and hasattr(flash, "bwd")):
         return "this flash_attn_interface is too old: it registers no torch.ops.flash_attn_3"
@@ -135,7 +132,7 @@ def _missing_package() -> str | None:
 
 
 def _left_out(flags: dict[str, bool], *features: str) -> str | None:
-    """Why a build without one of these features cannot, `None` if it has them all."""
+    """Return which of these features the build lacks, as a reason, or `None`."""
     for feature in features:
         if flags.get(f"FLASHATTENTION_DISABLE_{feature}"):
             return f"it was built with FLASH_ATTENTION_DISABLE_{feature}; build it without"
@@ -143,12 +140,12 @@ def _left_out(flags: dict[str, bool], *features: str) -> str | None:
 
 
 def _left_out_of(flags: dict[str, bool], problem: Problem) -> str | None:
-    """Why the build cannot serve the problem; ranks of one axis have the same build."""
+    """Return why the build cannot serve the problem, or `None`. All ranks have the same build."""
     needs = [("LOCAL", problem.windowed), ("SOFTCAP", bool(problem.softcap))]
     needs += [("FP16", problem.dtype == torch.float16)]
     if reason := _left_out(flags, *(feature for feature, is_needed in needs if is_needed)):
         return reason
-    # A head dim runs as the next larger one that is there.
+    # A head dim runs as the next larger one of the build.
     there = [size for size in HEAD_DIMS if not _left_out(flags, f"HDIM{size}")]
     if problem.head_dim > max(there, default=0):
         return f"it was built for head dims of {there}, got {problem.head_dim}"
@@ -156,16 +153,16 @@ def _left_out_of(flags: dict[str, bool], problem: Problem) -> str | None:
 
 
 def _build_flags() -> dict[str, bool]:
-    """What the package says of its build; older ones say nothing."""
+    """Return the build flags that the package reports; empty for older packages."""
     try:
         return dict(load("flash_attn_config").CONFIG["build_flags"])
-    except Exception:  # whatever is there, the operators themselves say what they cannot
+    except Exception:  # without flags, the operators themselves refuse what they lack
         return {}
 
 
 @lru_cache(maxsize=4)
 def _arguments(operator: Any) -> frozenset[str]:
-    """Names of an operator's arguments, which differ between builds."""
+    """Return the names of an operator's arguments, which differ between builds."""
     return frozenset(x.name for x in operator.default._schema.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Flash attention 4, the flash-attn-4 package, whose module is `flash_attn.cute`."""
+"""Flash attention 4: the module `flash_attn.cute` of the flash-attn-4 package."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_
 from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
+# Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.
 NEEDED = "return_lse", "max_seqlen_q"
-"""Arguments that tell the function from the one in flash-attn's own `flash_attn/cute`."""
 
+# The oldest beta of version 4.0.0 that has the gradient of a softcap.
 OLDEST_BETA = 28
-"""Oldest beta of version 4.0.0: earlier ones have no gradient of a softcap."""
 
+# Head dims of query and value in multi-head latent attention, which has separate kernels.
 LATENT = (192, 128)
-"""Head dims of query and value in multi-head latent attention, which has kernels of its own."""
 
 
 class FlashAttn4(VarlenKernel):
     """Flash attention 4, written in Python for Hopper and Blackwell and compiled at first use.
 
-    Its tensors are `(B, L, N, H)`, its diagonal is aligned bottom-right, and `None` is an unbounded
-    side. Head dims are those that both kinds of GPU have forward and backward, with softcap: on
-    Hopper, the gradients of grouped-query are for one head dim only.
+    Tensors are `(B, L, N, H)`, the diagonal is aligned bottom-right, and `None` means an unbounded
+    side. We accept the head dims that both kinds of GPU support in forward and backward, with
+    softcap. On Hopper, gradients of grouped-query need one head dim for query, key and value.
     """
 
     name = "flash_attn4"
@@ -46,7 +46,7 @@ class FlashAttn4(VarlenKernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        # lse is returned on request only, outside of autograd.
+        # Outside of autograd, lse is returned only on request.
         more = {**lengths(band.segments, q.device), **_options(band)}
         out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
         return out, lse
@@ -76,14 +76,14 @@ def _missing_package() -> str | None:
             signature(load("flash_attn.cute.interface")._flash_attn_fwd).parameters
         )
         if missing:
-            # flash-attn 2.8 brings an older flash_attn/cute, which replaces that of flash-attn-4.
+            # flash-attn 2.8 contains an older flash_attn/cute, which overwrites flash-attn-4's.
             return (
                 f"its function takes no {', '.join(sorted(missing))}: the flash-attn package has "
                 "overwritten flash_attn/cute; install flash-attn-4 again, after flash-attn"
             )
     except PackageNotFoundError:
         return "the flash-attn-4 package is not installed"
-    except Exception as error:  # one that is broken may raise what it likes
+    except Exception as error:  # a broken package may raise anything
         return f"the flash-attn-4 package does not load: {error}"
     return None
 

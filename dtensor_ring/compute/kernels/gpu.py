@@ -1,4 +1,4 @@
-"""Limits that the GPU kernels share: which GPUs they run on, and what none of them can do."""
+"""Limits that the GPU kernels share: the GPUs they need, and what none of them supports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dtensor_ring.compute.kernels.kernel import Problem
 
 
 def no_gpu(*majors: int) -> str | None:
-    """Why the current GPU does not run a kernel, `None` if it does.
+    """Return why the current GPU cannot run a kernel, or `None`.
 
     Args:
-        majors: major compute capabilities that the kernel is made for; by default 8 and later.
+        majors: major compute capabilities that the kernel supports; by default 8 and later.
     """
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -27,19 +27,19 @@ def no_gpu(*majors: int) -> str | None:
 
 
 def gpu_limits(problem: Problem) -> str | None:
-    """Why no GPU kernel serves the problem, `None` if some may."""
+    """Return why no GPU kernel serves the problem, or `None` if some may."""
     if problem.device_type != "cuda":
         return f"it runs on CUDA, the tensors are on {problem.device_type}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
-    # Their running maximum is taken before the scale, which holds for positive ones only.
+    # They take the maximum before scaling; it stays the maximum only under a positive scale.
     if problem.scale <= 0:
         return f"it needs a positive scale, got {problem.scale}"
     return "it has no gradient of lse" if problem.differentiable_lse else None
 
 
 def one_head_dim(problem: Problem, largest: int) -> str | None:
-    """Why a kernel of one head dim, a multiple of 8 up to `largest`, cannot; `None` if it can."""
+    """Return why a kernel that needs one head dim up to `largest` cannot serve, or `None`."""
     if problem.head_dim != problem.value_head_dim:
         return (
             "it needs one head dim for query, key and value, "
@@ -53,8 +53,8 @@ def one_head_dim(problem: Problem, largest: int) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a package of kernels; its warnings are no reason not to."""
+    """Import a package of kernels and ignore its warnings."""
     with warnings.catch_warnings():
-        # Under -W error they would be: the package would not load for the whole process.
+        # Under `-W error` a warning would keep the package from loading in this process.
         warnings.simplefilter("ignore")
         return import_module(module)

@@ -1,8 +1,8 @@
-"""Prebuilt kernels of the Hugging Face Hub, which the `kernels` package downloads and loads.
+"""Prebuilt kernels from the Hugging Face Hub; the `kernels` package downloads and loads them.
 
-They are flash attention 2 and 3 as their authors wrote them, built for many versions of torch and
-CUDA, so that nobody has to compile. A download is code from elsewhere: it happens only where a user
-names the kernel, and `HF_HUB_OFFLINE=1` restricts it to what was downloaded before.
+They are flash attention 2 and 3 of the original authors, built for many versions of torch and CUDA.
+A download is code from elsewhere. So it happens only if a user names the kernel, and
+`HF_HUB_OFFLINE=1` restricts it to earlier downloads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dtensor_ring.compute.kernels.kernel import Kernel
 
 
 class Build(NamedTuple):
-    """A repository of builds of one kernel, and its version: functions change with a version."""
+    """A repository of builds of one kernel, and its version, which fixes the signatures."""
 
     repository: str
     version: int
 
     def module(self) -> ModuleType:
-        """The build for this torch and this GPU, downloaded unless it is there."""
+        """Return the build for this torch and GPU, which is downloaded if necessary."""
         return _loaded(*self)
 
     def missing(self) -> str | None:
-        """The reason why it does not load, or `None`."""
+        """Return why the build does not load, or `None`."""
         try:
             self.module()
-        except Exception as error:  # of the network, the Hub, the build, or the loader
+        except Exception as error:  # from the network, the Hub, the build, or the loader
             if isinstance(error, ModuleNotFoundError) and error.name == "kernels":
                 return "the kernels package is not installed: pip install kernels"
             what = f"version {self.version} of {self.repository}"
@@ -40,7 +40,7 @@ class Build(NamedTuple):
 
 
 class HubFlashAttn3(FlashAttn3):
-    """A build of flash attention 3: each registers its operators under another namespace."""
+    """A build of flash attention 3, which registers its operators under its own namespace."""
 
     name = "hub:kernels-community/flash-attn3"
     build = Build("kernels-community/flash-attn3", 1)
@@ -52,7 +52,7 @@ class HubFlashAttn3(FlashAttn3):
         return self.build.missing()
 
     def build_flags(self) -> dict[str, bool]:
-        return {}  # their sources leave nothing out
+        return {}  # the builds on the Hub leave nothing out
 
 
 class HubFlashAttn2(FlashAttn2):
@@ -68,8 +68,8 @@ class HubFlashAttn2(FlashAttn2):
         return self.build.missing()
 
 
+# Kernels that are used only by name, because the first use downloads them.
 HUB_KERNELS: dict[str, Kernel] = {x.name: x for x in (HubFlashAttn3(), HubFlashAttn2())}
-"""Kernels that serve by their names only, since the first use of one downloads it."""
 
 
 @lru_cache(maxsize=8)
@@ -78,5 +78,5 @@ def _loaded(repository: str, version: int) -> ModuleType:
     from kernels import get_kernel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as `load` of other packages
+        warnings.simplefilter("ignore")  # like `load` for other packages
         return get_kernel(repository, version=version)

@@ -19,14 +19,14 @@ from dtensor_ring.planning.ranges import length
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Boundaries of tiles, one after the other on both sides.
+    """Boundaries of tiles that follow one another in queries and in keys.
 
-    They cover all tokens of a launch. Queries that see nothing are a segment without keys,
-    and keys that nobody sees are one without queries.
+    Segments cover all tokens of a launch. Queries that see nothing form a segment without keys, and
+    keys that no query sees form a segment without queries.
 
     Attributes:
-        rows: boundaries of the queries, ascending from 0 to their number.
-        cols: boundaries of the keys that they see; both have one entry more than segments.
+        rows: boundaries of the queries, ascending from 0 to the number of queries.
+        cols: boundaries of the keys, likewise. S segments have S + 1 boundaries.
     """
 
     rows: tuple[int, ...]
@@ -34,12 +34,12 @@ class Segments:
 
     @cached_property
     def max_rows(self) -> int:
-        """Queries of the longest segment."""
+        """Number of queries of the longest segment."""
         return max(end - start for start, end in pairwise(self.rows))
 
     @cached_property
     def max_cols(self) -> int:
-        """Keys of the longest segment."""
+        """Number of keys of the longest segment."""
         return max(end - start for start, end in pairwise(self.cols))
 
     @cached_property
@@ -49,7 +49,7 @@ class Segments:
         return any(length(rows) and not length(cols) for rows, cols in pairs)
 
     def boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rows` and `cols` as int32 tensors on the device, see `Numbers`."""
+        """Return `rows` and `cols` as int32 tensors on the device, see `Numbers`."""
         rows, cols = self._numbers.on(device)
         return rows, cols
 
@@ -58,7 +58,7 @@ class Segments:
         return Numbers(torch.int32, self.rows, self.cols)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """The queries and the keys of each segment that has both."""
+        """Yield the queries and the keys of each segment that has both."""
         for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
             if length(rows) and length(cols):
                 yield slice(*rows), slice(*cols)
@@ -69,12 +69,12 @@ class Launch:
     """One call of a block kernel: a tile, or segments, which are many tiles of one mask.
 
     Attributes:
-        rows: region of the local queries `(B, N, L)`; of several batch rows with segments, all
-            tokens.
+        rows: region of the local queries `(B, N, L)`. With segments, a region of several batch rows
+            has all their tokens.
         cols: region of the resident keys `(B, Nkv, C)`, likewise.
         mask: the band, in indices of the tile or of each segment.
         segments: boundaries of the tiles; `None` for a single tile.
-        in_flight: whether messages are in flight meanwhile, whose kernels want multiprocessors.
+        in_flight: whether messages are in flight during the launch and need multiprocessors.
     """
 
     rows: Region
@@ -85,17 +85,17 @@ class Launch:
 
 
 class Scores(NamedTuple):
-    """How a query scores a key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k`.
+    """The score of a query and a key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k`.
 
     A kernel reads `scale` and `softcap` only. The mask of a launch is in its `Launch`, and sinks
     are added after the last merge.
 
     Attributes:
-        mask: what a query sees, in global positions.
-        scale: factor of the products.
+        mask: the keys that a query sees, in global positions.
+        scale: factor of the products of query and key.
         softcap: bound of the scores (Gemma 2, 2024, arXiv 2408.00118); 0.0 means none.
         sinks: one learned logit for each query head `(N,)`.
-        kernel: name of the block kernel; `None` takes the first that can.
+        kernel: name of the block kernel; `None` takes the first that serves the problem.
     """
 
     mask: Mask
@@ -107,13 +107,13 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Outputs and their gradients of some rows, over all keys of the ring, not only a launch's.
+    """Outputs of some rows over all keys of the ring, and the gradients of these outputs.
 
     Attributes:
-        grad_out: gradient of `out`.
+        grad_out: gradient of `out`, of the same shape.
         out: the attention's output `(B, N, R, Hv)`.
         lse: log-sum-exp of the scores of each row `(B, N, R)`, float32 or wider.
-        grad_lse: gradient of `lse`, and of its shape; `None` where nothing uses `lse`.
+        grad_lse: gradient of `lse`, of the same shape; `None` if nothing uses `lse`.
     """
 
     grad_out: Tensor
@@ -122,18 +122,18 @@ class Saved:
     grad_lse: Tensor | None = None
 
     def at(self, rows: Region) -> Saved:
-        """The same of a region of the rows, as views."""
+        """Return views of a region of the rows."""
         grad_out, out, lse = (part_of(x, rows) for x in (self.grad_out, self.out, self.lse))
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)
         return Saved(grad_out, out, lse, grad_lse)
 
 
+# PyTorch's setting for operations that are not deterministic: allow, warn, or refuse.
 Determinism = Literal["off", "warn", "strict"]
-"""PyTorch's setting for operations that are not deterministic: allowed, warned of, or refused."""
 
 
 def determinism() -> Determinism:
-    """The current setting of `torch.use_deterministic_algorithms`.
+    """Return the current setting of `torch.use_deterministic_algorithms`.
 
     >>> determinism()
     'off'
@@ -145,19 +145,19 @@ def determinism() -> Determinism:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """All that decides whether a kernel can serve an attention; equal on ranks with equal GPUs.
+    """The facts that decide whether a kernel serves an attention; equal on ranks with equal GPUs.
 
     Attributes:
         device_type: type of the tensors' device, `"cpu"` or `"cuda"`.
-        dtype: of query, key and value.
-        head_dim: of query and key.
-        value_head_dim: of value and output.
+        dtype: dtype of query, key and value.
+        head_dim: head dim of query and key.
+        value_head_dim: head dim of value and output.
         scale: factor of the scores.
         softcap: bound of the scores; 0.0 means none.
         differentiable_lse: whether backward gets a gradient of lse.
-        windowed: whether tiles may have other bands than full and causal ones.
-        grouped: whether there are fewer heads of keys than of queries.
-        packed: whether there are documents, so that a step may have any number of tiles.
+        windowed: whether tiles may have bands other than full and causal.
+        grouped: whether there are fewer key heads than query heads.
+        packed: whether the sequence has documents; then a step may have any number of tiles.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -177,15 +177,15 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.device_type == "cuda" and torch.cuda.is_available():
-            # Read here, so that what kernels support is a function of this value alone.
+            # Read this here, so `supports` is a function of the problem only.
             object.__setattr__(self, "capability", torch.cuda.get_device_capability())
 
 
+# `out` and `lse`.
 Result = tuple[Tensor, Tensor]
-"""`out` and `lse`."""
 
+# Gradients of query, key and value.
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of query, key and value."""
 
 
 class Kernel(ABC):
@@ -198,47 +198,47 @@ class Kernel(ABC):
     `v` `(B, Nkv, C, Hv)`. `out` is `(B, N, R, Hv)` and `lse` `(B, N, R)`.
 
     **Segments** are many tiles, one after the other in memory. Only a kernel that sets
-    `has_segments` gets them. `q` is `(T, N, H)`, `k` `(U, Nkv, H)` and `v` `(U, Nkv, Hv)`: all
-    tokens of the launch's regions. `out` is `(T, N, Hv)` and `lse` `(N, T)`, heads first. Segment
-    number s has the queries from `segments.rows[s]` to `segments.rows[s + 1]`, and sees the keys
-    between the same two entries of `segments.cols`.
+    `has_segments` gets them. `q` is `(T, N, H)`, `k` `(U, Nkv, H)` and `v` `(U, Nkv, Hv)`, with all
+    tokens of the launch's regions. `out` is `(T, N, Hv)` and `lse` `(N, T)`, heads first. Segment s
+    has the queries from `segments.rows[s]` to `segments.rows[s + 1]`, and sees the keys from
+    `segments.cols[s]` to `segments.cols[s + 1]`.
 
     **Inputs** have any strides whose last is 1. N is a multiple of Nkv, and B, R, C are at least 1.
-    A kernel does not write to them.
+    A kernel must not write to its inputs.
 
     **Results** are fresh tensors, with a last stride of 1, that the caller may write to. `out` has
-    the query's dtype, a gradient that of its tensor, and all are on the query's device. `lse` is
-    the natural log-sum-exp of the scores, float32 or wider, float64 for float64 inputs.
+    the query's dtype, a gradient has the dtype of its tensor, and all are on the query's device.
+    `lse` is the natural log-sum-exp of the scores, float32 or wider; float64 for float64 inputs.
 
     **The band** is `launch.mask`, in indices of the tile or of each segment: row i sees column j
-    if and only if `i - left <= j <= i + right`, where `None` has no bound. In a tile every row sees
-    something, and something sees every column. A tile with a causal mask is square, and so is every
-    segment with both rows and columns whose mask is not full: a diagonal aligned top-left is then
-    one aligned bottom-right.
+    if and only if `i - left <= j <= i + right`, where `None` has no bound. In a tile, every row
+    sees a column, and every column is seen by a row. A tile with a causal mask is square. So is
+    every segment that has rows, columns and a mask that is not full. For squares, a diagonal
+    aligned top-left is the same as one aligned bottom-right.
 
     Note [Windows aligned bottom-right]: a kernel that aligns the last row with the last column
     takes a tile's bounds as `left + C - R` and `right + R - C`. A trimmed tile has `R <= C + left`
-    and `C <= R + right`, so neither becomes negative, which such kernels take for unbounded. But
-    flash attention 2 also takes a bound from C on for unbounded, and then an unbounded right side
-    for C columns past the diagonal. Where R exceeds C by so much that the right side is as long, or
-    has no bound, that hides keys from the first rows. So the planner cuts such tiles: one with a
-    bound on the left has no bound on the right only if `R <= C`, and then `right + R - C < C`.
+    and `C <= R + right`, so neither becomes negative; kernels read a negative bound as unbounded.
+    But flash attention 2 also reads a bound of C or more as unbounded, and then an unbounded right
+    side as C columns past the diagonal. This hides keys from the first rows if R exceeds C and the
+    right side has no bound, or one of C or more. So the planner cuts tiles: a tile with a bound on
+    the left has no bound on the right only if `R <= C`; otherwise `right + R - C < C`.
 
-    **Rows without keys** occur in segments only: a segment may have no columns. Its rows get out 0
-    and lse -inf, and gradients of 0. A segment may have no rows either: its keys get gradients
-    of 0.
+    **Rows without keys** occur in segments only, as a segment may have no columns. Its rows get an
+    out of 0, an lse of -inf, and gradients of 0. A segment may also have no rows; then its keys get
+    gradients of 0.
 
     **Backward** gets `out` and `lse` of the whole row, over all keys of the ring. With
     `p = exp(score - lse)` the gradient of a score is `p * (grad_out.v - sum(grad_out * out) +
-    grad_lse)`, so that the gradients of the tiles of a row add up (Dao et al., 2022, arXiv
-    2205.14135, appendix B.4). `saved` has the shapes of `out` and `lse` above, and `grad_lse` that
-    of `lse`. `saved.grad_lse` is given only to kernels that support `differentiable_lse`; to others
-    it comes inside of `out` and `grad_out`, see Note [Gradient of lse in columns] of
-    `WidenedKernel`. `saved.lse` may be a view of any strides, and -inf in rows without keys only.
+    grad_lse)`, so the gradients of the tiles of a row add up (Dao et al., 2022, arXiv 2205.14135,
+    appendix B.4). `saved` has the shapes of `out` and `lse` above, and `grad_lse` has that of
+    `lse`. Only kernels that support `differentiable_lse` get `saved.grad_lse`. For others, extra
+    columns of `out` and `grad_out` encode it, see Note [Gradient of lse in columns] of
+    `WidenedKernel`. `saved.lse` may be a view of any strides; it is -inf only in rows without keys.
 
     Attributes:
-        name: what users and `available_kernels` call it.
-        has_segments: whether it takes launches with segments.
+        name: the name in the `kernel` argument and in `available_kernels`.
+        has_segments: whether the kernel takes launches with segments.
     """
 
     name: ClassVar[str]
@@ -246,24 +246,24 @@ class Kernel(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Why this kernel cannot run on this machine's current device, `None` if it can.
+        """Return why this kernel cannot run on this machine's current device, or `None`.
 
-        Asked once for each device.
+        The result is cached for each device.
         """
 
     @abstractmethod
     def supports(self, problem: Problem) -> str | None:
-        """Why this kernel cannot serve the problem, `None` if it can.
+        """Return why this kernel cannot serve the problem, or `None`.
 
-        A function of the problem alone: asked once for each, and all ranks must decide alike.
+        The result is cached. It must depend only on the problem, because all ranks must agree.
         """
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        """`(out, lse)` of the queries over the keys of this launch."""
+        """Return `(out, lse)` of the queries over the keys of this launch."""
 
     @abstractmethod
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
-        """Gradients of query, key and value from the scores of this launch."""
+        """Return the gradients of query, key and value from the scores of this launch."""

@@ -22,10 +22,10 @@ class Pages:
     """The blocks that each entry of a launch reads.
 
     Attributes:
-        tables: indices of blocks, `(E, P)`, int32; P is what the longest entry needs, and the rows
-            of others are filled up with block 0.
-        lengths: keys of each entry, `(E,)`, int32, at least 1.
-        block: keys of a block.
+        tables: indices of blocks `(E, P)`, int32. P is the number of blocks of the longest entry;
+            shorter rows are padded with block 0.
+        lengths: number of keys of each entry `(E,)`, int32, at least 1.
+        block: number of keys of a block.
     """
 
     tables: np.ndarray
@@ -34,11 +34,11 @@ class Pages:
 
     @property
     def longest(self) -> int:
-        """Keys of the longest entry."""
+        """Number of keys of the longest entry."""
         return int(self.lengths.max())
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`tables` and `lengths` on a device, copied there once."""
+        """Return `tables` and `lengths` on a device, where they are copied once."""
         tables, lengths = self._numbers.on(device)
         return tables, lengths
 
@@ -48,7 +48,7 @@ class Pages:
 
     @cached_property
     def stretches(self) -> tuple[tuple[Span, ...], ...]:
-        """By entry, ranges of tokens of the pool: neighbouring blocks are one range."""
+        """Ranges of pool tokens that each entry reads; adjacent blocks form one range."""
         return tuple(
             tuple(self._stretches(table, length))
             for table, length in zip(self.tables.tolist(), self.lengths.tolist(), strict=True)
@@ -68,43 +68,43 @@ class PagedKernel(ABC):
     """Attention of a few queries to keys in blocks, forward only.
 
     Letters: E entries, R queries of each, N query heads, Nkv key heads, H head dim, Hv head dim of
-    values. Every query of an entry sees every key of it: there is no mask.
+    values. There is no mask: every query of an entry sees every key of that entry.
 
     Attributes:
-        name: what users call it.
+        name: the name that users pass.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Why this kernel cannot run on this machine's current device, `None` if it can."""
+        """Return why this kernel cannot run on this machine's current device, or `None`."""
 
     @abstractmethod
     def supports(self, problem: Problem, block: int) -> str | None:
-        """The reason why this kernel cannot serve a problem with this block size, or `None`."""
+        """Return why this kernel cannot serve a problem with this block size, or `None`."""
 
     @abstractmethod
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
     ) -> Result:
-        """`(out, lse)` of each entry.
+        """Return `(out, lse)` of each entry.
 
         Args:
             query: `(E, R, N, H)`, token-major, of any strides whose last is 1.
             key_blocks: `(num_blocks, block, Nkv, H)`, contiguous.
             value_blocks: `(num_blocks, block, Nkv, Hv)`, contiguous.
-            pages: which blocks each entry reads.
+            pages: the blocks that each entry reads.
             scores: scale and softcap.
 
         Returns:
-            `out` `(E, R, N, Hv)` in the query's dtype, and `lse` `(E, N, R)`, natural log, float32
-            or wider: fresh tensors.
+            Fresh tensors: `out` `(E, R, N, Hv)` in the query's dtype, and `lse` `(E, N, R)`, the
+            natural log-sum-exp, float32 or wider.
         """
 
 
 def whole_pages(block: int, multiple: int) -> str | None:
-    """The reason why a kernel whose blocks need a multiple of keys refuses this size, or `None`."""
+    """Return why a kernel that needs blocks of a multiple of keys refuses a size, or `None`."""
     if block % multiple == 0:
         return None
     return (

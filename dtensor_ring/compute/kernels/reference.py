@@ -1,4 +1,4 @@
-"""The kernel that defines the semantics: any device, any floating dtype, every option."""
+"""The kernel that defines the semantics, for any device, any floating dtype and every option."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.planning.mask import Mask
 
+# Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
 BLOCK_ROWS = 128
-"""Queries per block: bounds the scores in memory to `B * N * BLOCK_ROWS * C`."""
 
 
 class Reference(Kernel):
-    """Softmax attention, written out; float32 inside, float64 for float64 inputs."""
+    """Plain softmax attention, computed in float32, or in float64 for float64 inputs."""
 
     name = "reference"
     has_segments = True
@@ -64,7 +64,7 @@ class Reference(Kernel):
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Result:
-    """`(out, lse)` of a tile."""
+    """Return `(out, lse)` of a tile."""
     batch, heads, rows, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(batch, heads, rows, dtype=wide)
@@ -75,7 +75,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
         scored = _hide(scored, block, seen, mask)
         block_lse = scored.logsumexp(-1)
         lse[:, :, block] = block_lse.flatten(1, 2)
-        # Scores of -inf alone are no scores: -inf - -inf would be nan.
+        # A row with only scores of -inf gets weights of 0; -inf - -inf would be nan.
         base = block_lse.masked_fill(block_lse == -torch.inf, 0.0)
         weights = (scored - base.unsqueeze(-1)).exp_()
         # The heads of a group share keys: with their rows joined, one product serves all.
@@ -86,12 +86,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
 def _backward(
     saved: Saved, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
 ) -> Gradients:
-    """Gradients of query, key and value of a tile, by the formula of `Kernel`."""
+    """Return the gradients of query, key and value of a tile, by the formula of `Kernel`."""
     heads, rows = query.shape[1:3]
     wide = saved.lse.dtype
     grad_query = torch.empty_like(query)
     grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
-    # Each row's sum of p * dp, from the final out: it needs no second pass over the keys.
+    # Each row's sum of p * dp; computed from the final out, it needs no extra pass over keys.
     delta = (saved.grad_out.to(wide) * saved.out).sum(-1)
     if saved.grad_lse is not None:
         delta -= saved.grad_lse
@@ -101,7 +101,7 @@ def _backward(
         scored, slope = _scored(queries, keys, scores)
         scored = _hide(scored, block, seen, mask)
         per_row = (*scored.shape[:-1], 1)
-        # lse is that of the whole row, so these are weights among all keys of the ring.
+        # lse is over the whole row, so these are the weights among all keys of the ring.
         weights = (scored - saved.lse[:, :, block].reshape(per_row)).exp_()
         grad_weights = (grads.flatten(2, 3) @ values.mT).view_as(scored)
         grad_scored = weights * (grad_weights - delta[:, :, block].reshape(per_row)) * slope
@@ -114,30 +114,30 @@ def _backward(
 
 
 def _of_tile(saved: Saved, rows: slice) -> Saved:
-    """What was saved of a segment's rows, as of a tile."""
+    """Return what was saved for a segment's rows, in the shapes of a tile."""
     slopes = None if saved.grad_lse is None else saved.grad_lse[:, rows].unsqueeze(0)
     lse = saved.lse[:, rows].unsqueeze(0)
     return Saved(_by_head(saved.grad_out[rows]), _by_head(saved.out[rows]), lse, slopes)
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """`(T, N, H)` to `(1, N, T, H)`."""
+    """Reshape `(T, N, H)` to `(1, N, T, H)`."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
-    """`(B, N, R, H)` to `(B, Nkv, N / Nkv, R, H)`: the query heads by key head."""
+    """Group query heads by key head: `(B, N, R, H)` to `(B, Nkv, N / Nkv, R, H)`."""
     return x.to(keys.dtype).unflatten(1, (keys.shape[1], -1))
 
 
 def _ungrouped(x: Tensor, heads: int) -> Tensor:
-    """`(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
+    """Reshape `(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
     batch, kv_heads, rows, head_dim = x.shape
     return x.reshape(batch, heads, kv_heads * rows // heads, head_dim)
 
 
 def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
-    """Scores `(B, Nkv, N / Nkv, R, C)` and their derivative by the product of query and key."""
+    """Return scores `(B, Nkv, N / Nkv, R, C)` and their derivative with respect to `q.k`."""
     scale, softcap = scores.scale, scores.softcap
     scored = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4]) * scale
     if not softcap:
@@ -148,6 +148,6 @@ def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tens
 
 
 def _hide(scored: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
-    """Scores outside the band become -inf."""
+    """Set scores outside the band to -inf."""
     outside = hidden((block, seen), mask, scored.device)
     return scored if outside is None else scored.masked_fill(outside, -torch.inf)

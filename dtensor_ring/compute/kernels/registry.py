@@ -1,4 +1,4 @@
-"""The table of block kernels, the choice of one for a problem, and checks of registered ones."""
+"""The table of block kernels, the choice for a problem, and checks of registered kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dtensor_ring.compute.kernels.widened import WidenedKernel
 
 
 class Expected(NamedTuple):
-    """A tensor as the contract wants it; wider dtypes will do for lse only."""
+    """A tensor as the contract requires it; only lse may have a wider dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Expected(NamedTuple):
         return f"{self.name} {self.shape} {self.dtype}{wider} on {self.device}"
 
     def describes(self, x: object) -> bool:
-        """Whether `x` is such a tensor."""
+        """Return whether `x` meets the expectation."""
         # Strides are not compared: adapters may return views.
         if not isinstance(x, Tensor) or (tuple(x.shape), x.device) != (self.shape, self.device):
             return False
@@ -56,8 +56,8 @@ class Expected(NamedTuple):
 class CheckedKernel(Kernel):
     """A kernel whose first launch of each kind is checked.
 
-    Kinds are forward and backward, of a tile and of segments, for each dtype. Later launches cost
-    one look-up.
+    A kind is forward or backward, of a tile or of segments, for one dtype. Later launches cost one
+    look-up.
 
     Args:
         kernel: the kernel to check.
@@ -85,7 +85,7 @@ class CheckedKernel(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         result = self.wrapped.backward(saved, q, k, v, launch, scores)
-        # The dtype too: a kernel may cast for one and forget another.
+        # A kind includes the dtype: a kernel may cast one dtype and forget another.
         kind = "backward", launch.segments is None, q.dtype
         if kind not in self._seen:
             self._check(kind, result, _expected_gradients(q, k, v))
@@ -94,7 +94,7 @@ class CheckedKernel(Kernel):
     def _check(
         self, kind: tuple[str, bool, torch.dtype], result: Any, expected: list[Expected]
     ) -> None:
-        """Remember a kind whose result is right."""
+        """Raise `ValueError` if the result breaks the contract; otherwise remember its kind."""
         is_right = isinstance(result, (tuple, list)) and len(result) == len(expected)
         if not is_right or not all(map(Expected.describes, expected, result)):
             of_what = "a tile" if kind[1] else "segments"
@@ -107,7 +107,7 @@ class CheckedKernel(Kernel):
 
 
 def _expected_results(query: Tensor, value: Tensor, is_tile: bool) -> list[Expected]:
-    """`out` and `lse` of these queries."""
+    """Return what `out` and `lse` of these queries must be."""
     *rows, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     # Heads come first in the lse of segments, as in that of a tile.
@@ -119,7 +119,7 @@ def _expected_results(query: Tensor, value: Tensor, is_tile: bool) -> list[Expec
 
 
 def _expected_gradients(query: Tensor, key: Tensor, value: Tensor) -> list[Expected]:
-    """Gradients are like their tensors."""
+    """Return what the gradients must be: each is like its tensor."""
     inputs = {"query": query, "key": key, "value": value}
     return [
         Expected(f"gradient of {name}", tuple(x.shape), x.dtype, x.device)
@@ -128,7 +128,7 @@ def _expected_gradients(query: Tensor, key: Tensor, value: Tensor) -> list[Expec
 
 
 def _described(result: object) -> str:
-    """The result of a kernel, in the words of `Expected`."""
+    """Describe the result of a kernel in the format of `Expected`."""
     if isinstance(result, Tensor):
         return f"{tuple(result.shape)} {result.dtype} on {result.device}"
     if isinstance(result, (tuple, list)):
@@ -146,20 +146,18 @@ _ORDER = (
     Reference(),
 )
 
+# The kernels by name, in order of preference, which follows published speed. Flash attention 3 runs
+# on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes next on
+# both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
+# `missing()` and is skipped.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
-"""The kernels by name, in order of preference: by published speed, where a kernel runs at all.
-
-Flash attention 3 is written for Hopper and runs nowhere else; so 4 leads on Blackwell, which it is
-written for, and on Hopper where 3 is not installed. cuDNN comes next on both, and flash attention 2
-is for the GPUs before. A kernel that cannot run on a machine says so by `missing()` and drops out.
-"""
 
 
 def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a block kernel of your own.
 
-    By default it comes after all kernels but `"reference"`, which is slow and can do everything. So
-    it is chosen where no other kernel serves, or by its name. Register the same kernels in the same
+    By default it comes after all kernels but `"reference"`, which is slow and supports everything.
+    So it is chosen by its name, or if no other kernel serves. Register the same kernels in the same
     order on all ranks, before the first attention.
 
     The first launch of each kind is checked: a result whose shape, dtype or device breaks the
@@ -171,7 +169,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
 
     Raises:
         TypeError: if `kernel` is not an instance of `Kernel`, or its name is not a string.
-        ValueError: if a kernel of that name is there already, or no kernel is called `before`.
+        ValueError: if a kernel of that name exists already, or no kernel is called `before`.
 
     Example:
         >>> from dtensor_ring.compute.kernels.reference import Reference
@@ -185,18 +183,18 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     """
     _check_registrable(kernel)
     check_kernel(before, "before", KERNELS)
-    # A dict keeps the order of insertion: all that come after move to the end.
+    # A dict keeps the order of insertion, so the kernels after the new one move to the end.
     names = list(KERNELS)
     after = names[names.index(before or "reference") :]
     KERNELS[kernel.name] = CheckedKernel(kernel)
-    # The new kernel is last now; taken out and put back, these follow it.
+    # The new kernel is last now. Remove and insert the others, so they follow it.
     for name in after:
         KERNELS[name] = KERNELS.pop(name)
     clear_kernel_cache()
 
 
 def unregister_kernel(name: str) -> None:
-    """Take a registered kernel out again, for tests.
+    """Remove a registered kernel, for tests.
 
     Raises:
         ValueError: if `register_kernel` did not add a kernel of that name.
@@ -209,10 +207,10 @@ def unregister_kernel(name: str) -> None:
 
 
 def available_kernels() -> dict[str, str | None]:
-    """Every kernel by name, best first: `None` if it runs on this machine, else why it cannot.
+    """Return `None` for each kernel that runs on this machine, else the reason; the best first.
 
-    Prebuilt kernels, `"hub:kernels-community/flash-attn3"`, are not among them: they are downloaded
-    where an attention names them, and nowhere else.
+    Prebuilt kernels such as `"hub:kernels-community/flash-attn3"` are not listed: they are
+    downloaded only if an attention names them.
 
     >>> available_kernels()["reference"] is None
     True
@@ -221,7 +219,7 @@ def available_kernels() -> dict[str, str | None]:
 
 
 def missing_kernel(name: str) -> str | None:
-    """The reason why the named kernel cannot run on this machine, or `None`.
+    """Return why the named kernel cannot run on this machine, or `None`.
 
     Raises:
         ValueError: if there is no kernel of that name.
@@ -235,11 +233,11 @@ def missing_kernel(name: str) -> str | None:
 def check_kernel(
     name: str | None, argument: str = "kernel", known: Mapping[str, Kernel] | None = None
 ) -> None:
-    """Refuse a name that none of the known kernels has, by default all; `None` leaves the choice.
+    """Check that a kernel of this name is known, by default among all kernels; `None` is valid.
 
     Raises:
-        TypeError: if it is not a string.
-        ValueError: if there is no such kernel.
+        TypeError: if the name is not a string.
+        ValueError: if there is no kernel of that name.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{argument} must be the name of a kernel, a str, got {name!r}")
@@ -250,14 +248,14 @@ def check_kernel(
 
 
 def named_kernel(name: str) -> Kernel:
-    """The kernel of a name that `check_kernel` has seen."""
+    """Return the kernel of a name that `check_kernel` has accepted."""
     return KERNELS[name] if name in KERNELS else HUB_KERNELS[name]
 
 
 def select_kernel(name: str | None, problem: Problem) -> Kernel:
-    """The named kernel, or the first that runs here and serves the problem.
+    """Return the named kernel, or the first that runs here and serves the problem.
 
-    Kernels are asked once for each problem and device: see `clear_kernel_cache`.
+    The choice is cached for each problem and device, see `clear_kernel_cache`.
 
     Raises:
         ValueError: if there is no kernel of that name, or it cannot serve the problem.
@@ -266,27 +264,27 @@ def select_kernel(name: str | None, problem: Problem) -> Kernel:
 
 
 def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
-    """`select_kernel` for `Problem(device_type, *facts)`, which later calls need not build."""
+    """Return the choice of `select_kernel` for `Problem(device_type, *facts)`, cached by facts."""
     return _kernel_for(name, _gpu(device_type), determinism(), device_type, *facts)
 
 
 def clear_kernel_cache() -> None:
-    """Ask kernels anew what they support and miss, after packages or devices have changed."""
+    """Clear the cached answers of kernels, after packages or devices have changed."""
     _kernel_for.cache_clear()
     _select.cache_clear()
     _missing.cache_clear()
 
 
 def _gpu(device_type: str) -> int | None:
-    """The current GPU, if the tensors are on one."""
-    # What is missing may differ from GPU to GPU of a machine.
+    """Return the index of the current GPU if tensors are on a GPU, or `None`."""
+    # `missing()` may differ between the GPUs of a machine.
     is_gpu = device_type == "cuda" and torch.cuda.is_available()
     return torch.cuda.current_device() if is_gpu else None
 
 
 @lru_cache(maxsize=1024)
 def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts: Any) -> Kernel:
-    """`_select`, by facts that are cheaper to compare than a problem is to build."""
+    """Cache `_select` by facts, because comparing them is cheaper than building a problem."""
     return _select(name, Problem(*facts, determinism=setting), gpu)
 
 
@@ -294,7 +292,7 @@ def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts:
 def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
     reasons = {}
-    # `supports` first: it is cheap, and importing a package for nothing is not.
+    # Ask `supports` first: it is cheap, while `missing` may import a package.
     for kernel in KERNELS.values() if name is None else (named_kernel(name),):
         able, reason = able_kernel(kernel, problem)
         reason = reason or _missing(kernel, device)
@@ -307,7 +305,7 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
 
 
 def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
-    """The kernel, widened if only so it has the gradient of lse, and why it cannot serve."""
+    """Return the kernel, widened if the gradient of lse needs it, and why it cannot serve."""
     reason = kernel.supports(problem)
     if reason is None or not problem.differentiable_lse:
         return kernel, reason
@@ -317,12 +315,12 @@ def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
 
 @lru_cache(maxsize=1024)
 def _missing(kernel: Kernel, device: int | None) -> str | None:
-    """What the kernel misses on that GPU, which is the current one."""
+    """Return why the kernel cannot run, or `None`; `device` is the current GPU, for the cache."""
     return kernel.missing()
 
 
 def _check_registrable(kernel: object) -> None:
-    """Refuse what is not a kernel of a new name."""
+    """Check that `kernel` is a kernel with a new name."""
     if not isinstance(kernel, Kernel):
         got = f"the class {kernel.__name__}" if isinstance(kernel, type) else type(kernel).__name__
         raise TypeError(
@@ -343,6 +341,6 @@ def _check_registrable(kernel: object) -> None:
 
 
 def _class(kernel: Kernel) -> str:
-    """Where a kernel's class is."""
+    """Return the qualified name of a kernel's class."""
     found = type(kernel.wrapped if isinstance(kernel, CheckedKernel) else kernel)
     return f"{found.__module__}.{found.__qualname__}"

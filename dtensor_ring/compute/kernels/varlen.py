@@ -1,17 +1,17 @@
-"""The base of flash attention kernels: tensors are token-major, segments have any lengths.
+"""The base of flash attention kernels: tensors are token-major, segments have any length.
 
-Note [Segments without keys or without rows]: `Kernel` says what a launch must return for them. The
-code of all four flash attention kernels provides for both, each differently. Read there:
+Note [Segments without keys or without rows]: `Kernel` defines what a launch must return for them.
+All four flash attention kernels handle both, but differently. Their code shows:
 
-- Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes out 0 and lse
-  +inf; flash attention 3 writes out 0 and lse -inf. Flash attention 4 masks a whole block: its lse
-  is -inf, and its out is 0 times the values of the segment before, which is NaN if those are not
-  finite. `clear_empty_rows` writes an lse of -inf after all of them, and 0 after the last; it does
-  nothing if every row has keys.
-- Rows without keys, backward: no block of keys reads them. All kernels clear the sum of the
-  gradient of queries in the launch before, which goes over queries only. That one looks at lse in
-  flash attention 3 and 4, which take -inf for 0; flash attention 2 reads lse beside keys only. So
-  the -inf of such rows meets no other number.
+- Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes an out of 0
+  and an lse of +inf. Flash attention 3 writes an out of 0 and an lse of -inf. Flash attention 4
+  masks a whole block: its lse is -inf, and its out is 0 times the values of the segment before,
+  which is NaN if those are not finite. If a row has no keys, `clear_empty_rows` then writes an lse
+  of -inf, and for flash attention 4 also an out of 0.
+- Rows without keys, backward: no block of keys reads them. All kernels clear the gradient of
+  queries in an earlier launch, which covers queries only. In flash attention 3 and 4 this launch
+  reads lse, and treats -inf as 0. Flash attention 2 reads lse only together with keys. So the -inf
+  of rows without keys enters no arithmetic.
 - Keys without rows, backward: a block that no row sees writes zeros to its gradients, or adds
   nothing to zeros.
 """
@@ -35,12 +35,12 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.planning.mask import Mask
 
+# The number of columns that a row sees left and right of its own; `None` means all.
 Window = tuple[int | None, int | None]
-"""How many columns a row sees left and right of its own, `None` for all of them."""
 
 
 def bottom_right(mask: Mask, rows: int, cols: int) -> Window:
-    """`window_size` of a tile for a kernel that aligns the last row with the last column.
+    """Return `window_size` of a tile for a kernel that aligns last row and last column.
 
     Neither bound is negative: see Note [Windows aligned bottom-right] of `Kernel`.
 
@@ -48,7 +48,7 @@ def bottom_right(mask: Mask, rows: int, cols: int) -> Window:
     ((1, 2), (None, None))
     """
     if mask == Mask.causal():
-        return None, None  # the causal flag says it
+        return None, None  # the causal flag implies the window
     left = None if mask.left is None else mask.left + cols - rows
     right = None if mask.right is None else mask.right - cols + rows
     assert left is None or right is not None or rows <= cols, f"{rows} x {cols} with {mask}"
@@ -57,7 +57,7 @@ def bottom_right(mask: Mask, rows: int, cols: int) -> Window:
 
 
 def window_of(launch: Launch, rows: int, cols: int) -> Window:
-    """`window_size` of a launch of that many rows and columns."""
+    """Return `window_size` of a launch with `rows` queries and `cols` keys."""
     if launch.segments is None:
         return bottom_right(launch.mask, rows, cols)
     # Segments with a band are square, so both alignments of the diagonal are the same.
@@ -66,15 +66,15 @@ def window_of(launch: Launch, rows: int, cols: int) -> Window:
 
 
 class Band(NamedTuple):
-    """The options of a launch that a flash attention function takes beside tensors.
+    """The options of a launch that a flash attention function takes in addition to tensors.
 
     Attributes:
-        is_causal: whether the mask is causal; the window says nothing then.
+        is_causal: whether the mask is causal; then `window` has no bounds.
         window: bounds, aligned bottom-right.
         scale: factor of the scores.
         softcap: bound of the scores; 0.0 means none.
         segments: boundaries of the tiles; `None` for a single tile.
-        in_flight: whether messages are in flight meanwhile.
+        in_flight: whether messages are in flight during the launch.
     """
 
     is_causal: bool
@@ -90,21 +90,23 @@ class VarlenKernel(Kernel):
 
     Subclasses call their function in `attend` and `attend_backward`. There, tensors of a tile are
     `(B, L, N, H)`, those of segments `(T, N, H)`, and lse is `(B, N, L)` or `(N, T)`.
+
+    Attributes:
+        fills_empty_rows: whether the function writes zeros to the outputs of rows without keys.
     """
 
     has_segments = True
     fills_empty_rows: ClassVar[bool] = True
-    """Whether the function writes zeros to the outputs of rows without keys."""
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
-        """`out` as the query, and `lse`."""
+        """Return `out`, in the layout of the query, and `lse`."""
 
     @abstractmethod
     def attend_backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
-        """Gradients as query, key and value; `saved.lse` is contiguous."""
+        """Return gradients in the layout of query, key and value; `saved.lse` is contiguous."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         q, k, v = (_token_major(x, launch) for x in (q, k, v))
@@ -117,7 +119,7 @@ class VarlenKernel(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         dout, out, q, k, v = (_token_major(x, launch) for x in (saved.grad_out, saved.out, q, k, v))
-        # A region of lse is a view; these functions read it as dense memory.
+        # `saved.lse` may be a view, but these functions read it as dense memory.
         saved = Saved(dout, out, saved.lse.contiguous())
         dq, dk, dv = self.attend_backward(saved, q, k, v, _band(q, k, launch, scores))
         return _token_major(dq, launch), _token_major(dk, launch), _token_major(dv, launch)
@@ -139,13 +141,13 @@ def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
 def clear_empty_rows(
     out: Tensor, lse: Tensor, segments: Segments, fill: bool
 ) -> tuple[Tensor, Tensor]:
-    """Make rows without keys (0, -inf) in `out` `(T, N, Hv)` and `lse` `(N, T)`, in place.
+    """Set rows without keys to (0, -inf) in `out` `(T, N, Hv)` and `lse` `(N, T)`, in place.
 
     Without `fill` the outputs are 0 already, and only `lse`, which is far smaller, is written.
     """
     if segments.has_empty_rows:
         rows, cols = segments.boundaries(out.device)
-        # The output size is known here: asking the device would wait for it.
+        # Without `output_size` the host would wait for the device.
         has_no_keys = (cols.diff() == 0).repeat_interleave(rows.diff(), output_size=out.shape[0])
         if fill:
             out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
@@ -154,14 +156,14 @@ def clear_empty_rows(
 
 
 def sizes(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Boundaries of both sides, then rows and columns of the longest segment, at least 2 rows."""
-    # If the longest has one row, flash attention 2 folds the heads of grouped-query into rows,
-    # which goes wrong for a segment without rows.
+    """Return boundaries of queries and keys, and the longest length of each (queries: >= 2)."""
+    # If the longest segment has one row, flash attention 2 folds the heads of grouped-query into
+    # rows, which fails for a segment without rows.
     return *segments.boundaries(device), max(2, segments.max_rows), segments.max_cols
 
 
 def lengths(segments: Segments | None, device: torch.device) -> dict[str, object]:
-    """The boundaries under the names of flash attention 3 and 4; no argument without segments."""
+    """Return `sizes` as arguments of flash attention 3 and 4; empty without segments."""
     if segments is None:
         return {}
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"

@@ -1,4 +1,4 @@
-"""The gradient of lse, for kernels that have none."""
+"""Provides the gradient of lse for kernels that do not support it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.compute.memory import empty, order_of
 
+# The number of extra columns. Head dims that are multiples of 8 remain multiples of 8.
 COLUMNS = 8
-"""By how many columns tensors become wider: head dims that are multiples of 8 stay so."""
 
+# The number of 16-bit parts that hold one float32.
 PARTS = 3
-"""Numbers of 16 bits that hold one of float32."""
 
+# Bounds of the unit of a row: powers of two that every dtype holds.
 SMALLEST, LARGEST = 2.0**-14, 2.0**15
-"""Powers of two that every dtype holds; between them a gradient of lse is its own unit."""
 
 
 class WidenedKernel(Kernel):
-    """A kernel without a gradient of lse, to which wider tensors bring it.
+    """Adds the gradient of lse to a kernel that does not support it, by extra columns.
 
     Note [Gradient of lse in columns]: the gradient of a score is `p * (grad_out.v - delta +
-    grad_lse)`, where kernels compute `delta = sum(grad_out * out)` from the two tensors. So both
-    get columns whose products add up to `-grad_lse`. The columns of the value are 0, and leave
-    `grad_out.v` as it is. A kernel of one head dim gets columns of 0 in query and key as well,
-    which leave the scores as they are. What comes back as the gradients of all these columns is
-    dropped. `delta` is summed in float32 or wider, and the products are as exact as that: numbers
-    of 16 bits hold `grad_lse` in a unit of each row, in three parts.
+    grad_lse)`, where kernels compute `delta = sum(grad_out * out)`. So `out` and `grad_out` get
+    extra columns whose products add up to `-grad_lse`. The extra columns of the value are 0, which
+    does not change `grad_out.v`. If query and value have one head dim, query and key also get
+    columns of 0, which do not change the scores. The gradients of all extra columns are dropped.
+    Kernels sum `delta` in float32 or wider. The products are as exact: `grad_lse` is divided by a
+    unit for each row, and stored as three numbers of 16 bits.
 
     Args:
-        kernel: one whose backward follows the formula of `Kernel`.
+        kernel: a kernel whose backward follows the formula of `Kernel`.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -74,7 +74,7 @@ class WidenedKernel(Kernel):
 
 
 def _widened(x: Tensor) -> Tensor:
-    """A copy with columns of 0, in the same order of memory."""
+    """Return a copy with extra columns of 0, in the same memory order."""
     head_dim = x.shape[-1]
     wide = empty(x, (*x.shape[:-1], head_dim + COLUMNS), order_of(x))
     wide[..., :head_dim] = x
@@ -83,12 +83,12 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _with_columns(saved: Saved, is_tile: bool) -> Saved:
-    """Wider `out` and `grad_out`, whose products add up to less by `grad_lse` in each row."""
+    """Widen `out` and `grad_out`, so each row's sum of products is smaller by `grad_lse`."""
     assert saved.grad_lse is not None, "the kernel itself serves without"
     out, grad_out = _widened(saved.out), _widened(saved.grad_out)
-    # The lse of segments has heads first, their other tensors have them second.
+    # With segments, lse is `(N, T)`, but the other tensors are token-major.
     rest = saved.grad_lse if is_tile else saved.grad_lse.transpose(0, 1)
-    # float16 covers 6e-8 to 65504 only, so each row is scaled to about 1.
+    # float16 only covers 6e-8 to 65504, so scale each row to about 1.
     unit = rest.abs().clamp(SMALLEST, LARGEST).to(out.dtype)
     rest = rest / unit
     for column in range(saved.out.shape[-1], saved.out.shape[-1] + PARTS):

@@ -45,7 +45,7 @@ class OutputSpec(NamedTuple):
 
 
 def takes_tuple(given: dict[str, Any]) -> bool:
-    """Remove `return_dict` from a call's arguments, and return whether it asks for a tuple.
+    """Remove `return_dict` from a call's arguments, and return whether it requests a tuple.
 
     A tuple is read by index, so it always includes logits.
     """

@@ -156,6 +156,7 @@ class AxisRelay:
                 run, x[:, piece.begin : piece.end], pieces.mask(row, piece), before
             )
             outs.append(first(output))
+        # One message holds all states, so its dtype must be wide enough for each.
         wide = torch.promote_types(x.dtype, torch.float32)
         after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
         out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)

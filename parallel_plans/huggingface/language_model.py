@@ -1,19 +1,19 @@
-"""The language model of a model that reads more than text."""
+"""Finds the language model within a model that reads more than text."""
 
 from __future__ import annotations
 
 from inspect import signature
 from typing import Any
 
+# Rotary option of configs whose positions have several axes, such as time, height and width.
 SECTIONS = "mrope_section"
-"""In a config's rotary options: that positions have several axes, as of time, height and width."""
 
 
 def language_model_of(model: Any) -> Any:
-    """The stack of layers over one sequence: the model itself, or one of its parts.
+    """Return the stack of layers over one sequence: the model itself, or one of its parts.
 
     Returns:
-        `None` if the model has several parts, and that stack is none of them.
+        `None` if the model has several parts, but the stack is not one of them.
     """
     if not parts_beside_text(model) and model.config.get_text_config() is model.config:
         return model
@@ -25,7 +25,7 @@ def language_model_of(model: Any) -> Any:
 
 
 def parts_beside_text(model: Any) -> list[str]:
-    """Names of the models within it whose configs are of another kind, the language model too."""
+    """Return the names of models in `model` with another config type, language model included."""
     own = type(model.config)
     return [name for name, x in model.named_modules() if _is_model(x) and type(x.config) is not own]
 
@@ -35,14 +35,14 @@ def _is_model(x: Any) -> bool:
 
 
 def takes_labels(model: Any) -> bool:
-    """Whether it makes a loss of labels."""
+    """Return whether the model computes a loss from labels."""
     takes = "labels" in signature(model.forward).parameters
-    # A base model with a language model in it may have the name only.
+    # A base model around a language model may accept `labels` without computing a loss.
     return takes and (language_model_of(model) is model or bool(model.get_output_embeddings()))
 
 
 def has_axes(model: Any) -> bool:
-    """Whether it takes positions of several axes, `(3, B, S)` or `(4, B, S)`."""
+    """Return whether the model takes positions of several axes, `(3, B, S)` or `(4, B, S)`."""
     config = model.config.get_text_config()
     options = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
     return any(isinstance(x, dict) and SECTIONS in x for x in options)

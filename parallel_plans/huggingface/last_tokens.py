@@ -1,4 +1,4 @@
-"""The last tokens of a sequence that is dealt to ranks, such as those whose logits are wanted."""
+"""Locates the last tokens of a sharded sequence, such as those whose logits are requested."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from dtensor_ring.extension import Layout
 
 
 class LastTokens(NamedTuple):
-    """Which of them this rank has: they are neighbours, as a rank's tokens ascend in position."""
+    """The last tokens on this rank: a contiguous range, since local positions ascend.
+
+    Attributes:
+        axis: the axis that shards the sequence.
+        count: number of last tokens on all ranks together.
+        begin: local index of the first one on this rank.
+        places: index of each local one among all `count` tokens.
+    """
 
     axis: SequenceAxis
     count: int
-    """On all ranks together."""
     begin: int
-    """The first of this rank's, among its tokens."""
     places: tuple[int, ...]
-    """Of each of this rank's, its place among all."""
 
     @classmethod
     def of(
         cls, axis: SequenceAxis, layout: Layout, seq_len: int, dealt_length: int, count: int
     ) -> LastTokens:
-        """The last `count` of `seq_len` tokens, which were dealt with padding behind them."""
+        """Locate the last `count` of `seq_len` tokens, sharded with padding at the end."""
         count = min(count, seq_len)
         first = seq_len - count
         runs = layout.runs(axis.mesh.get_local_rank(), axis.mesh.size(), dealt_length)
@@ -36,11 +40,11 @@ class LastTokens(NamedTuple):
         return cls(axis, count, num_before, tuple(places))
 
     def local_indices(self, device: torch.device) -> Tensor:
-        """The places of this rank's among its tokens."""
+        """Return the indices of the last tokens among this rank's tokens."""
         return torch.arange(self.begin, self.begin + len(self.places), device=device)
 
     def join(self, local: Tensor, dim: int) -> Tensor:
-        """All of them on every rank, of what each rank has made of its own."""
+        """Gather the results of all `count` tokens, on every rank, from local results."""
         shape = (*local.shape[:dim], self.count, *local.shape[dim + 1 :])
         places = torch.tensor(self.places, dtype=torch.int64, device=local.device)
         # Each place is filled on one rank: a sum with zeros is exact.

@@ -1,4 +1,4 @@
-"""The layout of a model for which the plan was given none."""
+"""Picks the layout of a model when the plan does not name one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.stateful import attention_layers, stateful_layers
 
 DEFAULT: str = "zigzag"
+# Sequence length that is compared for a model without a maximum length.
 DEFAULT_SEQ_LEN = 32768
-"""Tokens of the longest sequence of a model that has no limit."""
 
 _LOG = logging.getLogger("dtensor_ring")
 
@@ -20,18 +20,18 @@ _LOG = logging.getLogger("dtensor_ring")
 def compared_layouts(
     model: Any, layer_masks: LayerMasks, world_size: int, strategy: str | None
 ) -> HybridComparison | None:
-    """What layouts cost a model with layers that carry a state, in its longest sequence.
+    """Compare the costs of layouts for a model with stateful layers, at its longest sequence.
 
-    Logs it at level INFO. The least of them is the layout of a plan that was given none.
+    The comparison is logged at level INFO. A plan without a layout uses the cheapest one.
 
     Args:
-        model: with weights, or on the meta device.
-        layer_masks: what its layers see; the one that is most frequent counts.
-        world_size: ranks of the axis.
-        strategy: of all layers with attention; `None` for the default.
+        model: a model with weights, or on the meta device.
+        layer_masks: the masks of its layers; the most frequent one is compared.
+        world_size: number of ranks of the axis.
+        strategy: the strategy of all attention layers; `None` for the default.
 
     Returns:
-        `None` for a model without such layers.
+        `None` for a model without stateful layers.
     """
     num_stateful = len(stateful_layers(model))
     if not num_stateful:
@@ -49,7 +49,7 @@ def compared_layouts(
 
 
 def _sizes(model: Any, num_stateful: int) -> Hybrid:
-    """The layers of a model, and the sizes of its tensors."""
+    """Return the numbers of layers of a model and the sizes of its tensors."""
     config, num_attention = model.config, len(attention_layers(model))
     if not num_attention:
         return Hybrid(num_stateful, 0, config.hidden_size, itemsize=model.dtype.itemsize)
@@ -61,6 +61,6 @@ def _sizes(model: Any, num_stateful: int) -> Hybrid:
 
 
 def _largest(config: Any, name: str) -> int | None:
-    """An option, which may be one number for all layers or one for each."""
+    """Return the largest value of an option that is one number, or one number per layer."""
     found = getattr(config, name, None)
     return max(found, default=None) if isinstance(found, (list, tuple)) else found

@@ -1,11 +1,11 @@
-"""Whether the tokens of a model meet in attention only.
+"""Checks that the tokens of a model interact in attention only.
 
-A model's code does not show it, so the model is probed: with attention in which each token
-sees itself only, what it makes of a few tokens must not depend on which others are there. Shards of
-four tokens are compared with all eight, module by module. Convolutions, shifts of tokens, means
-over a batch, positions that a model counts by itself, and factors that depend on the length or the
-largest position are found so; not what begins at some greater length, in training only, or with
-special tokens; nor, in 16 bits, what depends on how many tokens there are in all rows.
+A model's code does not show this, so the model is probed with an attention in which each token sees
+only itself. The output of a token must then not depend on the other tokens. Shards of four tokens
+are compared with all eight, module by module. This finds convolutions, shifts of tokens, means over
+a batch, positions that a model counts itself, and factors that depend on the length or the largest
+position. It does not find effects that begin at a greater length, in training only, or with special
+tokens; in 16 bits, nor those that depend on the number of tokens in all rows.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 from parallel_plans.huggingface.relay import KeptStates, StateSpecs
 from parallel_plans.huggingface.stateful import relayed, stateful_layers
 
+# Relative tolerance: above bfloat16 rounding, far below the effect of another token.
 TOLERANCE = 0.02
-"""Relative: beyond what bfloat16 rounds, far below what another token changes."""
 
+# Zigzag shards: one has a gap, the other lacks the first and last tokens.
 SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
-"""As of zigzag: one with a gap, one without the first and last tokens."""
 
+# Contiguous shards, for models whose layers hand over a state.
 NEIGHBOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
-"""Of a model whose layers hand over a state."""
 
+# Outputs by module name and number of the call, in execution order.
 Outputs = dict[tuple[str, int], Tensor]
-"""Outputs by name of the module and number of the call, in the order of execution."""
 
 
 def check_locality(model: Any) -> StateSpecs:
-    """Refuse a model in which tokens meet outside of attention and of states that are handed over.
+    """Refuse a model in which tokens interact outside of attention and of states of layers.
 
     Returns:
-        The states of each layer that has some.
+        The states of each stateful layer.
 
     Raises:
         ValueError: naming the first module whose output depends on the other tokens, or if the
-            model does not hand what attention needs down to it.
+            model does not pass the keywords of attention down to it.
     """
     layers, states = stateful_layers(model), KeptStates()
     with frozen(model), relayed(layers, states):
@@ -62,10 +62,10 @@ def check_locality(model: Any) -> StateSpecs:
 
 
 def check_head(model: Any) -> None:
-    """Refuse a model that makes something of the tokens of its language model together.
+    """Refuse a model whose head combines the tokens of its language model.
 
     Raises:
-        ValueError: if what it makes of some hidden states is not what it makes of all.
+        ValueError: if the output for some hidden states depends on the others.
     """
     everything = tuple(range(NUM_TOKENS))
     with frozen(model):
@@ -88,7 +88,7 @@ def _of_tokens(output: Any) -> Tensor:
 
 @contextmanager
 def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]:
-    """Let a language model return the hidden states of some tokens only."""
+    """Make a language model return the hidden states of the tokens in `shard` only."""
 
     def cut(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[:, list(shard)]
@@ -102,7 +102,7 @@ def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]
 
 
 def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> None:
-    """Refuse a layer that has a state for generation only, of one token at a time."""
+    """Refuse a layer that reads its state only when it is called with a single token."""
     names = {module: name for name, module in model.named_modules()}
     for number, (kind, _) in states.unused.items():
         raise ValueError(
@@ -113,7 +113,7 @@ def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> No
 
 
 def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
-    """The output of each module for the tokens of those indices, where no token sees another."""
+    """Return the output of each module for the tokens at `indices`, with isolated tokens."""
     outputs: Outputs = {}
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
@@ -128,7 +128,7 @@ def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
 def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            # A module may run several times, as when layers share it.
+            # A module may run several times, for example when layers share it.
             calls = sum(name == names[module] for name, _ in outputs)
             outputs[names[module], calls] = output.detach()
 
@@ -136,13 +136,13 @@ def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., No
 
 
 def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
-    """Whether both are equal up to rounding, where they have tokens in their second dimension."""
-    # Sizes and indices say nothing about a token.
+    """Return whether `found` equals its shard of `whole` up to rounding; dimension 1 is tokens."""
+    # Integers and vectors hold sizes and indices, not values of tokens.
     if whole is None or found.ndim < 2 or not (found.is_floating_point() or found.is_complex()):
         return True
     if whole.shape != (1, NUM_TOKENS, *found.shape[2:]):
         return True
-    # In 16 bits the rows are copies, so one is enough.
+    # In 16 bits `probe` repeats the row, so the first one is enough.
     expected, found = whole[:, list(shard)], found[:1]
     if found.shape != expected.shape or not expected.isfinite().all():
         return True

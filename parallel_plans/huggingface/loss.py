@@ -1,4 +1,4 @@
-"""The cross-entropy of a model whose sequence is sharded: each rank computes a part of it."""
+"""Computes the cross-entropy of a sharded sequence: each rank contributes a part of the sum."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from dtensor_ring.extension import IGNORE_INDEX
 from parallel_plans.huggingface.language_model import takes_labels
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
 
+# Divisor of a probe's loss. It differs from the number of labels, to tell the two apart.
 NUM_ITEMS = 5
-"""Divisor of a probe's loss; not the number of its labels, to tell the two apart."""
 
 
 class Loss(NamedTuple):
-    """The loss that a model had when the plan was made."""
+    """The loss function of a model when the plan was applied.
+
+    Attributes:
+        function: the model's `_loss_function`.
+        why_not: why shards cannot compute the loss; `None` if they can.
+        why_no_balance: why shards cannot compute the load-balancing loss of routers.
+    """
 
     function: Any
     why_not: str | None
-    """Why it cannot be made of shards."""
     why_no_balance: str | None = None
-    """Why that of its routers cannot."""
 
     def check(self, model: Any) -> None:
-        """Refuse labels where the loss is another than the cross-entropy of tokens."""
+        """Refuse labels if the loss is not the cross-entropy of tokens."""
         changed = getattr(model, "_loss_function", None) is not self.function
         if reason := "loss_function was set after the plan" if changed else self.why_not:
             raise ValueError(
@@ -36,12 +40,12 @@ class Loss(NamedTuple):
 
 
 def predicts_next(model: Any) -> bool:
-    """Whether its labels are the tokens themselves, to be shifted by one."""
+    """Return whether the model's labels are its tokens, which the loss shifts by one."""
     return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
 
 def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """This rank's part of the mean cross-entropy of the tokens that have a label."""
+    """Return this rank's part of the mean cross-entropy over all labelled tokens."""
     total = nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -49,9 +53,9 @@ def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
 
 
 def other_loss(model: Any) -> str | None:
-    """Why the loss of a model cannot be made of shards, by that of a few tokens; `None` if it can.
+    """Return why shards cannot compute the loss of a model, or `None` if they can.
 
-    A rank has the logits of its own tokens, and labels that are shifted already.
+    The loss of a few tokens decides. A rank has the logits of its own tokens and shifted labels.
     """
     if not takes_labels(model):
         return None
@@ -64,7 +68,7 @@ def other_loss(model: Any) -> str | None:
             given |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
         try:
             found = float(probe(model, everything, **given).loss)
-        except Exception as error:  # a loss of the user's may raise what it likes
+        except Exception as error:  # a custom loss may raise anything
             return f"its loss takes no labels that are shifted already ({error})"
     count = given.get("num_items_in_batch", NUM_TOKENS)
     expected = float(token_loss(logits, given.get("shift_labels", labels), count))

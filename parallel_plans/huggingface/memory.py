@@ -1,4 +1,4 @@
-"""What a rank keeps of the keys and values of a model: its columns, and all of the windows."""
+"""Holds a rank's cached keys and values: its own columns, and every window in full."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from parallel_plans.huggingface.window import Pair, Window
 
 
 class CacheMemory:
-    """Keys and values of all layers, for one number of rows.
+    """The keys and values of all layers, for a fixed number of rows.
 
     Args:
-        axis: that tokens are dealt over.
-        sizes: by layer, tokens of its window; 0 if it sees everything.
-        kept: the layers that keep something.
+        axis: the axis that shards the tokens.
+        sizes: the window of each layer in tokens; 0 if it sees everything.
+        kept: the layers that keep keys and values.
         chunks: sizes of the chunks that layers see.
-        decode_tokens: up to so many tokens, after others, are not dealt.
-        block: tokens that memory grows by.
+        decode_tokens: the largest number of later tokens that are replicated, not sharded.
+        block: number of tokens by which memory grows.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CacheMemory:
             self._shards = ShardedCache(axis.mesh, len(self._full), self._layout, block)
 
     def usage(self) -> CacheUsage:
-        """Bytes on each rank, computed: nothing is sent."""
+        """Return the bytes on each rank. They are computed locally, without a message."""
         window = sum(x.num_bytes for x in self._windows.values())
         none = (0,) * self.axis.mesh.size()
         held, used = (none, none) if self._shards is None else self._shards.usage()
@@ -58,16 +58,16 @@ class CacheMemory:
     def turn(
         self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
     ) -> Iterator[tuple[Turn, tuple[Frame, ...]]]:
-        """A context in which all layers append new tokens once; an error takes them back.
+        """Open a context in which each layer appends new tokens once; an error removes them again.
 
         Args:
-            tokens: or their embeddings, `(B, T, ...)`, the whole on each rank.
-            left_padding: of each row.
-            num_kept: last tokens whose logits are asked for, so that all of them but one can be
-                taken away again; 0 for as many as a decode step takes.
+            tokens: token ids or embeddings, `(B, T, ...)`, whole on each rank.
+            left_padding: number of padding tokens of each row.
+            num_kept: number of last tokens whose logits are requested. All of them but one can be
+                cropped later. 0 stands for the tokens of a decode step.
 
         Raises:
-            ValueError: if there is another number of rows.
+            ValueError: if the number of rows differs from that of the cache.
         """
         rows, num_tokens = tokens.shape[:2]
         if self.batch not in (-1, rows):
@@ -93,7 +93,7 @@ class CacheMemory:
             self._turn = None
 
     def _frames(self, turn: Turn, tokens: Tensor) -> tuple[Frame, ...]:
-        """By layer, one for all layers that keep alike."""
+        """Return a frame for each layer; layers with the same window share one."""
         sizes = {x.size: x.num_held for x in self._windows.values()}
         frames = {size: turn.window(num_held) for size, num_held in sizes.items()}
         if self._shards is None:
@@ -106,9 +106,9 @@ class CacheMemory:
         return tuple(first if i == leader else frames[size] for i, size in enumerate(self._sizes))
 
     def _commit(self, turn: Turn, rows: int) -> None:
-        # All windows, before one of them moves on: an error leaves them where they were.
+        # Compute all windows before any is updated, so that an error leaves all unchanged.
         appended = {layer: window.appended() for layer, window in self._windows.items()}
-        # Padding that the layout needs has the last positions.
+        # The padding that the layout needs has the last positions.
         if self._shards is not None and turn.dealt_length > turn.num_tokens:
             self._shards.crop(turn.end)
         self._hold(appended)
@@ -122,11 +122,11 @@ class CacheMemory:
 
     @property
     def is_running(self) -> bool:
-        """Whether the model runs on new tokens now."""
+        """Whether the model is running on new tokens."""
         return self._turn is not None
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """This rank's columns of a layer, past and new."""
+        """Append new tokens of a layer, and return this rank's past and new columns."""
         assert self._turn is not None, "outside of a forward"
         if layer in self._windows:
             return self._windows[layer].append(key, value, self._turn)
@@ -134,14 +134,14 @@ class CacheMemory:
         keys, values = self._shards[self._full[layer]].append(key, value)
         if keys.shape[2]:
             return keys, values
-        # Models that expand latents cannot view none: one column, which attention leaves out.
+        # Models that expand latents cannot view an empty tensor; attention ignores this column.
         return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
 
     def crop(self, num_tokens: int) -> None:
-        """Take the last tokens away.
+        """Remove the last tokens.
 
         Raises:
-            ValueError: if windows have forgotten what they would see then; all stays as it was.
+            ValueError: if a window no longer holds tokens that it would see; nothing changes then.
         """
         for window in self._windows.values():
             window.check_crop(num_tokens, self.seq_len)
@@ -152,7 +152,7 @@ class CacheMemory:
             self._shards.crop(self.seq_len)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows of the batch."""
         selected = {layer: window.selected(rows) for layer, window in self._windows.items()}
         if self._shards is not None:
             self._shards.select(rows)
@@ -173,7 +173,7 @@ class CacheMemory:
 
 
 def _dealing_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:
-    """The axis's layout, if it deals neighbouring tokens, whatever the batch; else another one."""
+    """Return the axis's layout if it gives ranks runs of tokens for any batch, else `other`."""
     layout, size = axis.layout, axis.mesh.size()
     if layout.per_batch or any(run.stride > 1 for run in layout.runs(0, size, 2 * size)):
         return as_layout(other)

@@ -1,4 +1,4 @@
-"""A model of transformers without weights, under the plan."""
+"""Builds a transformers model without weights and applies the plan to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring.extension import MetaModel, ModelRequest
 from parallel_plans.huggingface.plan import context_parallel_plan
 
+# Auto classes; the first one that knows the config builds the model.
 KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
-"""Classes of which the first that has the model makes it."""
 
 
 def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
-    """The model of a `config.json`, with its sequence over a mesh.
+    """Return the model of a `config.json`, with its sequence sharded over a mesh.
 
     Raises:
         ImportError: if transformers is not installed.
@@ -40,10 +40,10 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
 
 
 def _config(path: Path) -> Any:
-    """The config that the file has.
+    """Return the config in the file.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if the file has none.
     """
     from transformers import CONFIG_MAPPING
 
@@ -59,10 +59,10 @@ def _config(path: Path) -> Any:
 
 
 def _model(config: Any) -> Any:
-    """The model of a config, with the head whose labels are the tokens.
+    """Return the model of a config, with the head whose labels are tokens.
 
     Raises:
-        ValueError: if it is of another kind.
+        ValueError: if no class in `KINDS` has a model for this config.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""The outputs of a model whose sequence is sharded, joined."""
+"""Joins the outputs of a model whose sequence is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,21 @@ from parallel_plans.huggingface.router import OF_ROUTERS, RouterSpec, load_balan
 
 
 class OutputSpec(NamedTuple):
-    """What the outputs need of a batch: lengths, layout, and labels that the model does not see."""
+    """What joining the outputs of a batch needs.
+
+    Attributes:
+        seq_len: tokens of a row, without padding.
+        dealt_length: tokens of a row, with the padding of the layout.
+        layout: the layout of this batch.
+        local_length: tokens of a row on this rank.
+        labels: labels that the plan takes the loss of; the model does not see them.
+        num_items: divisor of the loss, the number of labelled tokens.
+        head_labels: labels that the head computes losses from, see `LossHead`.
+        has_logits: whether the outputs include logits.
+        router: what the load-balancing loss needs, if it is requested.
+        kept: the tokens that have logits; `None` for all.
+        of_tokens: names of the outputs that are sharded; `None` for all.
+    """
 
     seq_len: int
     dealt_length: int
@@ -24,19 +38,16 @@ class OutputSpec(NamedTuple):
     labels: Tensor | None
     num_items: Any
     head_labels: Tensor | None
-    """Those of which the head makes losses, see `LossHead`."""
     has_logits: bool
     router: RouterSpec | None
     kept: LastTokens | None = None
-    """Those that have logits, if not all have."""
     of_tokens: frozenset[str] | None = None
-    """Names of the outputs that are dealt, if not all are."""
 
 
 def takes_tuple(given: dict[str, Any]) -> bool:
-    """Whether a call asks for a tuple; takes that out of its arguments.
+    """Remove `return_dict` from a call's arguments, and return whether it requests a tuple.
 
-    What a tuple has is known by its place, so logits are in it, asked for or not.
+    A tuple is read by index, so it always includes logits.
     """
     is_tuple = given.pop("return_dict", None) is False
     if is_tuple:
@@ -45,20 +56,20 @@ def takes_tuple(given: dict[str, Any]) -> bool:
 
 
 class Outputs:
-    """Joins what the ranks of an axis make of a batch.
+    """Joins the outputs of the ranks of an axis.
 
     Note [Gradients of compiled outputs]: the backward of a compiled graph needs a gradient for each
-    of its outputs that is a DTensor, and autograd has none for those that nobody used. Who asks for
-    a loss uses the loss, so the other outputs are detached then.
+    output that is a DTensor, but autograd has none for unused outputs. A caller that requests a
+    loss uses the loss, so the other outputs are detached then.
     """
 
     def __init__(self, axis: SequenceAxis, unshard_outputs: bool) -> None:
         self.axis, self.unshards_outputs = axis, unshard_outputs
 
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
-        """The loss of all ranks, and the rest as sharded DTensors or whole.
+        """Return the loss over all ranks, and other outputs as sharded DTensors or whole.
 
-        Those of a head that makes the losses of its tokens come with them.
+        A head that computes the loss of each token passes these as `losses`.
         """
         parts = dict(output.items())
         if losses is not None:
@@ -75,7 +86,7 @@ class Outputs:
             if name == "loss":
                 results[name] = self.axis.sum(x)
             elif spec.of_tokens is not None and name not in spec.of_tokens:
-                results[name] = x  # made of the whole batch, on every rank
+                results[name] = x  # computed from the whole batch on every rank
             elif spec.router is None or name not in OF_ROUTERS:
                 results[name] = self._output(name, x, spec, detaches)
         if spec.router is not None:
@@ -88,14 +99,14 @@ class Outputs:
     def _of_routers(
         self, parts: dict[str, Any], router: RouterSpec, spec: OutputSpec, detaches: bool
     ) -> dict[str, Any]:
-        """The load-balancing loss of all ranks, and the logits of routers by token."""
+        """Return the load-balancing loss over all ranks, and the router logits by token."""
         results: dict[str, Any] = {}
         if "aux_loss" in parts:
             results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
         if "router_logits" in parts:
             by_token = tuple(router.by_token(x) for x in parts["router_logits"])
             logits = self._output("router_logits", by_token, spec, detaches)
-            # Whole ones are those of the model, (B * S, E).
+            # Whole router logits have the shape of the model, (B * S, E).
             whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards_outputs else logits
             results["router_logits"] = whole
         return results
@@ -119,7 +130,7 @@ class Outputs:
         return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
 
     def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
-        """What all ranks have of their tokens, `(B, L, ...)`, in the order of the batch."""
+        """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""
         layout = spec.layout if isinstance(spec.layout, Balanced) else None
         sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
         return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]

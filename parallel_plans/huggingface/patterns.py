@@ -1,10 +1,10 @@
-"""Which attention patterns a model uses, read from the masks that it asks for.
+"""Reads the attention patterns of a model from the masks that it requests.
 
 Transformers composes the mask of each layer type as a function of (batch, head, query, key) and
-hands it to the mask interface of the attention implementation. Ours returns the name of the
-pattern, which then travels down to attention in the place of a mask. The meaning of each name is
-found once, when the plan is applied: the model runs on two tokens as far as its first attention,
-and its mask functions are compared with our masks on both sides of every boundary.
+passes it to the mask interface of the attention implementation. Our interface returns the name of
+the pattern, which then reaches attention in place of a mask. The meaning of each name is found
+once, when the plan is applied: the model runs on two tokens up to its first attention, and its mask
+functions are compared with our masks on both sides of every boundary.
 """
 
 from __future__ import annotations
@@ -22,30 +22,35 @@ from parallel_plans.huggingface.language_model import has_axes
 from parallel_plans.strategies import Strategies
 
 MARKER = "ring pattern"
+# With four axes of positions, the first one counts tokens. With three, none does.
 AXES_WITH_TEXT = 4
-"""Axes of positions whose first counts tokens; of three none does."""
 
 
 class Pattern(NamedTuple):
-    """The name of a mask. A tuple, which a compiler follows; not of tensors."""
+    """The name of a mask: a tuple without tensors, which a compiler can trace.
+
+    Attributes:
+        marker: always `MARKER`.
+        causal: whether transformers builds a causal mask.
+        size: window or chunk in tokens; `None` without one.
+        is_extended: whether the model added conditions to the mask.
+    """
 
     marker: str
     causal: bool
     size: int | None
-    """Its window or chunk in tokens."""
     is_extended: bool
-    """Whether the model added to it."""
 
     def __getitem__(self, index: Any) -> Any:
-        """What a model cuts from its mask."""
+        """Return the pattern itself where a model slices its mask, and fields by number."""
         return cut(self, index) if isinstance(index, tuple) else tuple.__getitem__(self, index)
 
 
 def cut(mask: Any, index: tuple[Any, ...]) -> Any:
-    """A mask that stands for one of all tokens: models may cut it, as long as all are left.
+    """Return `mask`, which stands for a mask of all tokens, if the slice keeps all of them.
 
     Raises:
-        ValueError: if some are not.
+        ValueError: if the slice drops tokens.
     """
     if any(x not in (Ellipsis, slice(None), slice(0, None)) for x in index):
         raise ValueError(
@@ -56,22 +61,27 @@ def cut(mask: Any, index: tuple[Any, ...]) -> Any:
 
 
 class LayerMask(NamedTuple):
-    """The mask of a pattern, and whether it starts anew where positions do not go on."""
+    """The mask of a pattern, and whether jumps in positions separate documents in it.
+
+    Attributes:
+        mask: the mask of one document.
+        by_positions: whether a jump in positions begins a document.
+        strategy: the strategy of the attention; `None` for that of the axis.
+        by_axes: whether a jump in the first of four axes of positions begins a document.
+    """
 
     mask: Mask
     by_positions: bool
     strategy: str | None = None
-    """Of the attention; `None` is as the axis says."""
     by_axes: bool = False
-    """Whether it starts anew where the first of four axes of positions does not go on."""
 
     def starts_anew(self, has_axes: bool) -> bool:
-        """Whether positions tell it where documents begin."""
+        """Return whether a jump in positions begins a document."""
         return self.by_axes if has_axes else self.by_positions
 
 
+# The masks of a model by pattern. A string says why a ring cannot compute the pattern.
 LayerMasks = dict[Pattern, LayerMask | str]
-"""By pattern of a model; a string says why a ring cannot compute it."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -84,7 +94,7 @@ def pattern_of(
     use_vmap: bool = False,
     **_: Any,
 ) -> Pattern:
-    """The mask interface named `ring`: no mask, but the name of the pattern."""
+    """Return the name of the pattern instead of a mask, as the mask interface named `ring`."""
     causal = allow_is_bidirectional_skip is None
     # Transformers forbids skipping a mask where the model has added to it.
     plain = allow_is_causal_skip if causal else bool(allow_is_bidirectional_skip)
@@ -92,20 +102,20 @@ def pattern_of(
 
 
 def is_pattern(x: Any) -> bool:
-    """Whether something that travels as a mask is a pattern."""
+    """Return whether an object passed as a mask is a pattern."""
     return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
 
 
 def read_patterns(model: Any) -> LayerMasks:
-    """The mask of each pattern of the model, or why a ring has none for it.
+    """Return the mask of each pattern of the model, or why a ring cannot compute it.
 
     Raises:
-        ValueError: if the model does not get as far as an attention that goes through the
-            attention interface, or does not let the mask interface make its masks.
+        ValueError: if the model does not reach an attention that uses the attention interface, or
+            does not make its masks through the mask interface.
     """
     tokens = two_tokens(model)
     whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
-    # The same two tokens as two documents of one: only masks by positions tell.
+    # The same tokens as two documents: only masks that read positions hide the first one.
     restarted = _mask_functions(model, tokens, position_ids=tokens)
     by_axes = _with_axes(model, tokens) or whole
     if not whole:
@@ -119,7 +129,7 @@ def read_patterns(model: Any) -> LayerMasks:
     ):
         mask = _mask_of(pattern, function)
         found = mask if isinstance(mask, str) else _layer_mask(mask, packed, of_axes)
-        # One name, two masks: attention could not tell which is meant.
+        # Two masks with one name: attention could not tell which one is meant.
         if layer_masks.setdefault(pattern, found) != found:
             layer_masks[pattern] = (
                 f"its layers use two patterns of {pattern.size} tokens, {layer_masks[pattern]} and "
@@ -129,10 +139,10 @@ def read_patterns(model: Any) -> LayerMasks:
 
 
 def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size: int) -> LayerMasks:
-    """The masks of a model's layers, with the strategies that they have on an axis of that size.
+    """Return the masks of a model's layers with their strategies on an axis of `world_size` ranks.
 
     Raises:
-        ValueError: if the model has no layers of a kind, or groups do not divide the axis.
+        ValueError: if the model has no layers of a named kind, or groups do not divide the axis.
     """
     found = {x: mask for x, mask in layer_masks.items() if isinstance(mask, LayerMask)}
     strategies.check([x.mask for x in found.values()], world_size)
@@ -141,13 +151,13 @@ def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size:
 
 
 def _with_axes(model: Any, tokens: Tensor) -> list[tuple[Pattern, MaskFunction]]:
-    """The mask functions for the same two documents in positions of four axes, if it takes them."""
+    """Return the mask functions for two documents in positions of four axes, if supported."""
     if not has_axes(model):
         return []
     try:
         axes = tokens.expand(AXES_WITH_TEXT, 1, 2)
         return _mask_functions(model, tokens, position_ids=axes)
-    except Exception:  # whatever its code raises of an axis too many
+    except Exception:  # model code may raise anything for an extra axis
         return []
 
 
@@ -157,14 +167,14 @@ def _layer_mask(mask: Mask, packed: MaskFunction, of_axes: MaskFunction) -> Laye
 
 
 def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:
-    """Whether restarted positions hide the first document, which the mask alone would show."""
+    """Return whether restarted positions hide a document that the mask alone would show."""
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
 def _mask_functions(
     model: Any, tokens: Tensor, **inputs: Tensor
 ) -> list[tuple[Pattern, MaskFunction]]:
-    """The mask functions that the model makes on its way to its first attention."""
+    """Return the mask functions that the model builds before its first attention."""
     functions: list[tuple[Pattern, MaskFunction]] = []
 
     def collect(*, mask_function: MaskFunction, **kwargs: Any) -> Pattern:
@@ -176,7 +186,7 @@ def _mask_functions(
 
 
 def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:
-    """The mask that shows the same pairs as the function, or that there is none."""
+    """Return the mask that shows the same pairs as `function`, or why there is none."""
     size = pattern[2]
     positions = _positions(size)
     pairs = list(product(positions, positions))
@@ -191,18 +201,18 @@ def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:
 
 
 def _candidates(size: int | None) -> list[Mask]:
-    """The masks that transformers builds from a window or chunk of that many tokens."""
+    """Return the masks that transformers may build from a window or chunk of `size` tokens."""
     if size is None:
         return [Mask.causal(), Mask.full()]
-    # Libraries count a window with or without the query, or on both sides together.
+    # Models count a window with or without the query, or both sides together.
     both = [Mask.local(n, n) for n in {size, max(0, size - 1), size // 2}]
     one = [Mask.sliding(size - 1), Mask.chunked(size)] if size else []
     return [*one, *both, Mask.causal(), Mask.full()]
 
 
 def _positions(size: int | None) -> list[int]:
-    """Tokens on both sides of everything that could be a boundary."""
-    # Boundaries that no size of the config explains would lie near powers of two.
+    """Return positions on both sides of everything that could be a boundary."""
+    # A boundary that no size in the config explains most likely lies near a power of two.
     powers = [2**power + near for power in range(20) for near in (-1, 0, 1)]
     if size is None:
         return sorted({*powers, 3, 10, 1000})
@@ -211,9 +221,9 @@ def _positions(size: int | None) -> list[int]:
 
 
 def _evaluate(function: MaskFunction, pairs: list[tuple[int, int]]) -> list[bool]:
-    """The function's result for each pair."""
+    """Return the result of a mask function for each pair."""
     index = torch.tensor(pairs)
-    # No batch and head: a mask that reads them is not ours to compute.
+    # Batch and head are scalars: the ring has no mask that depends on them.
     zero = torch.zeros((), dtype=torch.long)
     result = function(zero, zero, index[:, 0], index[:, 1])
     result = torch.as_tensor(result, dtype=torch.bool).cpu()

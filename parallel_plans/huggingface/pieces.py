@@ -1,4 +1,4 @@
-"""The pieces of a rank's tokens that layers with a state take one after another."""
+"""Splits a rank's tokens into the pieces that stateful layers process in order."""
 
 from __future__ import annotations
 
@@ -11,29 +11,36 @@ from torch import Tensor, nn
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens of a row, of one document."""
+    """A contiguous range of tokens of one row and one document.
+
+    Attributes:
+        begin: local index of the first token.
+        end: local index after the last token.
+        is_first: whether the document begins here, so that there is no state before it.
+    """
 
     begin: int
     end: int
     is_first: bool
-    """Whether the document begins with them: there is no state before it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What layers with a state need to know of a batch.
+    """What stateful layers need to know about a batch.
 
-    Not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    This is not a tuple, because fully_shard moves tensors in a layer's tuples to the device.
+
+    Attributes:
+        length: tokens of a row on this rank.
+        starts: local indices at which documents begin, for each row; a single row serves all.
+        padding: attention mask of the local tokens, `(B, L)`, if the batch has one.
+        batch: boundaries and attention mask of the tokens of all ranks.
     """
 
     length: int
-    """Tokens of this rank, in a row."""
     starts: tuple[tuple[int, ...], ...]
-    """The tokens of this rank with which documents begin, by row; one row serves all."""
     padding: Tensor | None
-    """The attention mask of these tokens, `(B, L)`, if the batch has one."""
     batch: tuple[Tensor | None, Tensor | None]
-    """Boundaries and attention mask of all ranks' tokens."""
 
     @classmethod
     @torch.compiler.disable
@@ -45,14 +52,14 @@ class Pieces:
         rank: int,
         world_size: int,
     ) -> Pieces:
-        """Those of one rank, which has as many neighbouring tokens as each other one.
+        """Return the pieces of one rank. Each rank has a contiguous shard of the same length.
 
         Args:
-            boundaries: of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
-            length: of all ranks' tokens, with padding.
-            mask: the attention mask of all of them but those, `(B, S)`.
-            rank: on the axis.
-            world_size: of the axis.
+            boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
+            length: tokens of a row on all ranks, with padding.
+            mask: the attention mask of all tokens without that padding, `(B, S)`.
+            rank: index of the rank on the axis.
+            world_size: number of ranks of the axis.
         """
         shard = length // world_size
         begin, end = rank * shard, (rank + 1) * shard
@@ -65,20 +72,20 @@ class Pieces:
         return cls(shard, tuple(map(tuple, found)), padding, (boundaries, mask))
 
     def same_batch(self, other: Pieces) -> bool:
-        """Whether layers cannot tell the batches apart, on any rank."""
+        """Return whether both batches have equal boundaries and masks on all ranks."""
         return all(
             x is y or (x is not None and y is not None and torch.equal(x, y))
             for x, y in zip(self.batch, other.batch, strict=True)
         )
 
     def of_row(self, row: int) -> list[Piece]:
-        """Those of a row, in their order."""
+        """Return the pieces of a row in order."""
         starts = self.starts[row if len(self.starts) > 1 else 0]
         cuts = sorted({0, *starts, self.length})
         return [Piece(x, y, x in starts) for x, y in pairwise(cuts)]
 
     def mask(self, row: int, piece: Piece) -> Tensor | None:
-        """The attention mask of a piece, `(1, L)`, which may be one token longer."""
+        """Return the attention mask of a piece, `(1, L)`; `None` without a mask."""
         if self.padding is None:
             return None
         row = row if len(self.padding) > 1 else 0

@@ -1,4 +1,4 @@
-"""The plan for `parallelize_module`: a model whose sequence is sharded over a mesh axis."""
+"""Defines the plan for `parallelize_module` that shards a model's sequence over a mesh axis."""
 
 from __future__ import annotations
 
@@ -58,46 +58,46 @@ def context_parallel_plan(
     unshard_outputs: bool = False,
     deal_images: bool | None = None,
 ) -> dict[str, Any]:
-    """A plan for `parallelize_module` that shards the model's sequence over a mesh axis.
+    """Return a plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
-    The model is called as before, with the **whole** batch on every rank of the axis. Inside,
-    tokens, positions and next-token labels are dealt to the ranks in layout order, and attention
-    runs as ring attention. Of the outputs, `loss` is the mean over all valid tokens, the same
-    number on every rank, and `logits` and hidden states are DTensors with `Shard(1)`, which
-    `unshard_sequence` makes whole; under `torch.compile` they carry no gradient where `labels` ask
-    for a loss. With `labels` a language model returns logits only if it is called with
-    `output_logits=True`: its loss does without them, where its head is a plain projection.
+    Call the model as before, with the **whole** batch on every rank of the axis. Inside, tokens,
+    positions and next-token labels are sharded over the ranks in layout order, and attention runs
+    as ring attention. The output `loss` is the mean over all valid tokens, the same number on every
+    rank. `logits` and hidden states are DTensors with `Shard(1)`, which `unshard_sequence` makes
+    whole; under `torch.compile` they carry no gradient if `labels` are given. With `labels`, a
+    language model returns logits only if it is called with `output_logits=True`: if its head is a
+    plain projection, the loss does not need them.
 
     Gradients: all ranks of the axis have one loss, and the **mean** of their gradients is the
     gradient of one process, as over data-parallel ranks. So DDP over all ranks, and FSDP2 over the
-    flattened (dp, cp) mesh, train as they are; without either, average `param.grad` over the axis.
-    That holds for a head or a term of your own on whole outputs, too.
+    flattened (dp, cp) mesh, train without changes; without either, average `param.grad` over the
+    axis. This also holds for a head or a loss term of your own on whole outputs.
 
     Args:
-        model: a decoder or encoder of transformers 5.x that goes through its attention interface:
-            a base model, or one with a head `ForCausalLM`, `ForConditionalGeneration` (with images,
-            which every rank gets), `ForMaskedLM`, `ForTokenClassification` or
+        model: a decoder or encoder of transformers 5.x that uses its attention interface: a base
+            model, or one with a head `ForCausalLM`, `ForConditionalGeneration` (with images, which
+            every rank gets), `ForMaskedLM`, `ForTokenClassification` or
             `ForSequenceClassification`, whose logits are whole.
-        layout: order in which tokens are dealt; "zigzag", the default, balances causal attention,
-            "balanced" deals each batch anew by its documents (not under `torch.compile`). For a
-            model with layers that carry a state, the default is "zigzag" or "contiguous", whichever
-            costs fewer bytes in its longest sequence; the logger `dtensor_ring` tells.
-        strategy: how attention is made parallel, see `SequenceAxis`; one for all layers, or by what
-            the config's `layer_types` call them: `{"sliding": "ring", "full": "ulysses"}`.
-        kernel: name of the block kernel; by default the first of `available_kernels()` that can.
-        policy: the dtypes in which messages travel, see `TransferPolicy`.
+        layout: the order in which tokens are sharded. "zigzag", the default, balances causal
+            attention; "balanced" shards each batch by its documents (not under `torch.compile`).
+            For a model with stateful layers, the default is "zigzag" or "contiguous", whichever
+            costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it.
+        strategy: how attention is made parallel, see `SequenceAxis`: one strategy for all layers,
+            or one by name in the config's `layer_types`: `{"sliding": "ring", "full": "ulysses"}`.
+        kernel: name of the block kernel; by default the first suitable of `available_kernels()`.
+        policy: the dtypes in which messages are sent, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
         deal_images: whether each rank runs the vision tower on its share of the images only, and
-            gets the embeddings of the others; by default where the flops that it saves are worth
-            the bytes that travel. Does not change results.
+            receives the embeddings of the others. By default, a cost model compares the saved flops
+            with the bytes to send. This does not change results.
 
     Returns:
-        A plan of one entry for the model itself.
+        A plan with one entry, for the model itself.
 
     Raises:
-        ValueError: if something in the model but attention reads along the sequence, or the layout,
-            the kernel or a strategy is unknown, the model has no layers of a name, or images shall
-            be dealt that it does not read.
+        ValueError: if anything but attention reads along the sequence; if the layout, the kernel or
+            a strategy is unknown; if the model has no layers of a given name; or if `deal_images`
+            is set for a model without images.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -135,7 +135,7 @@ class ShardedModel(ParallelStyle):
         self.strategies = strategies
         self.is_picked, self.how = layout is None, how
         self.layout = as_layout(DEFAULT if layout is None else layout)
-        # Refused here, where the user wrote them, and not where the plan is applied.
+        # Check here, so that an error points at the user's options, not at the plan's application.
         check_axis_options(self.layout, **how)
         self.unshard_outputs = unshard_outputs
 
@@ -165,27 +165,27 @@ class ShardedModel(ParallelStyle):
         return module
 
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
-        """Shard the backbone of a model, and join what is behind it."""
+        """Shard the backbone of a model, and join the inputs of a head behind it."""
         decoder = language_model_of(backbone)
         around = None if decoder is backbone else backbone
-        # Without weights no token can run through it, but through a small one of its kind.
+        # A model without weights cannot run tokens, so a small twin is examined instead.
         is_meta = any(x.is_meta for x in backbone.parameters())
         examined = small_twin(backbone) if is_meta else backbone
         layer_masks, states, why_not, tail = _examine(examined)
         if is_meta and states:
-            states = specs_of(decoder)  # a twin has smaller ones
+            states = specs_of(decoder)  # states of the twin are smaller
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
         axis = SequenceAxis(device_mesh, costs.best if costs else self.layout, **self.how)
         decoder.set_attn_implementation(IMPLEMENTATION)
-        # Models around make masks for it, and some have a config of their own that says which.
+        # A model around the decoder makes its masks, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
         if tail is not None:
             install_head(backbone, tail)
         loss = Loss(getattr(backbone, "_loss_function", None), *why_not)
         head = None if self.unshard_outputs else linear_head(model, backbone)
-        # Any other head gets the hidden states whole.
+        # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         relay = AxisRelay(axis, states) if states else None
         sharding = Sharding(decoder, axis, layer_masks, loss, unshards, relay, around)
@@ -199,7 +199,7 @@ class ShardedModel(ParallelStyle):
             backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
         install_generate(model, sharding)
         _name_layers(model)
-        # Before all else, so that pickle meets it before what transformers has put into layers.
+        # Insert it first: pickle must reach its error before objects that transformers added.
         others = dict(vars(model))
         vars(model).clear()
         vars(model).update({"context_parallel_sharding": sharding} | others)
@@ -208,9 +208,9 @@ class ShardedModel(ParallelStyle):
 def _examine(
     model: Any,
 ) -> tuple[LayerMasks, StateSpecs, tuple[str | None, str | None], Tail | None]:
-    """The masks and states of layers, why a ring cannot serve the losses, the tail of the head.
+    """Return masks and states of layers, why shards cannot compute losses, and the head's tail.
 
-    They are that of its labels, and that of its routers. Leaves the model as it was.
+    The losses are the label loss and the load-balancing loss. The model is left unchanged.
     """
     decoder = language_model_of(model)
     before = decoder.config._attn_implementation
@@ -229,7 +229,7 @@ def _examine(
 
 
 def _name_layers(model: Any) -> None:
-    """Tell layers that send messages their names, which ranks compare."""
+    """Give the layers that send messages their names, which ranks compare."""
     layers = {*attention_layers(model), *stateful_layers(model)}
     for name, module in model.named_modules():
         if module in layers:
@@ -238,7 +238,7 @@ def _name_layers(model: Any) -> None:
 
 def _own_config(model: nn.Module, shared: Any) -> None:
     """Copy the config, so that other models that share it keep their attention."""
-    copies: dict[int, Any] = {}  # of the configs in it, too
+    copies: dict[int, Any] = {}  # also holds the copies of nested configs
     deepcopy(shared, copies)
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -247,10 +247,10 @@ def _own_config(model: nn.Module, shared: Any) -> None:
 
 
 def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]:
-    """The model's forward between the two halves of the sharding.
+    """Wrap the model's forward: shard its inputs and join its outputs.
 
-    A method of the instance, not hooks: torch.compile runs the hooks of the module that it
-    compiles outside of the graph.
+    This is a method of the instance, not a hook: torch.compile runs the hooks of the module that it
+    compiles outside the graph.
     """
     plain = type(model).forward
 
@@ -274,5 +274,5 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]
 
     wrapper: Any = forward
     wrapper.__signature__ = signature(plain)
-    del wrapper.__wrapped__  # else accelerate's unwrap_model would bring back the plain one
+    del wrapper.__wrapped__  # else accelerate's unwrap_model would restore the plain forward
     return wrapper

@@ -1,4 +1,4 @@
-"""Positions that a rank cannot tell from its own tokens: they are made of the whole batch."""
+"""Computes positions that depend on the whole batch, not only on a rank's own tokens."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FROM_TOKENS, FROM_EMBEDDINGS = (
     "create_position_ids_from_inputs_embeds",
 )
 
+# Returns the positions of a whole batch, `(B, S)`.
 PositionsOf = Callable[[dict[str, Any]], Tensor]
-"""Positions of a whole batch, `(B, S)`."""
 
 
 class LargestPosition:
     """The largest position of the batch, on which the factors of some rotary embeddings depend.
 
-    `longrope` has other factors for long batches than for short ones, `dynamic` computes them of
-    the length. Both take the largest of the positions that they are called with, and those of a
-    rank are a part. So they get one more: a token at the largest position of the batch, which is
-    cut off behind them. Transformers hands them nothing else of the batch, so it is kept here while
-    the model runs.
+    `longrope` has separate factors for long batches, and `dynamic` computes them from the length.
+    Both read the largest position that they are called with, but a rank has only a part of the
+    positions. So they get one more token at the largest position of the batch, and its output is
+    dropped. Transformers passes them nothing else about the batch, so the position is stored here
+    while the model runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class LargestPosition:
             self._is_read = True
 
     def set(self, positions: Tensor) -> None:
-        """Take the positions of the whole batch, without the tokens that fill it up."""
+        """Set the positions of the whole batch, without the padding of the layout."""
         if self._is_read:
             self._position = positions.max()
 
@@ -53,7 +53,7 @@ class LargestPosition:
 
     @contextmanager
     def during(self, positions: Tensor) -> Iterator[None]:
-        """A context in which the model runs on a batch."""
+        """Open a context in which the model runs on a batch with these positions."""
         self.set(positions)
         try:
             yield
@@ -61,14 +61,14 @@ class LargestPosition:
             self.clear()
 
     def appended_to(self, positions: Tensor) -> Tensor:
-        """This rank's positions, and the largest one of the batch."""
+        """Return this rank's positions with the largest one of the batch appended."""
         if self._position is None:  # called by itself, outside of the model
             return torch.cat([positions, positions[:, -1:]], 1)
         return torch.cat([positions, self._position.expand(positions.shape[0], 1)], 1)
 
 
 def _with_one_more(plain: Callable[..., Any], largest: LargestPosition) -> Callable[..., Any]:
-    """The forward of a rotary embedding, its factors those of the whole batch."""
+    """Return the forward of a rotary embedding with the factors of the whole batch."""
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, x, largest.appended_to(position_ids), *args, **kwargs)
@@ -78,7 +78,7 @@ def _with_one_more(plain: Callable[..., Any], largest: LargestPosition) -> Calla
 
 
 def length_dependent(model: nn.Module) -> Iterator[nn.Module]:
-    """The rotary embeddings whose factors depend on the largest position."""
+    """Yield the rotary embeddings whose factors depend on the largest position."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
         kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -87,7 +87,7 @@ def length_dependent(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def counter_of(model: nn.Module) -> PositionsOf | None:
-    """How the model itself counts the positions of a batch, if not from zero in each row."""
+    """Return how the model counts positions; `None` if from zero in each row."""
     for module in model.modules():
         if hasattr(module, FROM_TOKENS):
             return partial(_from_tokens, module)
@@ -97,12 +97,12 @@ def counter_of(model: nn.Module) -> PositionsOf | None:
 
 
 def counts_mask(embedding: nn.Embedding) -> bool:
-    """Whether it embeds positions that it counts by an attention mask, as in OPT."""
+    """Return whether it embeds positions that it counts from an attention mask, as in OPT."""
     return {"attention_mask", "position_ids"} <= set(signature(embedding.forward).parameters)
 
 
 def _from_tokens(owner: Any, batch: dict[str, Any]) -> Tensor:
-    """By the model's own method, which leaves out tokens of padding, as in RoBERTa."""
+    """Count positions by the model's own method, which skips padding tokens, as in RoBERTa."""
     name, tokens = FROM_TOKENS, batch.get("input_ids")
     if tokens is None:
         name, tokens = FROM_EMBEDDINGS, batch["inputs_embeds"]
@@ -112,12 +112,12 @@ def _from_tokens(owner: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _from_mask(embedding: nn.Embedding, batch: dict[str, Any]) -> Tensor:
-    """By the embedding, without the offset that it adds to the positions that it is given."""
+    """Count positions by the embedding, without the offset that it adds to given positions."""
     tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
     mask = batch.get("attention_mask")
     if mask is None:
         mask = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
-    # Of a table that holds the numbers of its rows, the look-up is the index.
+    # In a table that holds its own row numbers, each look-up returns the index it read.
     table = {"weight": torch.arange(embedding.num_embeddings, device=mask.device).unsqueeze(1)}
     given = {"position_ids": torch.zeros_like(mask, dtype=torch.long)}
     counted, offset = (

@@ -20,7 +20,7 @@ ROUTER_LOGITS = "output_router_logits"
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Turn dropout, noise and gradients off; afterwards the model is as it was."""
+    """Turn dropout, noise and gradients off, and restore the model afterwards."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -32,10 +32,10 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
-    """The model's output for the tokens of those indices.
+    """Return the model's output for the tokens at `indices`.
 
-    In 16 bits there are always `NUM_TOKENS` in all, in equal rows: products of other shapes round
-    differently, and a router of experts may then choose others.
+    In 16 bits the row is repeated until there are `NUM_TOKENS` tokens: products of other shapes
+    round differently, and a router could then choose other experts.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -48,11 +48,11 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
     AttentionMaskInterface.register(PROBE, pattern_of)
     decoder = language_model_of(model)
     decoder.set_attn_implementation(PROBE)
-    if hasattr(config, ROUTER_LOGITS):  # a config may ask for them
+    if hasattr(config, ROUTER_LOGITS):  # a config may request them
         inputs = {ROUTER_LOGITS: False} | inputs
 
     def tell(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Whatever mask a model around it has made: here each token sees itself only.
+        # This replaces any mask that a model around it has made: each token sees only itself.
         return args, kwargs | {"ring": index[0], "attention_mask": torch.ones_like(positions)}
 
     hook = decoder.register_forward_pre_hook(tell, with_kwargs=True)
@@ -77,7 +77,7 @@ def _alone(
     ring: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Something of query, key and value of each token alone."""
+    """Return a value that depends on the query, key and value of each token alone."""
     if ring is None:
         raise ValueError(
             f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
@@ -85,6 +85,6 @@ def _alone(
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    # No product of query and key: rotated by wrong positions, both are so by the same angle.
+    # No product of query and key: it would hide wrong positions that rotate both alike.
     scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
     return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""What moves the states of layers: between the ranks of an axis, or between shards in a probe."""
+"""Moves the states of layers between the ranks of an axis, or between shards in a probe."""
 
 from __future__ import annotations
 
@@ -24,41 +24,43 @@ from parallel_plans.huggingface.stateful import (
 
 
 class StateSpec(NamedTuple):
-    """A state of a layer."""
+    """A state of a layer, with its shape for one row of the batch."""
 
     key: StateKey
     shape: tuple[int, ...]
-    """Of a row of the batch."""
     dtype: torch.dtype
 
 
+# The states of each layer.
 StateSpecs = tuple[tuple[StateSpec, ...], ...]
-"""The states of each layer."""
 
 
 class KeptStates:
-    """Shards of one process, one after another: each goes on from the states of the one before."""
+    """Hands states from shard to shard in one process, in sequence order.
+
+    Attributes:
+        unused: a state that a layer ignores when it has several tokens, by layer.
+    """
 
     def __init__(self) -> None:
         self._states: dict[int, States] = {}
         self.unused: dict[int, StateKey] = {}
-        """By layer: a state that it does not go on from."""
 
     def call(self, call: Call, run: Run) -> Any:
         before = self._states.get(call.number, {})
         output, self._states[call.number] = run(call.hidden, None, before)
-        for key, x in before.items():  # some layers use a state for single tokens only
+        for key, x in before.items():  # some layers read a state for single tokens only
             other = first(run(call.hidden, None, before | {key: x + 1})[0])
             if torch.equal(other, first(output)):
                 self.unused.setdefault(call.number, key)
         return output
 
     def forget(self) -> None:
-        """Begin a sequence."""
+        """Drop all states, before a new sequence."""
         self._states = {}
 
     def specs(self, num_layers: int) -> StateSpecs:
-        """The states that each layer told."""
+        """Return the states that each layer has stored."""
         return tuple(
             tuple(
                 StateSpec(key, tuple(x.shape[1:]), x.dtype)
@@ -69,7 +71,7 @@ class KeptStates:
 
 
 def specs_of(model: Any) -> StateSpecs:
-    """The states of the layers of a model, which may be on the meta device: two tokens tell."""
+    """Return the states of a model's layers from a run of two tokens, also on the meta device."""
     layers, states = stateful_layers(model), KeptStates()
     weight = next(model.parameters())
     hidden = weight.new_zeros(1, 2, model.config.hidden_size)
@@ -80,16 +82,16 @@ def specs_of(model: Any) -> StateSpecs:
 
 
 class AxisRelay:
-    """The ranks of an axis. A layer's states are one message for each row of the batch.
+    """Hands states from rank to rank, with one message for each layer and row of the batch.
 
-    Note [Row by row]: the ranks take a row one after another, as each needs the states of the one
-    before. While the next rank has a row, this one has the row after it.
+    Note [Row by row]: the ranks process a row in turn, since each needs the states of the previous
+    rank. While the next rank processes a row, this one processes the row after it.
 
     Args:
-        axis: over which tokens are dealt.
+        axis: the axis that shards the tokens.
         specs: the states of each layer.
-        order: in which the tokens of a rank follow those of the rank before. If the axis has
-            another layout, tokens are dealt anew around each layer.
+        order: a layout in which the tokens of a rank follow those of the previous rank. If the axis
+            has another layout, tokens are exchanged before and after each layer.
     """
 
     def __init__(
@@ -100,16 +102,16 @@ class AxisRelay:
         self._alive: WeakSet[Pieces] = WeakSet()
 
     def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> Pieces:
-        """Begin a batch of so many tokens.
+        """Begin a batch of `length` tokens.
 
         Args:
-            boundaries: of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
-            length: of all ranks' tokens, with padding.
-            mask: the attention mask of all of them but those, `(B, S)`.
+            boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
+            length: tokens of a row on all ranks, with padding.
+            mask: the attention mask of all tokens without that padding, `(B, S)`.
 
         Returns:
-            What calls of layers have to be given, as batches may wait for their backward in which
-            checkpointing repeats the calls. Without it, it is that of the last batch.
+            The pieces to pass to calls of layers. Checkpointing repeats these calls in backward,
+            when there may be a later batch. A call without pieces uses those of the last batch.
         """
         mesh = self._axis.mesh
         self._last = Pieces.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
@@ -117,7 +119,7 @@ class AxisRelay:
         return self._last
 
     def keep(self, output: dict[str, Any]) -> None:
-        """Know the last batch until what was made of it is gone."""
+        """Keep the pieces of the last batch alive as long as its outputs."""
         for x in () if torch.compiler.is_compiling() else output.values():
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 found: Any = x.grad_fn.metadata
@@ -127,7 +129,7 @@ class AxisRelay:
         pieces = self._pieces(call) if call.pieces is None else call.pieces
         mesh = self._axis.mesh
         x = relayout(call.hidden, mesh, 1, self._order)
-        # What is received needs a gradient on all ranks, if what is sent has one.
+        # Received states need a gradient on all ranks if the sent ones have one.
         needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
         outputs = [
             self._row(call.number, x[row : row + 1], needs_own, pieces, row, run)
@@ -140,7 +142,7 @@ class AxisRelay:
     def _row(
         self, number: int, x: Tensor, needs_own: bool, pieces: Pieces, row: int, run: Run
     ) -> Any:
-        """The output of a layer for one row."""
+        """Return the output of a layer for one row."""
         specs = self._specs[number]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
         anchor = x.detach().requires_grad_() if needs_own else x
@@ -154,16 +156,17 @@ class AxisRelay:
                 run, x[:, piece.begin : piece.end], pieces.mask(row, piece), before
             )
             outs.append(first(output))
+        # One message holds all states, so its dtype must be wide enough for each.
         wide = torch.promote_types(x.dtype, torch.float32)
         after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
         out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
     def _pieces(self, call: Call) -> Pieces:
-        """Those of a call that does not say its batch, as of models without attention.
+        """Return the pieces for a call without any, as in models without attention.
 
         Raises:
-            ValueError: if checkpointing repeats it, and batches that wait for a backward differ.
+            ValueError: if checkpointing repeats the call, and batches that await backward differ.
         """
         assert self._last is not None, "no batch was begun yet"
         in_backward = torch._C._current_graph_task_id() != -1
@@ -178,11 +181,11 @@ class AxisRelay:
 
 
 def _of_piece(run: Run, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
-    """The output for a piece, and the states after it."""
+    """Return the output for a piece, and the states after it."""
     if x.shape[1] > 1 or not before:
         return run(x, mask, before)
-    # A layer may go on with a single token in another way, for generation. It is the end of its
-    # document, so that nobody asks for the states after it.
+    # A layer may process a single token differently, for generation, so the token is repeated.
+    # It ends its document, so the states after it are not used.
     mask = None if mask is None else mask.repeat(1, 2)
     output, after = run(x.repeat(1, 2, 1), mask, before)
     one = first(output)[:, :1]
@@ -190,15 +193,15 @@ def _of_piece(run: Run, x: Tensor, mask: Tensor | None, before: States) -> tuple
 
 
 def first(output: Any) -> Tensor:
-    """The hidden states of a layer's output."""
+    """Return the hidden states of a layer's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def check_layout(model: nn.Module, layout: Layout) -> None:
-    """Refuse a layout that belongs to a batch, for a model with layers that hand over a state.
+    """Refuse a layout that belongs to a batch, for a model with stateful layers.
 
     Raises:
-        ValueError: naming such a layer.
+        ValueError: naming a stateful layer.
     """
     layers = stateful_layers(model)
     if not layers or not layout.per_batch:

@@ -1,4 +1,4 @@
-"""Takes a plan off a model, and puts it back: what modules had before it is kept in them."""
+"""Removes a plan from a model and puts it back. Modules keep what they were without it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+# The attribute in which modules keep their `Stock`, so that copies of a model keep it too.
 STOCK = "context_parallel_stock"
-"""Where modules keep it, so that copies of a model have it, too."""
 
 NO_PICKLE = (
     "a model under context_parallel_plan cannot be pickled, as by torch.save(model): save "
@@ -20,26 +20,30 @@ NO_PICKLE = (
 
 
 class Absent:
-    """In place of an attribute that a module does not have."""
+    """Stands for an attribute that a module does not have."""
 
 
 class Stock(NamedTuple):
-    """What a module was before the plan changed it, or under the plan while that is off."""
+    """The inactive state of a module: without the plan, or with it while the plan is off.
+
+    Attributes:
+        cls: the class of the module.
+        values: values of the attributes that the plan changes, by name.
+        config: the config that the module had before the plan.
+        implementation: the attention implementation of that config.
+        forward: the forward that the plan put into the module.
+    """
 
     cls: type
     values: dict[str, Any]
-    """By name, of the attributes that the plan sets."""
     config: Any
-    """That which it had before the plan."""
     implementation: str | None
-    """The attention of that config."""
     forward: Any = None
-    """That which the plan put into the module."""
 
 
 @contextmanager
 def changing(model: nn.Module) -> Iterator[None]:
-    """A context in which a plan changes a model; after an error the model is as it was."""
+    """Open a context in which a plan changes a model; an error restores the model."""
     before = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -57,16 +61,16 @@ def changing(model: nn.Module) -> Iterator[None]:
 
 
 def restore_model(model: nn.Module) -> None:
-    """Take the plan off a model: forward, attention, config and generation are as before it.
+    """Remove the plan from a model: forward, attention, config and generation are as before it.
 
-    Weights stay, as they are by now. What was put over the plan has to be taken off first, and a
-    model that was compiled be compiled again.
+    Weights keep their current values. Remove first what was applied over the plan, and compile a
+    compiled model again.
 
     Args:
         model: the model that the plan was applied to, or one around it.
 
     Raises:
-        ValueError: if nothing in it is under a plan, or something was put over the plan.
+        ValueError: if no part of it is under a plan, or something was applied over the plan.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -84,13 +88,13 @@ def restore_model(model: nn.Module) -> None:
 
 @contextmanager
 def stock_model(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is without its plan, as for an evaluation by other code.
+    """Open a context in which a model is without its plan, for example to evaluate it elsewhere.
 
     Args:
         model: the model that the plan was applied to, or one around it.
 
     Raises:
-        ValueError: if nothing in it is under a plan, or something was put over the plan.
+        ValueError: if no part of it is under a plan, or something was applied over the plan.
     """
     modules = _restored(model)
     try:
@@ -100,7 +104,7 @@ def stock_model(model: nn.Module) -> Iterator[None]:
 
 
 def _changed(before: dict[nn.Module, Stock]) -> list[nn.Module]:
-    """The modules that are not as before; each keeps what it had then in the place of that."""
+    """Return the modules that have changed, and store in each what it was before."""
     changed = []
     for module, stock in before.items():
         had, now = stock.values, vars(module)
@@ -115,7 +119,7 @@ def _changed(before: dict[nn.Module, Stock]) -> list[nn.Module]:
 
 
 def _restored(model: nn.Module) -> list[nn.Module]:
-    """The modules that a plan has changed, without it."""
+    """Remove the plan from the modules that it has changed, and return them."""
     modules = [module for module in model.modules() if STOCK in vars(module)]
     if not modules:
         raise ValueError(f"{type(model).__name__} is under no context_parallel_plan")
@@ -135,16 +139,16 @@ def _restored(model: nn.Module) -> list[nn.Module]:
 
 
 def origin(forward: Any) -> str:
-    """Where the function was written that another library put over a forward."""
+    """Return the qualified name of the function with which a library replaced a forward."""
     function = getattr(forward, "__func__", getattr(forward, "func", forward))
     module = getattr(function, "__module__", type(function).__module__)
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _swap(modules: list[nn.Module]) -> None:
-    """Exchange what modules have and what they keep."""
-    # A model around them may have told their config of the ring, to make masks for it. Read of all
-    # before any is set, as they share it.
+    """Swap the current state of each module with its `Stock`."""
+    # A model around them may have set the ring in their config, to make masks for it. Modules
+    # share configs, so read all implementations before any is set.
     stocks = [vars(module)[STOCK] for module in modules]
     implementations = [getattr(stock.config, "_attn_implementation", None) for stock in stocks]
     for module, stock, implementation in zip(modules, stocks, implementations, strict=True):

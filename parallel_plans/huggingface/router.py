@@ -1,4 +1,4 @@
-"""Logits of routers of experts, and their load-balancing loss over the tokens of all ranks."""
+"""Computes the load-balancing loss of expert routers over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.loss import predicts_next
 from parallel_plans.huggingface.probe import NUM_TOKENS, ROUTER_LOGITS, frozen, probe
 
+# Outputs that a model adds when router logits are requested.
 OF_ROUTERS = ("aux_loss", "router_logits")
-"""Outputs that a model has where router logits are asked for."""
 
 
 class RouterSpec(NamedTuple):
-    """What the load-balancing loss of a batch needs."""
+    """What the load-balancing loss of a batch needs.
+
+    Attributes:
+        weights: 1 for this rank's tokens and 0 for padding, `(B, L)`.
+        top_k: number of experts of each token.
+        coefficient: weight of the load-balancing loss in the loss.
+    """
 
     weights: Tensor
-    """`(B, L)`: 1 for this rank's tokens, 0 for padding."""
     top_k: int
     coefficient: float
 
     def by_token(self, logits: Tensor) -> Tensor:
-        """`(B, L, E)` of what a router makes of all rows at once, `(B * L, E)`."""
+        """Reshape the logits of a router from `(B * L, E)` to `(B, L, E)`."""
         return logits.view(*self.weights.shape, logits.shape[-1])
 
 
 def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
-    """Whether the call, or else the config, asks for router logits.
+    """Return whether the call, or by default the config, requests router logits.
 
     Raises:
-        ValueError: if the model has no routers, or `why_not` says that shards cannot have its
+        ValueError: if the model has no routers, or `why_not` says that shards cannot compute its
             load-balancing loss.
     """
     default = getattr(model.config.get_text_config(), ROUTER_LOGITS, None)
@@ -50,7 +55,7 @@ def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -
 
 
 def router_spec(model: Any, weights: Tensor) -> RouterSpec:
-    """What the load-balancing loss needs; a base model has logits only."""
+    """Return what the load-balancing loss needs; a base model returns only router logits."""
     coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     return RouterSpec(weights, getattr(model, "num_experts_per_tok", 1), coefficient)
 
@@ -58,15 +63,15 @@ def router_spec(model: Any, weights: Tensor) -> RouterSpec:
 def load_balancing_loss(
     router_logits: tuple[Tensor, ...], spec: RouterSpec, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """How unevenly tokens are routed, over all layers and ranks (Fedus et al., 2021, eq. 4 to 6).
+    """Return the load-balancing loss over all layers and ranks (Fedus et al., 2021, eq. 4 to 6).
 
-    It is the number of experts times the sum over them of the share of tokens that an expert gets
-    and its mean probability.
+    For each expert, the share of tokens that it gets is multiplied by its mean probability. The
+    loss is the sum of these products times the number of experts.
 
     Args:
-        router_logits: of each layer, `(B * L, E)`.
-        spec: whose tokens count.
-        total: the sum of a tensor over the ranks.
+        router_logits: the router logits of each layer, `(B * L, E)`.
+        spec: which tokens count, and how many experts each gets.
+        total: sums a tensor over the ranks.
     """
     num_experts, weights = router_logits[0].shape[-1], spec.weights.flatten().float()
     of_choices = weights.repeat_interleave(spec.top_k)
@@ -85,9 +90,9 @@ def load_balancing_loss(
 
 
 def other_balance(model: Any) -> str | None:
-    """Why the load-balancing loss of a model cannot be made of shards; `None` if it can.
+    """Return why shards cannot compute a model's load-balancing loss, or `None` if they can.
 
-    By that of a few tokens, as transformers has several.
+    The loss of a few tokens decides, because transformers has several definitions.
     """
     if language_model_of(model) is not model:
         return (
@@ -104,7 +109,7 @@ def other_balance(model: Any) -> str | None:
         plain = probe(model, tuple(range(NUM_TOKENS)), **given)
         try:
             routed = probe(model, tuple(range(NUM_TOKENS)), **given, **{ROUTER_LOGITS: True})
-        except Exception as error:  # as of a model that has no layer of experts
+        except Exception as error:  # for example, the model has no layer of experts
             return f"the stock model fails with it ({type(error).__name__}: {error})"
     if getattr(routed, "aux_loss", None) is None:
         return None

@@ -1,8 +1,8 @@
-"""Scans of Mamba 1 that go on from a state.
+"""Continues scans of Mamba 1 from a state.
 
-Note [A scan from zero]: transformers' own scan of several tokens begins without a state, be it a
-kernel or not. Its state after a token is `decay * state + input`, so linear in the state before the
-first one: what that would have added to each output is computed apart, and added.
+Note [A scan from zero]: transformers' own scan of several tokens begins without a state, with or
+without a kernel. Its state after a token is `decay * state + input`, so it is linear in the initial
+state. The contribution of the initial state to each output is computed separately and added.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+# The global name by which forwards of layers call the scan.
 SCAN = "mamba_selective_scan"
-"""The function, by the name under which forwards of layers call it."""
 
 
 def scans(forward: Callable[..., Any]) -> bool:
-    """Whether a layer's forward calls the scan."""
+    """Return whether a layer's forward calls the scan."""
     return SCAN in unwrap(forward).__code__.co_names
 
 
 def going_on(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
-    """The same forward of a layer, whose scan goes on from a state.
+    """Return a copy of a layer's forward whose scan continues from a state.
 
     Args:
-        forward: of a layer, not bound to it.
-        state: `(B, D, N)` of D channels with N numbers, or `(B, heads, D, N)` of a scan by head.
+        forward: the unbound forward of the layer.
+        state: the state of D channels with N numbers each, `(B, D, N)`; if each head calls the
+            scan, `(B, heads, D, N)`.
     """
-    # Its code calls the scan by a global name: a copy of it gets another one.
+    # The code looks the scan up as a global, so the copy gets globals with another scan.
     plain: Any = unwrap(forward)
     parts = iter(state.unbind(1) if state.dim() == 4 else (state,))
     names = plain.__globals__ | {SCAN: _from(plain.__globals__[SCAN], parts)}
@@ -44,7 +45,7 @@ def going_on(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
 
 
 def _from(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
-    """The scan, each call of which goes on from the next of these states."""
+    """Return a scan in which each call continues from the next of `states`."""
 
     def whole(
         x: Tensor,

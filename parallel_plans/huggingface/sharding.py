@@ -1,4 +1,4 @@
-"""The inputs and outputs of a model whose sequence is sharded."""
+"""Shards the inputs of a model along the sequence and joins its outputs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ from parallel_plans.huggingface.weights import Agreement
 
 
 class Sharding(Outputs):
-    """Deals a batch to the ranks of the axis, and joins their outputs.
+    """Shards a batch over the ranks of the axis, and joins their outputs.
 
-    Note [A mask of ones]: without an attention mask, transformers looks for packed documents in the
-    positions, and those of a shard jump. We have found the documents in the whole batch.
+    Note [A mask of ones]: without an attention mask, transformers takes jumps in positions for
+    packed documents, but the positions of a shard jump anyway. We pass a mask of ones, and find the
+    documents in the whole batch.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class Sharding(Outputs):
         relay: AxisRelay | None = None,
         around: Any = None,
     ) -> None:
-        """Of `model`, which may be the language model of one `around` it."""
+        """Prepare the sharding of `model`, which may be the language model within `around`."""
         self._names = list(signature(model.forward).parameters)
         self._predicts_next = predicts_next(around or model)
-        # A model around it is called with the whole batch, before its tokens are dealt.
+        # A model around it is called with the whole batch, before its tokens are sharded.
         self._passes_labels = self._predicts_next and around is None
         super().__init__(axis, unshard_outputs)
-        self.returns_logits = False  # beside a loss, without being asked in the call
+        self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
-        self.replaced: WeakSet[Any] = WeakSet()  # stock caches that ours stand for
+        self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
         self.layer_masks, self._loss, self._relay = layer_masks, loss, relay
         self._agreement = Agreement()
         self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
@@ -78,24 +79,24 @@ class Sharding(Outputs):
         self._spec: OutputSpec | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Copies of a model share it, as they share the forward that calls it."""
+        """Return itself: copies of a model share the forward that calls it."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: the plan put functions into the model that know its processes."""
+        """Refuse pickling: the plan put functions into the model that refer to process groups."""
         raise TypeError(NO_PICKLE)
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call that are not `None`, by name."""
+        """Return the arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
         found = dict(zip(self._names, args, strict=False)) | kwargs
         unread = {"cache_position"} - {*self._names}  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            unread.add("labels")  # those of the model around a base model
+            unread.add("labels")  # they belong to the model around a base model
         return {name: x for name, x in found.items() if x is not None and name not in unread}
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
-        """This rank's part of the batch, all by keyword."""
+        """Return this rank's part of the batch as keywords, and what joining its outputs needs."""
         has_logits = pops_logits(model, given) or self.returns_logits
         batch = dict(given)
         self.agree(model, batch)
@@ -103,9 +104,9 @@ class Sharding(Outputs):
         seq_len = check_batch(model, batch)
         if "labels" in batch:
             self._loss.check(model)
-            # Shifted before it is dealt: the next token may be on another rank.
+            # Shift labels before sharding: the next token may be on another rank.
             batch |= next_tokens(batch) if self._predicts_next else {}
-        # Of all ranks, so it is counted before the batch is dealt.
+        # This counts the labels of all ranks, so it precedes the sharding of the batch.
         count = num_items(batch)
         if masks is not None and "cu_seq_lens_q" in batch:
             raise ValueError(
@@ -121,16 +122,16 @@ class Sharding(Outputs):
         batch = local_features(local_batch(batch, self.axis.mesh, layout))
         is_projected = not has_logits and loss_head(model) is not None
         routers = self._routers(model, batch, ring.indices < seq_len)
-        # Beside labels, the model would add the load-balancing loss of this rank's tokens.
+        # Given labels, the model would add the load-balancing loss of this rank's tokens.
         is_ours = is_projected or routers is not None or not self._passes_labels
         labels = take_labels(batch) if is_ours else None
-        # They say where documents are in the whole batch, and attention knows.
+        # Boundaries refer to the whole batch, and attention gets the documents from `ring`.
         for name in BOUNDARIES:
             batch.pop(name, None)
         ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
         if self._relay is not None:  # layers with a state mask their own padding
             ones = batch.get("attention_mask", ones)
-        # Layers find theirs in a dict by their type; a single one would be taken for a tensor.
+        # A dict gives each layer type its mask; the model would take a single one for a tensor.
         by_type = seen if isinstance(seen, dict) else ones
         ring = ring._replace(given=seen if by_type is ones else None)
         batch |= {"attention_mask": by_type, "use_cache": False, "ring": ring}
@@ -142,7 +143,7 @@ class Sharding(Outputs):
     def keep_logits(
         self, batch: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
     ) -> LastTokens | None:
-        """The tokens whose logits are asked for, if not all; tells the model which those are."""
+        """Return the tokens whose logits are requested, if not all, and set them in the batch."""
         if not batch.get(LOGITS_TO_KEEP):
             return None
         kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, batch[LOGITS_TO_KEEP])
@@ -150,7 +151,7 @@ class Sharding(Outputs):
         return kept
 
     def _routers(self, model: Any, batch: dict[str, Any], is_token: Tensor) -> RouterSpec | None:
-        """Whose tokens count in the load-balancing loss, if there is to be one."""
+        """Return which tokens count in the load-balancing loss, if it is requested."""
         if not asks_router_logits(model, batch, self._loss.why_no_balance):
             return None
         batch[ROUTER_LOGITS] = True
@@ -161,13 +162,13 @@ class Sharding(Outputs):
     def positions(
         self, batch: dict[str, Any], num_tokens: int, past: int = 0, mask: Tensor | None = None
     ) -> Tensor:
-        """Those that are given, else as the model counts them, else from zero.
+        """Return the given positions, or count them as the model does, by default from zero.
 
         Args:
-            batch: of new tokens.
-            num_tokens: how many they are.
-            past: cached tokens before them.
-            mask: of all tokens, if it is not in the batch.
+            batch: the batch of new tokens.
+            num_tokens: number of new tokens of a row.
+            past: number of cached tokens before them.
+            mask: the attention mask of all tokens, if it is not in the batch.
         """
         given = batch.get("position_ids")
         if given is not None:
@@ -181,15 +182,15 @@ class Sharding(Outputs):
         return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
 
     def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Now and then: whether all ranks have the same batch and weights."""
+        """Check in some forwards that all ranks have the same batch and weights."""
         if has_content(batch):
             self._agreement.check(model, batch, axis_group(self.axis.mesh))
 
     def meet(self, batch: dict[str, Any]) -> None:
-        """At each turn of a cache that is dealt: whether all ranks got the same, and deal it, too.
+        """Check that all ranks got the same new tokens, and all shard them; for each sharded turn.
 
         Raises:
-            RingError: on every rank, if not.
+            RingError: on every rank, if they differ.
         """
         if has_content(batch):
             with meeting(axis_group(self.axis.mesh), "a dealt turn", described(batch)):
@@ -198,12 +199,12 @@ class Sharding(Outputs):
     def _deal(
         self, batch: dict[str, Any], seq_len: int, given: Any
     ) -> tuple[RingInputs, int, Layout]:
-        """What attention needs of this batch, its length with padding, and its layout."""
+        """Return what attention needs of this batch, its length with padding, and its layout."""
         axis = self.axis
         length = axis.layout.dealt_length(seq_len, axis.mesh.size())
         documents, pieces = find_documents(batch, seq_len, self.chunks), None
         if self._relay is not None:
-            # Of one token alone layers with a state take no state.
+            # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
             mask = batch.get("attention_mask")
             pieces = self._relay.begin(self._boundaries(batch, documents), length, mask)
@@ -220,39 +221,39 @@ class Sharding(Outputs):
         return ring, length, layout
 
     def _boundaries(self, batch: dict[str, Any], documents: Documents) -> Tensor | None:
-        """Of documents in layers with a state, which mask padding by themselves."""
+        """Return the document boundaries for stateful layers, which mask padding themselves."""
         masks = [x for x in self.layer_masks.values() if isinstance(x, LayerMask)]
         starts_anew = not masks or any(x.starts_anew(documents.has_axes) for x in masks)
         is_packed = starts_anew and "attention_mask" not in batch
         return documents.packed if is_packed or "cu_seq_lens_q" in batch else None
 
     def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
-        """Even for the mask of most layers, within the documents of this batch."""
+        """Return a layout with equal work for the documents and the most frequent mask."""
         if torch.compiler.is_compiling():
             raise ValueError(
                 "the balanced layout deals each batch by its documents, which a graph cannot: "
                 "compile the model with another layout"
             )
-        # One layout serves all layers: the mask that takes most work decides, or is most frequent.
+        # One layout serves all layers: of given masks the largest decides, else the most frequent.
         if given is not None:
             return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(given))
         mask = max(self._masks, key=self._masks.count, default=Mask.causal())
         return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
     def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
-        """What the ranks have made of a batch; losses are those of a head that makes them."""
+        """Join the outputs of a batch; `losses` come from a head that computes them."""
         self.finish(spec)
         if self._relay is not None:
             self._relay.keep(output)
         return self.joined(output, spec, losses)
 
     def finish(self, spec: OutputSpec) -> None:
-        """Forget a batch that the model has seen, but for what joins its outputs."""
+        """Forget a batch after the model has run, except what joins its outputs."""
         self.largest.clear()
         self._spec = spec
 
     def join(self, local: Tensor) -> Tensor:
-        """The whole of what was made of this rank's outputs of the last batch, token by token."""
+        """Gather what a head computed for each of this rank's tokens of the last batch."""
         assert self._spec is not None, "nothing was sharded yet"
         if local.shape[1] != self._spec.local_length:
             raise RuntimeError(
@@ -263,16 +264,16 @@ class Sharding(Outputs):
 
 
 def shardings_of(model: Any) -> list[Sharding]:
-    """Of what is under a plan in a model, also where others put a forward over that of the plan."""
+    """Return all `Sharding` objects in a model, even if another library wrapped a forward."""
     found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
     return [x for x in found if x is not None]
 
 
 @contextmanager
 def whole_outputs(model: nn.Module) -> Iterator[None]:
-    """Have a model, or what of it is under a plan, return all its outputs whole, on every rank.
+    """Make a model, or its parts under a plan, return all outputs whole on every rank.
 
-    Only the plan knows in which order a layout that belongs to a batch dealt its tokens.
+    Only the plan knows the order of tokens in a layout that belongs to a batch.
     """
     shardings = shardings_of(model)
     before = [(x.unshards_outputs, x.returns_logits) for x in shardings]

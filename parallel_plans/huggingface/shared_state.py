@@ -1,22 +1,22 @@
-"""Accelerate's state, which all trainers of a process share: each begins as the first one does."""
+"""Resets accelerate's process-wide state, so that each trainer begins like the first one."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+# Set by `accelerate launch`, and by each `Accelerator` that shards, for all later ones.
 FSDP = "ACCELERATE_USE_FSDP"
-"""What `accelerate launch` sets, and each `Accelerator` that shards, for all that come after it."""
 
 
 def forget_earlier(args: Any, config: type) -> None:
-    """Drop what an earlier trainer told accelerate, if these arguments are older than it.
+    """Reset what an earlier trainer set in accelerate, if it is newer than these arguments.
 
-    Newer arguments have done so themselves.
+    Arguments that are newer than that trainer have reset it themselves.
 
     Args:
         args: the training arguments.
-        config: of parallelism, the type that only our trainers tell.
+        config: the type of parallelism config that only our trainers set.
     """
     from accelerate.state import AcceleratorState
 
@@ -26,14 +26,14 @@ def forget_earlier(args: Any, config: type) -> None:
 
 
 def as_launched() -> AbstractContextManager[None]:
-    """A context after which the environment says of FSDP what the launcher said."""
+    """Return a context that restores the FSDP variable of the environment at its end."""
     from accelerate.utils import parse_flag_from_env, patch_environment
 
     return patch_environment(**{FSDP: parse_flag_from_env(FSDP)})
 
 
 def fsdp_plugin(args: Any, state: Any) -> Any:
-    """Accelerate's options of FSDP, `None` without it; accelerate drops them on a CPU."""
+    """Return accelerate's FSDP options, `None` without FSDP. Accelerate drops them on a CPU."""
     from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
 
     found = getattr(state, "fsdp_plugin", None)
@@ -41,5 +41,5 @@ def fsdp_plugin(args: Any, state: Any) -> Any:
         return found
     if args.fsdp_plugin_args is not None:
         return FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-    # What `accelerate launch` was told, the plugin reads itself.
+    # The plugin reads the options of `accelerate launch` itself.
     return FullyShardedDataParallelPlugin() if parse_flag_from_env(FSDP) else None

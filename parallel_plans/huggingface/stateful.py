@@ -1,9 +1,9 @@
-"""Layers that carry a state along the sequence, and the cache through which they hand it over.
+"""Hands over the state that layers carry along the sequence, through their cache.
 
-Note [States through a cache]: layers with a state go on from that of a cache, for generation. They
-ask it for the state after the tokens before theirs, and tell it the one after their own. Here a
-small object takes the place of that cache in each call of such a layer: what it gives comes from
-the rank with the tokens before, and what it is told goes to the rank with those after.
+Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
+They read the state after the previous tokens from it, and store the state after their own. Here a
+small object replaces that cache in each call of a stateful layer. The state that it returns comes
+from the rank with the previous tokens, and the stored state goes to the rank with the next ones.
 """
 
 from __future__ import annotations
@@ -23,53 +23,56 @@ from parallel_plans.huggingface.pieces import Pieces
 from parallel_plans.huggingface.scan import going_on, scans
 from parallel_plans.huggingface.versions import parameter_of_cache
 
+# The cache methods with which stateful layers store a state.
 UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
-"""What layers with a state call of their cache."""
 
+# "conv" or "recurrent", and the number of the state within the layer.
 StateKey = tuple[str, int]
-"""Whether a convolution or a recurrence has the state, and its number within the layer."""
 
+# The states of a layer, `(B, ...)`.
 States = dict[StateKey, Tensor]
-"""The states of a layer, `(B, ...)`."""
 
 
+# Maps the input of a layer, its attention mask and the states before it to the output and the
+# states after it.
 Run = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
-"""From a layer's input, the attention mask of its tokens and the states before them to its output
-and the states after them."""
 
 
 class Call(NamedTuple):
-    """A call of a layer with a state."""
+    """A call of a stateful layer.
+
+    Attributes:
+        number: index of the layer among the stateful layers.
+        hidden: the input of the layer, `(B, L, H)`.
+        trains: whether the layer has parameters that need a gradient.
+        pieces: the pieces of the batch, if the model passes them to the layer.
+    """
 
     number: int
-    """Of the layer among those with states."""
     hidden: Tensor
-    """Its input, `(B, L, H)`."""
     trains: bool
-    """Whether the layer has parameters that need a gradient."""
     pieces: Pieces | None
-    """Of the batch, if the layer is told."""
 
 
 class Relay(Protocol):
     """Moves states between shards of the sequence."""
 
     def call(self, call: Call, run: Run) -> Any:
-        """The output of a layer for its tokens, for which it may run several times."""
+        """Return the output of a layer for its tokens; this may run the layer several times."""
 
 
 @dataclass
 class HandOver:
-    """A cache as one call of one layer sees it."""
+    """Stands in for the cache in one call of one layer."""
 
     before: States
     after: States = field(default_factory=dict)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: with one, a layer may take its way for single tokens, which tells no states."""
+        """Return `None`: given a state, a layer may take its single-token path, and store none."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """That after the tokens before."""
+        """Return the state after the previous tokens."""
         return self.before.get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -80,7 +83,7 @@ class HandOver:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """These columns `(B, C, L)` after the last ones of the tokens before."""
+        """Prepend the last columns of the previous tokens to `conv_states`, `(B, C, L)`."""
         if conv_kernel_size is None:
             raise ValueError(
                 f"a convolution of layer {layer_idx} does not tell its cache how many tokens it "
@@ -97,53 +100,53 @@ class HandOver:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Keep the state after these tokens."""
+        """Store the state after these tokens."""
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
-    # The names of MiniMax, whose cache is its own.
+    # MiniMax has a cache of its own, with other names.
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """As `get_recurrent_state`."""
+        """Return the state after the previous tokens, like `get_recurrent_state`."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
-        """As `update_recurrent_state`."""
+        """Store the state after these tokens, like `update_recurrent_state`."""
         self.update_recurrent_state(state, layer_idx)
 
 
 def stateful_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward tells a cache the state after its tokens."""
+    """Return the modules whose forward stores the state after its tokens in a cache."""
     return [module for module in model.modules() if _cache_parameter(module) is not None]
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that ask transformers for their attention function."""
+    """Return the modules that get their attention function from transformers."""
     return [x for x in model.modules() if "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x)]
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """The names of what a module's forward calls, and of other things that it reads."""
+    """Return the names of globals and attributes that a module's forward reads."""
     code = getattr(unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 def _cache_parameter(module: nn.Module) -> str | None:
-    """The name of the parameter that a module's cache comes in, if it tells that its state."""
+    """Return the name of a module's cache parameter, if its forward stores a state there."""
     if set(UPDATES).isdisjoint(_names_in_forward(module)):
         return None
     return parameter_of_cache(type(module).forward)
 
 
 def required_parameters(layer: nn.Module) -> list[str]:
-    """The names of what a layer has to be called with, beside its input."""
+    """Return the names of the required parameters of a layer's forward after its input."""
     parameters = list(signature(type(layer).forward).parameters.values())[2:]
     return [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
 
 
 @contextmanager
 def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
-    """Let these layers hand over their states by a relay."""
+    """Make these layers hand over their states by a relay within a context."""
     relay_states(layers, relay)
     try:
         yield
@@ -153,23 +156,23 @@ def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
 
 
 def relay_states(layers: list[nn.Module], relay: Relay) -> None:
-    """Let these layers hand over their states by a relay from now on."""
+    """Make these layers hand over their states by a relay from now on."""
     for number, layer in enumerate(layers):
         layer.forward = MethodType(_forward(layer, number, relay), layer)
 
 
 def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
-    """The layer's forward between what is received and what is sent."""
+    """Return the layer's forward, run by a relay that receives and sends its states."""
     plain, cache = type(layer).forward, _cache_parameter(layer)
     assert cache is not None, f"{type(layer).__name__} has no state"
     known = signature(plain)
     first = [*known.parameters][1]
     needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
 
-    # A compiler would drop the messages of the backward, whose results nobody uses.
+    # A compiler would drop messages of the backward whose results are unused.
     @torch.compiler.disable
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ring = kwargs.pop("ring", None)  # of attention; kernels take no keywords but their own
+        ring = kwargs.pop("ring", None)  # for attention; kernels accept no other keywords
         given = known.bind(self, *args, **kwargs)
         hidden = given.arguments[first]
         _refuse_more_inputs(self, {name: given.arguments[name] for name in needed})
@@ -192,7 +195,7 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
 
 
 def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
-    """Refuse tokens beside the input of a layer: no order of theirs is known."""
+    """Refuse a second tensor of tokens next to the layer's input: its order is unknown."""
     for name, x in given.items():
         if isinstance(x, Tensor):
             raise ValueError(
@@ -202,7 +205,7 @@ def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _without_tokens(x: Any) -> Any:
-    """An argument of a layer but its input, if it has no numbers of tokens, in whatever order."""
-    if isinstance(x, dict):  # of more keywords
+    """Return an argument without tensors and tuples, which may hold values of tokens."""
+    if isinstance(x, dict):  # it holds further keywords
         return {name: y for name, y in x.items() if not isinstance(y, (Tensor, tuple))}
     return None if isinstance(x, (Tensor, tuple)) else x

@@ -1,13 +1,13 @@
-"""The vision tower of a model: each image on one rank of the axis, where that is faster.
+"""Runs the vision tower of a model on each image on one rank only, where that is faster.
 
 Note [When images are dealt]: a rank that runs the tower on its own images only saves the flops of
-the others, and pays for embeddings that travel. Both are counted: 2 flops for each weight of the
-tower and each patch, 6 if a backward follows, against the bytes of all embeddings, there and back.
-A byte is worth `FLOPS_PER_BYTE`. All ranks count the same, as they have compared their batches.
+the other images, but the embeddings must be sent. The cost model counts 2 flops for each weight of
+the tower and each patch, 6 if a backward follows, and the bytes of all embeddings in forward and
+backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their batches.
 
-Note [Gradients of dealt images]: what each rank's own tokens send back to the embeddings of an
-image is summed on the rank that made them; the others have nothing of that image. So the sum over
-ranks of the tower's gradients is what it is where each rank runs all images, and so is the mean.
+Note [Gradients of dealt images]: the gradients of an image's embeddings from the tokens of all
+ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of the
+tower's gradients is the same as if each rank ran all images, and so is the mean.
 """
 
 from __future__ import annotations
@@ -28,32 +28,36 @@ from dtensor_ring.extension import gather_rows
 from parallel_plans.huggingface.images import Images, shared_out
 from parallel_plans.huggingface.probe import frozen
 
+# Flops that a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers.
 FLOPS_PER_BYTE = 8_000
-"""That a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers."""
 FEATURES, HIDDEN = "get_image_features", "last_hidden_state"
+# Outputs that models merge into the text. A model without them merges the last hidden state.
 EMBEDDINGS = ("pooler_output", "deepstack_features")
-"""Outputs that models merge into the text; without them it is the last hidden state."""
+# Relative tolerance: above 16-bit rounding, far below the effect of another image.
 TOLERANCE = 0.02
-"""Relative: beyond what 16 bits round, far below what another image changes."""
 
 
 class Share(NamedTuple):
     """The images that this rank runs, and the sizes of what all ranks run.
 
-    A rank without an image runs the first one, for nothing: FSDP gathers the tower's weights on all
-    ranks or on none.
+    A rank without an image runs the first one and drops the result: FSDP gathers the tower's
+    weights on all ranks or on none.
+
+    Attributes:
+        begin: index of the first image of this rank.
+        end: index after its last image.
+        sizes: the size of each image.
+        totals: the total size of the images of each rank.
     """
 
     begin: int
     end: int
     sizes: tuple[int, ...]
-    """Of all images."""
     totals: tuple[int, ...]
-    """Of the images of each rank, together."""
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], rank: int, world_size: int) -> Share:
-        """That of a rank.
+        """Return the share of a rank.
 
         >>> Share.of((1, 1, 2), 1, 2), Share.of((4, 4), 2, 3)[:2]
         (Share(begin=2, end=3, sizes=(1, 1, 2), totals=(2, 2)), (1, 2))
@@ -66,27 +70,33 @@ class Share(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """How large the embeddings of images are, found at the first ones; the same on all ranks."""
+    """The size of image embeddings, measured on the first images; equal on all ranks.
+
+    Attributes:
+        tokens: number of tokens of an image of size 1.
+        num_bytes: bytes to send for each token, over all embeddings.
+    """
 
     tokens: Fraction
-    """Of an image of size 1."""
     num_bytes: int
-    """Of a token, in all that travels."""
 
     def rows(self, sizes: tuple[int, ...]) -> list[int] | None:
-        """Tokens by size; `None` if some size has no whole number of them."""
+        """Return the tokens of each size; `None` if any is not a whole number."""
         found = [size * self.tokens for size in sizes]
         return [int(x) for x in found] if all(x.denominator == 1 for x in found) else None
 
 
 class Tower:
-    """Deals the images of a model's calls to the ranks of an axis, and gathers their embeddings.
+    """Shards the images of a model's calls over the ranks of an axis, and gathers embeddings.
 
     Args:
-        axis: that tokens are dealt over.
-        num_weights: of what makes embeddings of images.
-        patch: pixels of a patch, in an image.
-        deals: whether to; `None` for as the counts say.
+        axis: the axis that shards the tokens.
+        num_weights: number of weights of the modules that embed images.
+        patch: pixels of a patch in an image.
+        deals: whether to shard images; `None` lets the cost model decide.
+
+    Attributes:
+        num_run: images of the last call that this rank ran and needed; 0 if they cannot be split.
     """
 
     def __init__(
@@ -96,14 +106,13 @@ class Tower:
         self._is_tried = False
         self._embeddings: Embeddings | None = None
         self.num_run = 0
-        """Images of the last call that this rank ran, and needed to; 0 if it cannot be cut."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
-        """Copies of a model share it, as they share the call that it is a part of."""
+        """Return itself: copies of a model share the call that it is a part of."""
         return self
 
     def features(self, plain: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> Any:
-        """What the model's `get_image_features` makes of all images."""
+        """Return the model's `get_image_features` of all images."""
         rank, size = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
         may_deal = self._deals is not False and size > 1 and not torch.compiler.is_compiling()
         images = Images.of(given) if may_deal else None
@@ -117,15 +126,15 @@ class Tower:
             return plain(model, **given)
         self.num_run = share.end - share.begin if share.totals[rank] else 0
         output = plain(model, **images.part(share.begin, share.end))
-        # What else the tower tells is of this rank's images: nobody shall take it for all.
+        # Other outputs of the tower cover only this rank's images, so they are dropped.
         return type(output)(**self._joined(_merged(output), share))
 
     def _tried(
         self, plain: Any, model: nn.Module, images: Images, share: Share
     ) -> Embeddings | None:
-        """The embeddings, if the tower makes the same of some images as of all, on every rank.
+        """Return the size of embeddings, or `None` if an image's embeddings depend on other images.
 
-        Once, in evaluation mode: nothing in the tower's code says whether images meet in it.
+        The tower's code does not show this, so it is run once in evaluation mode.
         """
         with frozen(model):
             whole = [*_rows(_merged(plain(model, **images.given)))]
@@ -134,12 +143,12 @@ class Tower:
         width = sum(x.shape[1] * x.itemsize for x in whole)
         found = Embeddings(ratios.pop(), width) if len(ratios) == 1 else None
         is_equal = found is not None and _is_part(part, whole, share, found)
-        # The ranks ran other images, and must not find different things.
+        # The ranks ran different images, but must reach the same result.
         wrong = self._axis.sum(torch.tensor(float(not is_equal), device=whole[0].device))
         return None if wrong.item() else found
 
     def _pays(self, images: Images, share: Share) -> bool:
-        """See Note [When images are dealt]."""
+        """Return whether sharding pays, see Note [When images are dealt]."""
         found = self._embeddings
         if found is None or found.rows(share.sizes) is None:
             return False
@@ -153,13 +162,13 @@ class Tower:
         return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total
 
     def _patches(self, pixels: Tensor) -> int:
-        """Of images `(N, C, height, width)`."""
+        """Return the number of patches of images `(N, C, height, width)`."""
         return len(pixels) * (prod(pixels.shape[2:]) // self._patch)
 
     def _joined(self, merged: dict[str, Any], share: Share) -> dict[str, Any]:
-        """Embeddings of all images, in the form of those of this rank's.
+        """Gather the embeddings of all images, in the form of this rank's embeddings.
 
-        In one message, so that ranks send theirs in one order, backward too.
+        One message holds them all, so that ranks send in the same order, also in backward.
         """
         assert self._embeddings is not None
         rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
@@ -173,7 +182,7 @@ class Tower:
 
 
 def check_dealing(model: Any, deals: Any) -> None:
-    """Refuse to deal images of a model that has none, or nobody knows of.
+    """Refuse `deal_images` for a model that has no known method to embed images.
 
     Raises:
         ValueError: saying what is supported.
@@ -188,7 +197,7 @@ def check_dealing(model: Any, deals: Any) -> None:
 
 
 def _owners(model: Any) -> list[Any]:
-    """The innermost modules that make embeddings of images."""
+    """Return the innermost modules that embed images."""
     owners = [x for x in model.modules() if hasattr(x, FEATURES)]
     return [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
 
@@ -196,7 +205,7 @@ def _owners(model: Any) -> list[Any]:
 def install_tower(
     model: Any, decoder: nn.Module, axis: SequenceAxis, deals: bool | None, is_called: Any
 ) -> None:
-    """Deal the images of a model where it asks for their embeddings, while `is_called()`."""
+    """Shard images where a model calls `get_image_features`, while `is_called()`."""
     for owner in _owners(model):
         tower = Tower(axis, _num_weights(model, decoder), _patch_size(model.config), deals)
         owner.get_image_features = MethodType(_features(owner, tower, is_called), owner)
@@ -208,7 +217,7 @@ def _features(owner: Any, tower: Tower, is_called: Callable[[], bool]) -> Any:
 
     @wraps(plain)
     def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_called():  # by a user, on one rank perhaps
+        if not is_called():  # a user calls it, perhaps on one rank only
             return plain(self, *args, **kwargs)
         given = dict(signature(plain).bind(self, *args, **kwargs).arguments)
         del given["self"]
@@ -219,7 +228,7 @@ def _features(owner: Any, tower: Tower, is_called: Callable[[], bool]) -> Any:
 
 
 def _num_weights(model: Any, decoder: nn.Module) -> int:
-    """Of what is neither the language model nor the head."""
+    """Return the number of weights outside the language model and the head."""
     head = model.get_output_embeddings()
     others = [decoder] if head is None else [decoder, head]
     left_out = {id(x) for module in others for x in module.parameters()}
@@ -227,20 +236,20 @@ def _num_weights(model: Any, decoder: nn.Module) -> int:
 
 
 def _patch_size(config: Any) -> int:
-    """Pixels of a patch of a model's images; 1 if it does not say."""
+    """Return the pixels of a patch of a model's images; 1 if the config does not name them."""
     size = getattr(getattr(config, "vision_config", None), "patch_size", 1)
     return prod(size) if isinstance(size, (list, tuple)) else size**2
 
 
 def _merged(output: Any) -> dict[str, Any]:
-    """What models merge into the text, by name."""
+    """Return the outputs that models merge into the text, by name."""
     found = {name: getattr(output, name, None) for name in EMBEDDINGS}
     found = {name: x for name, x in found.items() if x is not None}
     return found or {HIDDEN: output.last_hidden_state}
 
 
 def _rows(x: Any) -> Iterator[Tensor]:
-    """The embeddings one below the other, `(T, H)`, of each layer that has some."""
+    """Yield the embeddings of each layer, concatenated to `(T, H)`."""
     if isinstance(x, dict):
         for part in x.values():
             yield from _rows(part)
@@ -252,7 +261,7 @@ def _rows(x: Any) -> Iterator[Tensor]:
 
 
 def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
-    """The next of what `_rows` gives, in the form of `x`: by image, or by layer and image."""
+    """Return the next of `parts` in the form of `x`: by image, or by layer and image."""
     if isinstance(x, Tensor):
         return next(parts).reshape(-1, *x.shape[1:])
     if x and isinstance(x[0], Tensor):
@@ -266,7 +275,7 @@ def _flat(x: Any) -> Tensor:
 
 
 def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: Embeddings) -> bool:
-    """Whether embeddings of this rank's images are those among the embeddings of all."""
+    """Return whether this rank's embeddings equal their rows among those of all images."""
     rows = found.rows(share.sizes)
     if rows is None or len(part) != len(whole):
         return False

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models under a context-parallel plan."""
+"""Defines a `transformers.Trainer` for models under a context-parallel plan."""
 
 from __future__ import annotations
 
@@ -40,32 +40,31 @@ from parallel_plans.tested import warn_untested
 
 
 class ContextParallelTrainer(Trainer):
-    """A `Trainer` whose ranks along an axis share each batch, and its sequence.
+    """A `Trainer` whose ranks along an axis share each batch and shard its sequence.
 
-    The ranks of `dp_replicate` and `dp_shard` get different batches, those of `cp` the same one.
-    Loss, evaluation, predictions and gradients are those of a `Trainer` on the data-parallel ranks
-    alone, whose model takes `num_items_in_batch`: batches that are accumulated are weighted by
-    their labels.
+    The ranks of `dp_replicate` and `dp_shard` get different batches; the ranks of `cp` get the same
+    one. Loss, evaluation, predictions and gradients equal those of a `Trainer` on the data-parallel
+    ranks alone whose model takes `num_items_in_batch`: accumulated batches are weighted by their
+    number of labels.
 
-    With `TrainingArguments(fsdp=True)` the model is sharded by FSDP2 over the ranks of `dp_shard`
-    and `cp`, and replicated over `dp_replicate`; clipping, checkpoints and `save_model` are those
-    of `Trainer` and accelerate. Without it the model is whole on every rank, under DDP.
+    With `TrainingArguments(fsdp=True)`, FSDP2 shards the model over the ranks of `dp_shard` and
+    `cp`, and replicates it over `dp_replicate`; `Trainer` and accelerate do clipping, checkpoints
+    and `save_model`. Without it, the model is whole on every rank, under DDP.
 
     Args:
-        mesh: all ranks, with the axis `cp` and any of `dp_replicate`, `dp_shard` before it and `tp`
-            after it. `None` makes it of `TrainingArguments(parallelism_config=...)`, or of the
-            config that `accelerate launch` was given.
+        mesh: a mesh of all ranks, with the axis `cp`, any of `dp_replicate` and `dp_shard` before
+            it, and optionally `tp` after it. `None` builds it from
+            `TrainingArguments(parallelism_config=...)` or the config of `accelerate launch`.
         plan: keywords of `context_parallel_plan`, for a model that is not under a plan yet: the
-            trainer then applies one before the model is sharded. For a head of your own behind
-            whole outputs apply the plan to its backbone yourself.
-        *args: those of `Trainer`.
-        **kwargs: those of `Trainer`.
+            trainer then applies one before the model is sharded. If you have a head of your own
+            behind whole outputs, apply the plan to its backbone yourself.
+        *args: positional arguments of `Trainer`.
+        **kwargs: keyword arguments of `Trainer`.
 
     Raises:
         ValueError: if the mesh has other axes or ranks, the model is under the plan of another
-            mesh or cannot be under one, tokens are not averaged across devices, the loss is
-            another than the model's own, or an option deals batches or the model to ranks
-            differently.
+            mesh or cannot be under one, tokens are not averaged across devices, the loss is not the
+            model's own, or an option distributes batches or the model differently.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -91,12 +90,12 @@ class ContextParallelTrainer(Trainer):
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())
         if self._plan_makes_loss():
-            self.model_accepts_loss_kwargs = True  # which takes num_items_in_batch
+            self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
         self.add_callback(GlooReduction)
 
     def create_accelerator_and_postprocess(self) -> None:
         args: Any = self.args
-        if args.accelerator_config.dispatch_batches is None:  # for iterable datasets that is True
+        if args.accelerator_config.dispatch_batches is None:  # None is True for iterable datasets
             args.accelerator_config.dispatch_batches = False
         forget_earlier(args, MeshConfig)
         device = args.device  # starts the process group, which a mesh needs
@@ -113,7 +112,7 @@ class ContextParallelTrainer(Trainer):
         return built | {"parallelism_config": mesh_config(self._mesh, is_sharded=False)}
 
     def _tell_accelerate(self) -> None:
-        """Which ranks share a batch, over which to shard, and FSDP2 on CPUs, too."""
+        """Set in accelerate which ranks share a batch and shard the model; allow FSDP2 on CPUs."""
         accelerator: Any = self.accelerator
         state = accelerator.state
         plugin = fsdp_plugin(self.args, state)
@@ -124,21 +123,21 @@ class ContextParallelTrainer(Trainer):
             if state.mixed_precision != "no":
                 plugin.set_mixed_precision(state.mixed_precision)
             state.fsdp_plugin = plugin
-            # Each new view of accelerate's state copies the type from the other one.
+            # Set both: each new view of accelerate's state copies the type from `PartialState`.
             state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
             self.is_fsdp_enabled = True
         self.gather_function: Any = self._gather_batches
         accelerator.gather_for_metrics = self._gather_batches
 
     def _apply_plan(self, model: Any) -> None:
-        """Without the plan, a rank would compute all tokens, and `cp` were of no use."""
+        """Apply the plan to a model, or check the plan that it is under already."""
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(
                 "the model was sharded when it was loaded, by distributed_config, and gradients "
                 "would not be averaged over cp; leave it out, and shard by "
                 "TrainingArguments(fsdp=True)"
             )
-        if self.is_fsdp_enabled:  # DDP sends all ranks the weights of one
+        if self.is_fsdp_enabled:  # DDP broadcasts the weights of one rank
             check_weights(model)
         found = [x.axis.mesh.mesh.flatten().tolist() for x in shardings_of(model)]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
@@ -158,7 +157,7 @@ class ContextParallelTrainer(Trainer):
             )
 
     def _plan_makes_loss(self) -> bool:
-        """Whether the loss is the plan's; else it is of the model's own head on whole outputs."""
+        """Return whether the plan computes the loss, not a head of the user on whole outputs."""
         base = base_of(self.model)
         return hasattr(base, "context_parallel_sharding") and backbone_of(base) is base
 
@@ -168,26 +167,26 @@ class ContextParallelTrainer(Trainer):
         return model
 
     def _adapters(self) -> list[Any]:
-        """Configs of what peft added to the model."""
+        """Return the configs of the adapters that peft added to the model."""
         model: Any = self.model
         return list(getattr(model, "peft_config", {}).values())
 
     def get_tp_size(self) -> int:
-        """Ranks that share a batch and its loss: to `Trainer` the axis is one of those."""
+        """Return the number of ranks that share a batch; `Trainer` calls this method."""
         return self._mesh.size() // self._num_replicas()
 
     def _num_replicas(self) -> int:
-        """Groups of ranks that share a batch."""
+        """Return the number of groups of ranks that share a batch."""
         return self._data_mesh.size() if self._data_mesh else 1
 
     def _replica(self) -> int:
-        """Which of them this rank is in."""
+        """Return the index of this rank's group among them."""
         return self._data_mesh.get_local_rank() if self._data_mesh else 0
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
         inner: Any = getattr(loader, "base_dataloader", loader)
-        if inner.worker_init_fn is not None:  # workers of ranks that share a batch draw alike
+        if inner.worker_init_fn is not None:  # ranks that share a batch share random seeds
             num_workers = self.args.dataloader_num_workers
             of_replica = {"num_workers": num_workers, "rank": self._replica()}
             inner.worker_init_fn = partial(seed_worker, **of_replica)
@@ -200,7 +199,7 @@ class ContextParallelTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """The outputs whole, in the order of the tokens, if more than the loss is asked for."""
+        """Return whole outputs in the order of the tokens, if more than the loss is requested."""
         with nullcontext() if prediction_loss_only else whole_outputs(model):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -214,7 +213,7 @@ class ContextParallelTrainer(Trainer):
 
     @contextmanager
     def _counting_batches_once(self, name: str) -> Iterator[None]:
-        """While `Trainer` adds what all ranks have counted, of which some share a batch."""
+        """Divide what `Trainer` sums over all ranks by the number of ranks that share a batch."""
         before = getattr(self.state, name)
         yield
         counted = getattr(self.state, name) - before
@@ -235,7 +234,7 @@ class ContextParallelTrainer(Trainer):
         return output
 
     def _with_steps(self, metrics: dict[str, float]) -> dict[str, float]:
-        """With the steps of an evaluation, which `Trainer` counts as if no ranks shared batches."""
+        """Correct the steps per second in place: `Trainer` counts as if no ranks shared a batch."""
         prefix, num_samples = self._evaluated
         rate, runtime = f"{prefix}_steps_per_second", metrics.get(f"{prefix}_runtime")
         if rate in metrics and runtime:
@@ -244,13 +243,13 @@ class ContextParallelTrainer(Trainer):
         return metrics
 
     def _gather_batches(self, data: Any) -> Any:
-        """The accelerator's `gather_for_metrics`, from one of the ranks that share a batch."""
+        """Gather like `gather_for_metrics`, but once for each group of ranks that share a batch."""
         state = self.accelerator.gradient_state
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
         return self._gather_replicas(data, state.remainder if is_cut else None)
 
     def _gather_replicas(self, data: Any, keep: int | None = None) -> Any:
-        """The first rows of those of all replicas, from one of the ranks that share theirs."""
+        """Gather the rows of all groups that share a batch, and return the first `keep` of them."""
         group = self._data_mesh.get_group() if self._data_mesh else None
 
         def gather(x: Tensor) -> Tensor:
@@ -264,12 +263,12 @@ class ContextParallelTrainer(Trainer):
 
 
 def base_of(model: Any) -> Any:
-    """The model below adapters of peft."""
+    """Return the model below adapters of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class GlooReduction(TrainerCallback):
-    """Has FSDP2 sum gradients and divide them itself: gloo, the backend of CPUs, has no means."""
+    """Makes FSDP2 sum gradients and divide them itself: gloo cannot reduce to a mean."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for module in kwargs["model"].modules():

@@ -1,4 +1,4 @@
-"""The mesh of a trainer: given, or made of accelerate's `ParallelismConfig`."""
+"""Makes the mesh of a trainer from a mesh or accelerate's `ParallelismConfig`."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.extension import axis_group_options
 
+# The order of accelerate, whose data loaders assume that ranks that share a batch are adjacent.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""In the order of accelerate, whose data loaders take ranks that share a batch for neighbours."""
 DATA_AXES = ("dp_replicate", "dp_shard")
+# The axis over which accelerate shards a model: `dp_shard` and `cp`, flattened.
 SHARDED = "dp_shard_cp"
-"""The axis over which accelerate shards a model: the ranks of `dp_shard` and `cp`, flattened."""
 
 
 class MeshConfig(ParallelismConfig):
-    """A mesh for accelerate, whose own context parallelism stays off.
+    """Describes our mesh to accelerate, whose own context parallelism stays off.
 
-    To accelerate, the ranks of `cp` are data-parallel ones, over which it shards the model. Which
-    ranks share a batch its data loaders read from the mesh.
+    Accelerate treats the ranks of `cp` as data-parallel ranks, over which it shards the model. Its
+    data loaders read from the mesh which ranks share a batch.
     """
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """The mesh was compared with the ranks; accelerate itself would refuse CPUs."""
+        """Skip accelerate's check, which refuses CPUs; we have compared the mesh with the ranks."""
 
 
 def trainer_mesh(
     mesh: DeviceMesh | None, config: ParallelismConfig | None, device_type: str
 ) -> DeviceMesh:
-    """The mesh of all ranks, from a mesh or a config; without a config, accelerate's environment.
+    """Return the mesh of all ranks: the given one, or one from a config or the environment.
 
     Raises:
-        TypeError: if the mesh is none.
-        ValueError: if both say something, the axes are others than `AXES`, or the mesh does not
-            hold each rank that was started once.
+        TypeError: if the mesh is not a `DeviceMesh`.
+        ValueError: if both a mesh and a config are given, the axes are not in `AXES`, or the size
+            of the mesh is not the number of started ranks.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"the mesh of a trainer is a DeviceMesh, got {type(mesh).__name__}")
-    config = config or ParallelismConfig()  # which reads what `accelerate launch` sets
+    config = config or ParallelismConfig()  # it reads the environment that `accelerate launch` sets
     if mesh is None:
         return _mesh_of(config, device_type)
     if config.total_size > 1:
@@ -74,7 +74,7 @@ def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
             f"cp_size={config.sp_size}"
         )
     strategy = getattr(config.cp_handler, "cp_comm_strategy", "allgather")
-    if strategy != "allgather":  # the default, which nobody needs to have said
+    if strategy != "allgather":  # the default, which the user need not have set
         raise ValueError(
             f"cp_comm_strategy={strategy!r} is one of torch's own context parallelism; leave "
             "cp_handler out and give plan={'strategy': ...}, see SequenceAxis"
@@ -107,7 +107,7 @@ def _check_ranks(sizes: dict[str, int], what: str) -> None:
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh | None:
-    """The ranks along those of the axes that the mesh has, as one axis; `None` if it has none."""
+    """Flatten those of `axes` that the mesh has into one axis; `None` if it has none."""
     kept = tuple(axis for axis in axes if axis in (mesh.mesh_dim_names or ()))
     if len(kept) <= 1:
         return mesh[kept[0]] if kept else None
@@ -115,13 +115,13 @@ def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh 
 
 
 def mesh_config(mesh: DeviceMesh, is_sharded: bool) -> MeshConfig:
-    """What accelerate is told of a mesh, over which it shards the model or does not."""
+    """Return the config that describes a mesh to accelerate, with or without sharding."""
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     num_shards = 1
     if is_sharded:
         kept = tuple(axis for axis in ("dp_shard", "cp") if axis in sizes)
         num_shards = mesh[kept]._flatten(SHARDED).size()
-    # Each size is said, or accelerate would take it from the environment.
+    # Set each size: accelerate would read missing ones from the environment.
     config = MeshConfig(
         dp_replicate_size=sizes.get("dp_replicate", 1) if is_sharded else 1,
         dp_shard_size=num_shards,

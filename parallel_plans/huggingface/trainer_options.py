@@ -1,4 +1,4 @@
-"""Options of a `Trainer` that deal batches or models to ranks in ways of their own."""
+"""Refuses options of a `Trainer` that conflict with a sharded sequence."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
 
     Args:
         args: the training arguments.
-        state: accelerate's, which has what its launcher was told, too.
-        plugin: what `fsdp_plugin` returns of both.
-        mesh: that of the trainer.
+        state: accelerate's state, which includes the options of its launcher.
+        plugin: the result of `fsdp_plugin` for both.
+        mesh: the mesh of the trainer.
 
     Raises:
         ValueError: naming the option and what to do.
@@ -78,12 +78,12 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
 
 
 def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
-    """Refuse options whose result over a sharded sequence would be another.
+    """Refuse options that give other results over a sharded sequence.
 
     Args:
         args: the training arguments.
         has_loss: whether a loss function was given.
-        adapters: configs of what peft added to the model.
+        adapters: the configs of the adapters that peft added to the model.
 
     Raises:
         ValueError: naming the option and what to do.
@@ -131,10 +131,10 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse ranks whose weights differ, of which FSDP2 would make one model.
+    """Refuse ranks with different weights, because FSDP2 would combine them into one model.
 
     Raises:
-        ValueError: on every rank.
+        ValueError: on every rank, if weights differ.
     """
     group = dist.distributed_c10d._get_default_group()
     check_agreement(

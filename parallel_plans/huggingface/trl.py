@@ -1,4 +1,4 @@
-"""TRL's trainers for models under a context-parallel plan."""
+"""Adapts TRL's trainers to models under a context-parallel plan."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 class ContextParallelMixin(ContextParallelTrainer):
     """Context parallelism for TRL's `SFTTrainer`, `DPOTrainer`, `KTOTrainer` and `RewardTrainer`.
 
-    Put it before the trainer of TRL. Losses, metrics and gradients are those of that trainer on the
-    ranks of `dp_replicate` alone. Each rank projects its own tokens only through the LM head: TRL
-    makes every loss of per-token log-probabilities, and these are gathered, `(B, S)` numbers.
+    List it before TRL's trainer among the base classes. Losses, metrics and gradients equal those
+    of that trainer on the ranks of `dp_replicate` alone. Each rank projects only its own tokens
+    through the LM head: TRL computes every loss from per-token log-probabilities, and these are
+    gathered, `(B, S)` numbers.
 
     Args:
-        *args: those of TRL's trainer.
-        **kwargs: those of TRL's trainer; `mesh` and `plan` as in `ContextParallelTrainer`.
-            `ref_model` comes under the plan of the model.
+        *args: positional arguments of TRL's trainer.
+        **kwargs: keyword arguments of TRL's trainer; `mesh` and `plan` as in
+            `ContextParallelTrainer`. The plan of the model is also applied to `ref_model`.
 
     Raises:
         TypeError: if it is mixed into another trainer.
-        ValueError: see `ContextParallelTrainer`; and if TRL would make a reference model itself, or
-            a load-balancing loss is asked for.
+        ValueError: see `ContextParallelTrainer`; also if TRL would load a reference model itself,
+            or a load-balancing loss is requested.
 
     Example:
         >>> class Trainer(ContextParallelMixin, trl.SFTTrainer):
@@ -70,7 +71,7 @@ class ContextParallelMixin(ContextParallelTrainer):
         return isinstance(self, (trl.DPOTrainer, trl.KTOTrainer))
 
     def _makes_reference(self) -> bool:
-        """Whether TRL would load a reference model, which it does where no plan can be applied."""
+        """Return whether TRL would load a reference model itself, to which no plan is applied."""
         if not self._has_reference() or self._reference is not None or is_peft_model(self.model):
             return False
         args: Any = self.args
@@ -85,18 +86,18 @@ class ContextParallelMixin(ContextParallelTrainer):
                 "adapter, which needs none"
             )
         if self._reference is not None and not shardings_of(self._reference):
-            layout = shardings_of(self.model)[0].axis.layout  # the axis knows all else
+            layout = shardings_of(self.model)[0].axis.layout  # the axis holds all other options
             plan = context_parallel_plan(self._reference, layout)
             parallelize_module(self._reference, self._mesh["cp"], plan)
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the reference model, which TRL may ask for before its trainer is complete."""
+        """Return the reference log-probabilities. TRL may call this before our `__init__` ends."""
         self._deal_tokens()
         parent: Any = super()
         return parent.compute_ref_log_probs(*args, **kwargs)
 
     def _deal_tokens(self) -> None:
-        """Over TRL's forwards, once it has put them over those of the plan."""
+        """Wrap TRL's forwards once, after TRL has put them over those of the plan."""
         if self._deals_tokens:
             return
         self._deals_tokens = True
@@ -106,31 +107,31 @@ class ContextParallelMixin(ContextParallelTrainer):
 
 
 def _mixin(trainer: Any) -> str:
-    """The mixin that a trainer was made with, by name."""
+    """Return the name of the mixin of a trainer."""
     return next(x.__name__ for x in type(trainer).__mro__ if "_served" in vars(x))
 
 
 def _deal_tokens(model: Any) -> None:
-    """Deal the batch where TRL's fused head calls the backbone, which has no plan of its own."""
+    """Shard the batch where TRL's fused head calls the backbone, which has no plan of its own."""
     causal = base_of(model)
     sharding = getattr(causal, "context_parallel_sharding", None)
-    if sharding is not None:  # else a module within is under the plan, and its outputs are whole
+    if sharding is not None:  # else an inner module is under the plan, with whole outputs
         causal.forward = MethodType(_dealt(causal.forward, sharding), causal)
 
 
 def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
-    """TRL's forward on this rank's tokens, its results per token whole on every rank."""
+    """Run TRL's forward on this rank's tokens, and gather its per-token results."""
 
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return inner(*args, **kwargs)
-        # As for logits: TRL's head takes the labels, not that of the plan.
+        # Request logits, so that TRL's head gets the labels, not the head of the plan.
         given = sharding.given(self, args, kwargs | {"output_logits": True})
         batch, spec = sharding.inputs(self, given)
         output = inner(**batch, fused_lm_head=True)
         _check_head(self)
         sharding.finish(spec)
-        # Of tokens that predict one: the last does if labels came shifted.
+        # Keep only tokens that predict one: the last does if labels came shifted.
         length = spec.seq_len - (kwargs.get("shift_labels") is None)
         fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}
         for name, x in _gathered(fields, sharding, spec).items():
@@ -140,14 +141,14 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         return output
 
     wrapper: Any = forward
-    wrapper.__signature__ = signature(inner)  # generation and columns are checked against it
+    wrapper.__signature__ = signature(inner)  # generation and column selection read it
     return wrapper
 
 
 def _check_head(model: Any) -> None:
-    """TRL has read the weight of the head, without the hooks by which FSDP2 reduces its gradient.
+    """Refuse a head that is sharded by itself: TRL reads its weight without the hooks of FSDP2.
 
-    By default the head shares a group with the last norm, which has gathered it.
+    By default the head shares an FSDP2 group with the last norm, which has gathered its weight.
     """
     weight = model.get_output_embeddings().weight
     if isinstance(weight, DTensor) and weight.requires_grad:
@@ -159,7 +160,7 @@ def _check_head(model: Any) -> None:
 
 
 def _gathered(fields: dict[str, Tensor], sharding: Sharding, spec: Any) -> dict[str, Tensor]:
-    """Values of each token `(B, L)`, all in one message, in the order of the tokens `(B, S)`."""
+    """Gather per-token values `(B, L)` in one message, in the order of the tokens, `(B, S)`."""
     local = torch.stack([x.float() for x in fields.values()], -1)
     whole = sharding.whole(local, spec).unbind(-1)
     return {name: y.to(x.dtype) for (name, x), y in zip(fields.items(), whole, strict=True)}

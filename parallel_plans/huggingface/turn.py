@@ -1,4 +1,4 @@
-"""One forward with a cache: what is cached, what is new, and how each layer attends to both."""
+"""Describes one forward with a cache, and how each layer attends to past and new tokens."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ from parallel_plans.huggingface.frames import Dealt, Decoded, Frame
 
 @dataclass(frozen=True)
 class Turn:
-    """New tokens after those of a cache, either dealt to the ranks or the same on all of them."""
+    """New tokens after those of a cache, either sharded over the ranks or replicated.
+
+    Attributes:
+        axis: the axis of the cache.
+        layout: the layout in which new tokens are sharded.
+        past: number of cached tokens.
+        num_tokens: number of new tokens, on all ranks together.
+        dealt_length: number of new tokens with the padding of the layout; 0 if replicated.
+        left_padding: number of padding tokens at the start of each row, `(B,)`.
+        num_kept: number of last tokens whose logits are requested; no others can be cropped later.
+        chunks: sizes of the chunks that layers see.
+    """
 
     axis: SequenceAxis
     layout: Layout
     past: int
-    """Tokens that are cached."""
     num_tokens: int
-    """That are new, on all ranks together."""
     dealt_length: int
-    """Of the new ones with the padding that the layout needs; 0 if they are not dealt."""
     left_padding: Tensor | None
-    """Of each row, `(B,)`."""
     num_kept: int
-    """New tokens whose logits are wanted, the last ones: no others will be taken away."""
     chunks: frozenset[int]
-    """Sizes of the chunks that layers see."""
 
     @property
     def end(self) -> int:
-        """Tokens after it."""
+        """The number of cached tokens after this turn."""
         return self.past + self.num_tokens
 
     def documents(self, begin: int) -> Documents:
-        """Of the positions from `begin` on, counted from there."""
+        """Return the documents of the positions from `begin` on, counted from there."""
         if self.left_padding is None and not begin and self.dealt_length <= self.num_tokens:
             return Documents()
         return cached_documents(self.left_padding, begin, self.end, self.chunks)
 
     def full(self, cache: ShardedCache) -> Frame:
-        """How layers attend that see everything.
+        """Return how layers that see everything attend.
 
         Args:
-            cache: theirs, in this turn.
+            cache: the cache of these layers, in this turn.
         """
         documents, mesh = self.documents(0), self.axis.mesh
         if self.dealt_length:
@@ -57,10 +62,10 @@ class Turn:
         return Decoded(self.axis, documents, cache.key_runs, starts, num_columns, mesh)
 
     def window(self, num_held: int) -> Frame:
-        """How layers attend that have the last tokens of the cache on each rank.
+        """Return how layers attend that hold the last tokens of the cache on each rank.
 
         Args:
-            num_held: how many of them.
+            num_held: number of tokens that they hold.
         """
         begin = self.past - num_held
         if not self.dealt_length:
@@ -68,10 +73,10 @@ class Turn:
             starts = torch.tensor([self.past])
             columns = num_held + self.num_tokens
             return Decoded(self.axis, self.documents(0), key_runs, starts, columns, None)
-        # Each rank brings its slice of what all have. Positions count from the first of those.
+        # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
         runs = torch.tensor(turn_runs(self.layout, self.dealt_length, size))
-        runs[..., 0] += num_held * (runs[..., 1] > 0)  # runs of no token stay at 0
+        runs[..., 0] += num_held * (runs[..., 1] > 0)  # empty runs stay at 0
         held = [window_slice(rank, size, num_held) for rank in range(size)]
         slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)
         key_runs = torch.cat([slices, runs], 1)
@@ -79,5 +84,5 @@ class Turn:
 
 
 def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
-    """Begin and end of what a rank brings of tokens that all ranks have."""
+    """Return begin and end of a rank's slice of tokens that all ranks hold."""
     return rank * num_held // world_size, (rank + 1) * num_held // world_size

@@ -1,4 +1,4 @@
-"""A small twin of a model: the same code and kinds of layers, a few numbers wide."""
+"""Makes a small twin of a model: the same code and kinds of layers, but narrow and short."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
+# Sizes by the name of an option: the first pattern that matches counts.
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab\w*(size|base)\w*|\w*(^|_)num_embeddings|decoder_vocab_size|n_words", VOCABULARY),
     (r"(num_|n_)?(local_|routed_|moe_num_)?experts|num_local_experts|n_routed_experts", 4),
@@ -43,20 +44,19 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"\w*(period|interval|every_n_layers|layer_freq|sparse_step|_pattern)", 2),
     (r"\w*time_step_rank|\w*dt_rank", 4),
 )
-"""By the name of an option: the first that fits."""
 
+# Options that the model derives from others if its config does not set them.
 FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2}
-"""Options that models compute of others, if their configs do not."""
 
+# Options that the config derives from others if they are not given.
 COMPUTED = ("attention_hidden_size", "attention_head_dim", "hybrid_layer_ids")
-"""Options that configs compute of others, if they are not given."""
 
+# Options that stay equal to another one if they are equal to it in the large config.
 SAME = {
     "num_key_value_heads": ("num_attention_heads",),
     "head_dim": ("qk_rope_head_dim", "qk_head_dim"),
     "codebook_dim": ("hidden_size",),
 }
-"""Options that stay equal to others, if they are."""
 SHARED = "num_kv_shared_layers"
 SECTIONS = "mrope_section"
 BY_LAYER, ROTARY = "per_layer_config", ("rope_parameters", "rope_scaling")
@@ -65,13 +65,13 @@ TOKEN = re.compile(r"\w*(token|bo[a-z]|eo[a-z])_?(id|index|idx)s?$")
 
 
 def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
-    """A copy of a config that makes a model of the same kind, with a layer of each of its kinds.
+    """Return a small copy of a config, for a model with a layer of each kind.
 
-    What decides how tokens see one another is kept: windows, chunks, kinds of positions, scales.
+    It keeps what decides how tokens see each other: windows, chunks, kinds of positions, scales.
 
     Args:
-        config: of the large model.
-        num_of_kind: layers of each kind, if the model has as many.
+        config: the config of the large model.
+        num_of_kind: the largest number of layers of each kind.
         changes: options that get another value.
     """
     large = config.to_dict()
@@ -87,43 +87,43 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
 
 
 def small_twin(model: Any) -> Any:
-    """A small model of the same class, with random weights on the CPU.
+    """Return a small model of the same class, with random weights on the CPU.
 
     Raises:
-        ValueError: if its code makes none of a small config.
+        ValueError: if its code cannot build a model from the small config.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
-            # Of layers with the same weights, code may insist on two.
+            # If layers share weights, the code may need two of a kind.
             twin = type(model)(small_config(model.config, 1 + _ties_layers(model)))
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # model code may raise anything
             raise ValueError(
                 f"{type(model).__name__} is on the meta device, and the plan cannot make a small "
                 f"one of its config to run a few tokens through ({type(error).__name__}: {error}); "
                 "give it weights first, by from_pretrained or to_empty"
             ) from error
         with torch.no_grad():
-            for x in twin.parameters():  # what biases and norms do would hide behind 0 and 1
+            for x in twin.parameters():  # biases of 0 and norms of 1 would have no effect
                 x.add_(0.1 * torch.randn_like(x))
     return twin
 
 
 def _ties_layers(model: Any) -> bool:
-    """Whether layers have weights of one another."""
+    """Return whether layers share weights with each other."""
     tied = getattr(model, "all_tied_weights_keys", {})
     return any(".layers." in target and ".layers." in source for target, source in tied.items())
 
 
 class Layers(NamedTuple):
-    """How many layers a model has, and which of them its twin has."""
+    """The number of layers of a model, and the indices of those that its twin keeps."""
 
     number: int
     kept: list[int]
 
 
 def _kept_layers(config: Any, options: dict[str, Any], num_of_kind: int) -> Layers:
-    """The first layers of each kind, and at least two."""
+    """Return the first layers of each kind, at least two layers in all."""
     number = getattr(config, "num_hidden_layers", None)
     if not isinstance(number, int):
         return Layers(2, [0, 1])
@@ -133,13 +133,13 @@ def _kept_layers(config: Any, options: dict[str, Any], num_of_kind: int) -> Laye
         kinds.setdefault(repr([x[index] for x in by_layer]), []).append(index)
     kept = [index for of_kind in kinds.values() for index in of_kind[:num_of_kind]]
     kept += [index for index in range(number) if index not in kept][: max(0, 2 - len(kept))]
-    if options.get(SHARED):  # the last layers take keys and values of those before them
+    if options.get(SHARED):  # the last layers reuse keys and values of earlier ones
         kept += [number - 1 - index for index in range(len(kept))]
     return Layers(number, sorted(kept))
 
 
 def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:
-    """A value of the small config."""
+    """Return the value of an option in the small config."""
     number, kept = layers
     if x is None and name in FILLED:
         return FILLED[name]
@@ -161,19 +161,19 @@ def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:
     if name == SHARED:
         return x and len(kept) // 2
     if x in [options.get(other) for other in SAME.get(name, ())]:
-        # Such as one key head for each query head in latent attention.
+        # For example, latent attention has one key head for each query head.
         name = next(other for other in SAME[name] if x == options.get(other))
     sizes = (size for pattern, size in (*SIZES, (LAYERS, len(kept))) if re.fullmatch(pattern, name))
     return min(x, next(sizes, x))
 
 
 def _token(x: Any) -> Any:
-    """The id of a token that the small vocabulary has."""
+    """Map a token id into the small vocabulary."""
     return x % VOCABULARY if type(x) is int and x >= 0 else x
 
 
 def _rotary(options: dict[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings of as many frequencies as there are."""
+    """Return rotary options for the number of frequencies of a small head."""
     half = HEAD_DIM // 2
     found = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
     for name, x in options.items():
@@ -185,6 +185,6 @@ def _rotary(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sections(number: int, options: dict[str, Any]) -> list[int]:
-    """Frequencies of each axis of positions, for text and images."""
+    """Return the number of frequencies of each of `number` axes of positions."""
     half = int(HEAD_DIM // 2 * options.get("partial_rotary_factor", 1))
     return [half - number + 1, *[1] * (number - 1)]

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same weights, and the same batches."""
+"""Checks that all ranks have the same weights and the same batches."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.extension import check_agreement
 from parallel_plans.huggingface.batch import SAME_BATCH, described
 
+# Bytes that are summed as one integer.
 WORD = 8
-"""Bytes that are summed as one integer."""
 
 
 class Agreement:
-    """Compares the ranks of an axis in few of the forwards of a model.
+    """Compares the ranks of an axis in a few forwards of a model.
 
-    With gradients in forwards 1, 2, 4, 8, ...: the second one sees that nobody averaged the
-    gradients of the first, a later one that of several that were accumulated. Without gradients
-    weights stay, and the first is enough. A collective in each forward would cost.
+    Forwards with gradients are checked at numbers 1, 2, 4, 8, ...: the second check finds that
+    gradients of the first were not averaged, later ones find it after accumulation. Without
+    gradients weights do not change, so the first check is enough. A collective in each forward
+    would be slow.
     """
 
     def __init__(self) -> None:
         self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
 
     def check(self, model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> None:
-        """In a forward of the model with this batch.
+        """Compare weights and batch with the other ranks, if this forward is one to check.
 
         Raises:
             ValueError: on every rank, if their weights or batches differ.
@@ -47,38 +48,38 @@ class Agreement:
 
 
 def checksum(model: nn.Module, group: ProcessGroup) -> str:
-    """A number that is equal on two ranks of a group if their weights are.
+    """Return a checksum that is equal on two ranks of a group if their weights are equal.
 
-    It is made of the sum of the bits of each, as integers, which no rounding and no order changes.
-    All are read once, as in a forward of one token. Weights that are sharded over these ranks are
-    left out.
+    It combines the sum of the bits of each weight. The bits are summed as integers, so rounding and
+    order have no effect. Each weight is read once, as in a forward of one token. Weights that are
+    sharded over these ranks are left out.
     """
     sums = [_sum(x) for x in _comparable(model, group)]
     if not sums:
         return "none to compare"
-    # One transfer, however many there are.
+    # Copy all sums to the host in one transfer.
     numbers = torch.stack([x.to(sums[0].device) for x in sums]).tolist()
     return f"checksum {crc32(repr(numbers).encode()):08x}"
 
 
 def _comparable(model: nn.Module, group: ProcessGroup) -> Iterator[Tensor]:
-    """What this rank has of the weights that each rank of the group should have alike."""
+    """Yield this rank's weights that should be equal on each rank of the group."""
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     for x in model.parameters():
         if isinstance(x, DTensor):
             if others & set(x.device_mesh.mesh.flatten().tolist()):
                 continue
             x = x.to_local()
-        # A subclass, as of quantization, need not have its values as bits.
+        # A tensor subclass, such as a quantized one, may not store its values as plain bits.
         if type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_quantized:
             yield x.detach()
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The sum of the bits of a tensor, eight bytes at a time; overflow is no error."""
+    """Return the sum of the bits of a tensor, eight bytes at a time; it may overflow."""
     flat = x.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:
         flat = flat.clone()
     end = flat.numel() // WORD * WORD
-    # Integers of one size: sums of others would convert them all, at once.
+    # A sum of smaller integers would first convert the whole tensor to int64.
     return flat[:end].view(torch.int64).sum() + flat[end:].sum()

@@ -1,4 +1,4 @@
-"""The last keys and values of a layer with a window, the same on every rank."""
+"""Holds the last keys and values of a layer with a window, replicated on every rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Window:
-    """What one layer keeps: of a window of `size` tokens, those that the next token still sees.
+    """Holds the tokens in a layer's window of `size` tokens that the next token still sees.
 
-    So a decode step needs no message. After a dealt turn, ranks get the last tokens from their
-    owners once.
+    Every rank holds them, so a decode step needs no message. After a sharded turn, each rank
+    receives the last tokens from their owners once.
     """
 
     def __init__(self, size: int) -> None:
@@ -27,17 +27,17 @@ class Window:
 
     @property
     def num_held(self) -> int:
-        """Tokens of each row."""
+        """The number of tokens held for each row."""
         return 0 if self._held is None else self._held[0].shape[2]
 
     @property
     def num_bytes(self) -> int:
-        """That they take, on each rank."""
+        """The bytes that the held tokens take on each rank."""
         return sum(x.numel() * x.itemsize for x in self._held or ())
 
     def append(self, key: Tensor, value: Tensor, turn: Turn) -> Pair:
-        """This rank's columns: of what is held, and the new ones."""
-        # As many more as may be taken back, which a window of the tokens before them still needs.
+        """Append new tokens, and return this rank's columns of held and new tokens."""
+        # Keep one more token for each that may be cropped: earlier windows still need it.
         num_kept = self.size - 1 + max(0, turn.num_kept - 1)
         held = self._held or (key[:, :, :0], value[:, :, :0])
         if not turn.dealt_length:
@@ -61,29 +61,29 @@ class Window:
         return _cat(own_slice, (key, value))
 
     def appended(self) -> Pair | None:
-        """What is held after the turn; all ranks ask the same layers in the same order."""
+        """Return what is held after the turn. All ranks must call layers in the same order."""
         return self._held if self._next is None else self._next()
 
     def selected(self, rows: Tensor) -> Pair | None:
-        """What is held of these rows of the batch."""
+        """Return what is held of these rows of the batch."""
         if self._held is None:
             return None
         rows = rows.to(self._held[0].device)
         return self._held[0].index_select(0, rows), self._held[1].index_select(0, rows)
 
     def hold(self, pair: Pair | None) -> None:
-        """Hold this from now on, whatever was appended."""
+        """Hold this pair from now on, and drop what was appended."""
         self._held, self._next = pair, None
 
     def take_back(self) -> None:
-        """Forget what was appended."""
+        """Drop what was appended."""
         self._next = None
 
     def check_crop(self, num_tokens: int, seq_len: int) -> None:
-        """Refuse to take so many of `seq_len` tokens away, if what is seen then is gone.
+        """Refuse to crop `num_tokens` of `seq_len` tokens if the window is no longer held then.
 
         Raises:
-            ValueError: if it is.
+            ValueError: if tokens of the window are gone.
         """
         if self.num_held - num_tokens < min(self.size - 1, seq_len - num_tokens):
             raise ValueError(
@@ -93,7 +93,7 @@ class Window:
             )
 
     def crop(self, num_tokens: int) -> None:
-        """Take the last tokens away."""
+        """Remove the last tokens."""
         if self._held is not None:
             left = max(0, self.num_held - num_tokens)
             self._held = self._held[0][:, :, :left], self._held[1][:, :, :left]
@@ -105,6 +105,6 @@ def _cat(before: Pair, after: Pair) -> Pair:
 
 
 def _last(pair: Pair, count: int) -> Pair:
-    """The last columns, in memory of their own."""
+    """Return a copy of the last `count` columns, so that the rest can be freed."""
     key, value = (x[:, :, max(0, x.shape[2] - count) :].clone() for x in pair)
     return key, value

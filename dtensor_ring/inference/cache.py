@@ -37,7 +37,7 @@ class CacheUsage(NamedTuple):
 class ShardedCache:
     """Keys and values of each layer of a model, sharded over the ranks of a mesh axis.
 
-    The cache holds a batch of sequences of one length. Tokens come in *turns*: `begin` takes their
+    A cache has a batch of sequences of equal length. Tokens come in *turns*: `begin` takes their
     number, and then each layer appends its keys and values once. With `dealt=True` a turn is
     sharded: each rank appends its shard, in the order of the layout. Otherwise all ranks append the
     same tokens, and each token's owner keeps it. Every rank computes the owners of all tokens, so
@@ -168,7 +168,7 @@ class ShardedCache:
         self._turns.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
 
     def crop(self, seq_len: int) -> None:
-        """Keep the first `seq_len` tokens of each sequence; their memory stays allocated.
+        """Keep the first `seq_len` tokens of each sequence; memory stays for later tokens.
 
         A crop to the start of the last turn undoes the turn, also if some layers failed to append
         it. It frees the memory of the turn. If it was the first turn, the batch size is unset.

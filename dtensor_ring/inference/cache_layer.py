@@ -100,8 +100,8 @@ class CacheLayer:
             self._rows = rows if before is None else before[rows.to(before.device)]
 
     def shrink(self, capacities: tuple[int, ...]) -> None:
-        """Give back the memory that a turn took which is taken back."""
-        if not any(capacities):  # there was none before
+        """Free memory beyond `capacities`, which a dropped turn had allocated."""
+        if not any(capacities):  # the dropped turn was the first
             self.reset()
         elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
             with torch.inference_mode(False), torch.no_grad():

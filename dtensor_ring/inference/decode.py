@@ -104,7 +104,7 @@ def decode_attention(
             `sequence_slices` makes of them.
         key_runs: the positions of each rank's columns: start and length of runs, `(W, R, 2)`, int32
             or int64, best on the CPU. Each row ascends, and runs of length 0 pad it. By default the
-            axis's layout shards the positions from 0 on in shards of one length.
+            axis's layout shards the positions from 0 on into equal shards.
         query_starts: the position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch
             may differ in length. By default the queries are at the last M positions of the keys.
         sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.

@@ -21,7 +21,7 @@ def merge_partials(
     query: Tensor,
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute this rank's partial result, and merge those of all ranks in the order of the ranks.
+    """Compute this rank's partial result, and merge the partial results in the order of ranks.
 
     Args:
         partial: computes the partial result of this rank: out `(B, N, M, Hv)` and lse `(B, N, M)`,

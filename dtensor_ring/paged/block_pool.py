@@ -15,8 +15,7 @@ from dtensor_ring.paged.blocks import BlockCopy, Blocks, PooledSequence, PoolUsa
 from dtensor_ring.planning.layout import Serpentine
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 
-# The largest number of blocks of all ranks, and of tokens of a block. A block costs the host a few
-# bytes.
+# The limit of blocks of all ranks, and of tokens of a block. A block costs the host a few bytes.
 MAX_BLOCKS = 2**24
 
 

@@ -264,8 +264,8 @@ class Blocks:
     """Takes blocks, gives them back, and finds the blocks with a given content.
 
     Note [What comes after a block in the tree]: a sequence that holds a block of the tree holds all
-    ancestors of the block, too. So if nobody holds a block, nobody holds its descendants, and it can
-    be cut off the tree without an effect on any sequence. Sequences give blocks back from their
+    ancestors of the block, too. So if nobody holds a block, nobody holds its descendants, and it
+    can be cut off the tree without an effect on any sequence. Sequences give blocks back from their
     ends, so the last block of a prompt on each rank is evicted first.
 
     Args:

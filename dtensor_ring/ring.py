@@ -1,4 +1,4 @@
-"""The two loops: keys and values travel between the ranks while the kernels work."""
+"""The forward and backward loops: keys and values travel between ranks while kernels run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ring_forward(
     transport: Transport,
     policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of the local queries over all keys and values of the ring."""
+    """Return `(out, lse)` of the local queries over all keys and values of the ring."""
     partial = Partial(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
     with ShardRotation(transport, plan, shard, policy.kv_dtype) as shards:
         for step in plan.steps:
@@ -49,7 +49,7 @@ def ring_backward(
     transport: Transport,
     policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the local query, key and value."""
+    """Return the gradients of the local query, key and value."""
     grad_query = GradientSum(query, policy.num_parts)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     sum_dtype = policy.sum_dtype(shard[0].dtype)
@@ -74,7 +74,7 @@ def ring_backward(
 
 
 def _collect(sums: SumRotation, grad_shard: Sums, label: Label) -> None:
-    """Add what other ranks summed up for this rank's own keys and values."""
+    """Add the gradients that other ranks summed for this rank's own keys and values."""
     for packet, is_last in sums.wait(label):
         with label("merge"):
             for grad, total in zip(grad_shard, packet.pair, strict=True):
@@ -82,12 +82,12 @@ def _collect(sums: SumRotation, grad_shard: Sums, label: Label) -> None:
 
 
 def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> None:
-    """Add this rank's gradients of a source's keys and values to their sum, which travels."""
+    """Add this rank's gradients of a source's keys and values to the sum that travels."""
     if not step.cols:
         return
     with label("merge"):
         packet, is_new = sums.sum_of(step)
-        # Both in one launch, where there are kernels for it.
+        # One launch adds both, on devices that have a kernel for it.
         put_together(
             *(x.to_add(total, is_new) for total, x in zip(packet.pair, shares, strict=True))
         )

@@ -1,1 +1,1 @@
-"""What the ranks of a group agree on before they send data."""
+"""Checks that all ranks of a group make the same call before they use each other's data."""

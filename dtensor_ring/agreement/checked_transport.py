@@ -1,4 +1,4 @@
-"""The transport of one call. It checks that ranks agree, and raises `RingError` if not."""
+"""The transport of one call. It checks that ranks agree, and turns failures into `RingError`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Call(Protocol):
     """The call that messages belong to."""
 
     def waiting_for(self, message: P2P) -> str:
-        """What this rank does while it waits for a message."""
+        """Describe a wait of this rank for a message."""
 
     def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
-        """The error of a message for which this rank had waited so long."""
+        """Return the error of a message that failed after a wait of `seconds`."""
 
     def check_word(self, theirs: bytearray, peer: int) -> None:
-        """Compare this rank's word with that of another, which more may follow."""
+        """Compare this rank's call record with another rank's, which content may follow."""
 
 
 class Sent:
-    """A message in flight, whose failure is an error of the ring."""
+    """A message in flight; if it fails, `wait` raises `RingError`."""
 
     __slots__ = ("_call", "_message", "_work", "has_arrived")  # one for each message
 
@@ -67,7 +67,7 @@ class Sent:
 
 
 class Answer(Sent):
-    """A message that begins with the word of another rank, which has to be that of this rank."""
+    """A message that begins with another rank's call record, which must equal this rank's."""
 
     __slots__ = ("_flat", "_inbox", "_word_bytes")
 
@@ -78,7 +78,7 @@ class Answer(Sent):
         self._word_bytes = 0
 
     def comes_to(self, flat: Tensor, word_bytes: int) -> None:
-        """Let what follows a word of that size come to this tensor."""
+        """Copy what follows a record of `word_bytes` bytes to this tensor once it arrives."""
         self._flat, self._word_bytes = flat, word_bytes
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class Answer(Sent):
         self._call.check_word(self._inbox.word, self._message.peer)
         if self._flat is not None:
             content = self._flat.view(torch.uint8)
-            # A rank whose word had another size would have been told from this one above.
+            # `check_word` has passed, so the record of the peer has the same size as this rank's.
             content.copy_(self._inbox.carried(self._word_bytes, content.numel()))
 
 
@@ -105,18 +105,18 @@ def agreed_transport(
     first_bytes: int | None = None,
     chain: Chain | None = None,
 ) -> TransportContext:
-    """A context that gives the transport for one call over a group.
+    """Return a context manager that yields the transport for one call over a group.
 
     Args:
-        group: of the ring.
-        word: what the call is.
-        direction: what the ranks do, as `RingError.direction` has it.
-        device: of the call's tensors.
-        origin: number of the forward call that a backward call belongs to; 0 if not known.
-        where: the call stands, as far as that is known, see `Where`.
-        first_bytes: size of the messages of the first hop, if it is one to and from all ranks:
-            words may carry them then; 0 if all ranks get the words, and there are no messages.
-        chain: if words and messages go along the ranks, from one to the next.
+        group: the group of the ring.
+        word: the record of the call.
+        direction: what the ranks do, one of the values of `RingError.direction`.
+        device: the device of the call's tensors.
+        origin: the number of the forward call that a backward call belongs to; 0 if not known.
+        where: the place of the call, as far as it is known, see `Where`.
+        first_bytes: the bytes of a message of the first hop, if all ranks send to all: records may
+            carry them. 0 sends the records to all ranks, without messages.
+        chain: given if records and messages go along a line of ranks.
     """
     session, transport = session_of(group), transport_of(group)
     if not session.has_words:
@@ -129,7 +129,7 @@ def agreed_transport(
 
 
 class AgreedTransport(Transport):
-    """A call's transport: see the Note [Agreement]. As a context, it begins and ends the call."""
+    """The transport of one call, see Note [Agreement]. As a context, it begins and ends it."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class AgreedTransport(Transport):
         self._number = self._tag = self._phase = 0
         self._words: list[Sent] = []
         self._answers: dict[int, Answer] = {}  # by peer
-        # Words go by the process group, whatever moves the rest.
+        # Records go by the process group, whatever transport moves the other messages.
         is_plain = type(transport) is ProcessGroupTransport
         self._words_transport = transport if is_plain else ProcessGroupTransport(group)
         self._in_flight: list[Sent] = []
@@ -161,7 +161,7 @@ class AgreedTransport(Transport):
         try:
             self._number = session.begin()
         except RingError as error:
-            if session.cause is None:  # two threads: the call of the other one must end, too
+            if session.cause is None:  # two threads: the other one's call must end, too
                 self._shut_down(str(error))
             raise
         try:
@@ -180,18 +180,18 @@ class AgreedTransport(Transport):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
-                self._agree()  # a rank without messages has not yet
+                self._agree()  # a rank without messages has not agreed yet
                 self._session.check()  # another thread may have been in the way
             elif not isinstance(error, RingError):
                 self._raised(error)
         finally:
-            # Else memory of messages, and the group, would live until a collection.
+            # Break the cycle, or buffers and the group live until the next garbage collection.
             self._words, self._answers, self._in_flight = [], {}, []
             self._session.end()
 
     def prepare(self, device: torch.device) -> None:
         if not self._keeps_tags:
-            self._agree()  # else messages of calls that differ could meet
+            self._agree()  # without tags, messages of different calls could match
         self._transport.prepare(device)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -210,13 +210,13 @@ class AgreedTransport(Transport):
                 self._answers[message.peer].comes_to(message.flat, len(self._mine))
             self._tell({message.peer: message.flat for message in sends})
             receives, sends = [], []
-        # Words are waited for first: before anything of a peer is used.
+        # The caller waits for records first, before it uses any data of a peer.
         words, self._words = self._words, []
         tag = self._tag
         receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
         sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
         messages = receives + sends
-        # NCCL has one work for all messages of a hop: an error of it is told of the first.
+        # NCCL returns one work for all messages of a hop: its error names the first message.
         with self._naming(messages[0] if messages else None):
             works = zip(self._transport.start(receives, sends), messages, strict=False)
         sent = [Sent(self, work, message) for work, message in works]
@@ -224,7 +224,7 @@ class AgreedTransport(Transport):
         return words + sent
 
     def _listen(self) -> None:
-        """Get ready for the words of others: what is awaited comes without a question before."""
+        """Post the receives of other ranks' records."""
         for index, peer in enumerate(self._neighbours(-1)):
             inbox = self._session.inbox(index)
             message = P2P(inbox.flat, peer)
@@ -234,22 +234,22 @@ class AgreedTransport(Transport):
         self._in_flight = [*self._answers.values()]
 
     def _neighbours(self, side: int) -> list[int]:
-        """Those that this rank tells its word (1), or whose words it hears (-1)."""
+        """Return the ranks that this rank sends its record to (1), or receives one from (-1)."""
         rank, size = self._group.rank(), self._group.size()
         if self._chain is not None:
             peer = rank + side * self._chain.step
             return [peer] if 0 <= peer < size else []
-        # Along the ring each rank hears the one before it; of a message for all, everybody.
+        # A record that carries messages goes to all ranks; others go to the next rank.
         if self._carries:
             return [other % size for other in range(rank + 1, rank + size)]
         return [(rank + side) % size]
 
     def _tell(self, carried: Mapping[int, Tensor] | None = None) -> None:
-        """Send the word to those who listen, and after it what goes to them."""
+        """Send the record to its receivers, followed by the tensor that it carries to each."""
         peers = self._neighbours(1)
         carried, self._carries = carried or {}, False
         word, joined = flat(self._mine), dict[int, Tensor]()
-        for x in carried.values():  # what goes to several peers is joined once
+        for x in carried.values():  # a tensor for several peers is joined once
             if id(x) not in joined:
                 joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
         sent = []
@@ -262,27 +262,27 @@ class AgreedTransport(Transport):
 
     @contextmanager
     def _naming(self, message: P2P | None) -> Iterator[None]:
-        """Tell errors of the backend as those of a message that was to be started."""
+        """Turn errors of the backend into the error of a message that is being started."""
         try:
             yield
-        except torch.OutOfMemoryError:  # no fault of a message
+        except torch.OutOfMemoryError:  # not caused by a message
             raise
         except RuntimeError as error:
             raise self.failed(error, message, 0.0) from error
 
     def _agree(self) -> None:
-        """Wait for the words, if nobody has."""
+        """Wait for the records, unless `start` has handed them to the caller."""
         if self._carries:
-            self._tell()  # nothing came that it could carry
+            self._tell()  # no message was started that the record could carry
         words, self._words = self._words, []
         for word in words:
             word.wait()
 
     def check_word(self, theirs: bytearray, peer: int) -> None:
-        """Compare this rank's word with that of another.
+        """Compare this rank's call record with another rank's.
 
         Raises:
-            RingError: naming what differs.
+            RingError: if they differ; it names the fields.
         """
         if theirs.startswith(self._mine):
             return
@@ -300,7 +300,7 @@ class AgreedTransport(Transport):
         raise self._error(text, peer=there)
 
     def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
-        """The error of a message that did not get through, for which this rank had waited."""
+        """Return the error of a message that failed after a wait of `seconds`."""
         peer = None if message is None else self._session.ranks[message.peer]
         text = (
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
@@ -312,21 +312,21 @@ class AgreedTransport(Transport):
         return self._error(text, peer, source=source, seconds=seconds)
 
     def waiting_for(self, message: P2P) -> str:
-        """What a rank that waits for a message does, for a warning."""
+        """Describe a wait of this rank for a message, for a warning."""
         ranks = self._session.ranks
         of = f"of the ring {list(ranks)}"
         return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
 
     def _raised(self, error: BaseException) -> None:
-        """Tell the other ranks, unless all of them raised at the same point."""
-        # An interrupt comes at any point, and must not wait.
+        """Shut the group down after an error, unless all ranks raised at the same point."""
+        # An interrupt is no `Exception`: it may come at any point, and must not wait.
         if isinstance(error, Exception) and self._board().all_raised(
             f"call {self._number}, {self._phase}"
         ):
-            # All have started the same messages: they arrive, and the group stays in order.
-            with suppress(RingError):  # else it is shut down by now
+            # All ranks have started the same messages, so these arrive and the group stays usable.
+            with suppress(RingError):  # a failure here has shut the group down
                 if self._carries:
-                    self._tell()  # all listen
+                    self._tell()  # all ranks have posted receives
                 for message in self._in_flight:
                     message.wait()
             return
@@ -334,7 +334,7 @@ class AgreedTransport(Transport):
         self._shut_down(f"{self._here()} raised, {self._where()}: {quoted}")
 
     def _shut_down(self, text: str) -> str:
-        """Close the group, so that no rank waits for this one; returns the first cause."""
+        """Close the group, so no rank waits for this one, and return the first cause."""
         self._session.cause = self._board().first_cause(text)
         self._transport.abort()
         self._words_transport.abort()

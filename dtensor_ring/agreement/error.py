@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+# The largest number of characters that a message quotes of another error.
 MAX_QUOTED = 300
-"""Characters of another error that a message quotes."""
 
 
 class RingError(RuntimeError):
-    """A call over a ring failed, on this rank or another: a rank ended, raised, or differs.
+    """A call over a ring failed: a rank ended, raised, timed out, or made a different call.
 
-    The group is shut down then, and refuses further calls with the first cause. Destroy it, and
-    make a new one; docs/failures.md has what each failure looks like.
+    The group is then shut down, and refuses further calls with the first cause. Destroy it, and
+    make a new one; docs/failures.md describes each failure.
 
     Attributes:
         ring: global ranks of the ring.
-        direction: `"forward"`, `"backward"` or `"decode"`; `"exchange"` and `"sum"`, whose
-            backward is `"exchange back"` and `"sum back"`; of Hugging Face models also
-            `"a dealt turn"`, `"generate"` and `"the end of generate"`, where ranks compare what
-            they got; empty before a call has begun.
-        step: of the loop, `None` before its first.
-        source: rank on the axis whose keys and values, or their gradients, were on the way;
-            `None` if there was no such message.
-        peer: global rank of the other side of the message; `None` if there was none.
-        seconds: how long this rank had waited.
+        direction: `"forward"`, `"backward"` or `"decode"`; `"exchange"` and `"sum"`, with the
+            backward `"exchange back"` and `"sum back"`; in Hugging Face models also
+            `"a dealt turn"`, `"generate"` and `"the end of generate"`, where ranks compare their
+            inputs; empty before a call has begun.
+        step: the step of the loop, `None` before the first one.
+        source: the rank on the axis whose keys and values, or their gradients, the message has;
+            `None` without a message.
+        peer: the global rank of the other side of the message; `None` without one.
+        seconds: how long this rank had waited, in seconds.
 
     >>> RingError("no answer", ring=(0, 1), direction="forward", step=0, peer=1).peer
     1
@@ -45,7 +45,7 @@ class RingError(RuntimeError):
 
 
 def reason_of(error: RuntimeError) -> str:
-    """What an error of the backend means."""
+    """Explain an error of the backend, and quote it."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     quoted = f"({text[:MAX_QUOTED]})"
     if "timed out" in text.lower():

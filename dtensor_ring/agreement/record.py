@@ -1,12 +1,12 @@
 """The record of a call, and the buffer that receives it. Ranks compare records before data.
 
-Note [Agreement]: each rank sends the word of its call to the next rank of the ring, and waits for
-that of the rank before it, together with its first message of keys and values. So a difference is
-seen where it is, by both sides of it, before anything of a peer is used; closed connections tell
-the other ranks. All other messages carry a tag that is made of the word: messages of calls that
-differ never meet, whatever their sizes. A call whose first hop is a small message between all ranks
-sends each of them the word and the message as one, see `Inbox`. A word is no longer than its text,
-so that what follows it fits into the same packet of the network as often as it can.
+Note [Agreement]: each rank sends the record of its call to the next rank of the ring. With its
+first message of keys and values, it waits for the record of the previous rank. So a rank detects a
+difference from its neighbour before it uses any of the neighbour's data; closed connections inform
+the other ranks. All other messages have a tag that is computed from the record, so messages of
+different calls never match, whatever their sizes. If the first hop of a call is a small message
+between all ranks, the record and the message travel as one, see `Inbox`. A record is no longer than
+its text, so one network packet can often hold both.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from torch import Tensor
 
 from dtensor_ring.transport.transport import ABORT_TAG
 
+# The maximum size of a record. A typical one has 500 bytes; a digest replaces long boundaries.
 MAX_BYTES = 2048
-"""Of a word. What a call is takes some 500; longer boundaries are told by their digest."""
 
-_HEAD = "<QQQ96s64s"  # number of the call, of the forward call of a backward; digest; `Where`
-_HEAD_BYTES = 184  # of that
+_HEAD = "<QQQ96s64s"  # number of the call, number of its forward call, digest, `Where`
+_HEAD_BYTES = 184  # the size of `_HEAD`
 
 
 class Where(NamedTuple):
-    """Where a call stands, as far as that is known: a compiled one has no place."""
+    """The place of a call, as far as it is known; a compiled call has none.
+
+    Attributes:
+        place: the line in the caller's code.
+        layer: the name of the layer in the model, the same on all ranks.
+    """
 
     place: str = ""
-    """In the code of the caller."""
     layer: str = ""
-    """Of the model, as all ranks call it."""
 
 
 NOWHERE = ("", "")
 
 
 class Word:
-    """What a call is, without its number.
+    """The record of a call, without its number.
 
     Args:
         fields: name and value of everything on which the ranks must agree.
@@ -53,42 +56,40 @@ class Word:
     def __init__(self, fields: dict[str, str]) -> None:
         text = "\n".join([f"{name}: {value}" for name, value in fields.items()]).encode()
         self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-        # The digest is of all, so that what is cut off counts, too. A zero ends the text.
+        # The digest covers the whole text, also a part that is cut off. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
     def message(self, number: int, origin: int, where: tuple[str, str] = NOWHERE) -> bytearray:
-        """The message of a call.
+        """Return the record of a call as bytes.
 
         Args:
-            number: of the call, counted on its group.
-            origin: number of the forward call that a backward call belongs to; 0 if not known.
-            where: the call stands, see `Where`.
+            number: the number of the call, counted on its group.
+            origin: the number of the forward call that a backward call belongs to; 0 if not known.
+            where: the place of the call, see `Where`.
         """
         message = bytearray(self._template)
         place, layer = where
-        # Of the name of a layer the end is kept, by which layers differ.
+        # Layer names differ at their end, so the last 64 bytes are kept.
         texts = place.encode(), layer.encode()[-64:]
         struct.pack_into(_HEAD, message, 0, number, origin, self._digest, *texts)
         return message
 
     def tag(self, number: int, origin: int) -> int:
-        """The tag of the call's other messages, which those of another call hardly have, too."""
+        """Return the tag of the call's other messages; two calls rarely share one."""
         # The multipliers spread small numbers over all bits.
         mixed = self._digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ origin * 0xC2B2_AE3D_27D4_EB4F
         return (mixed >> 16) % ABORT_TAG
 
 
 def flat(message: bytearray) -> Tensor:
-    """A message as a tensor that shares its memory."""
+    """Return a message as a tensor that shares its memory."""
     return torch.frombuffer(message, dtype=torch.uint8)
 
 
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
-    """What differs between two words: name, value of mine, value of theirs.
+    """Return the fields in which two records differ: name, value of mine, value of theirs.
 
-    Anything may follow either of them.
-
-    A place or a layer that is not known differs from none: a compiled call has none.
+    Any bytes may follow a record. An unknown place or layer, as in a compiled call, equals any.
     """
     one, other = _fields(mine), _fields(theirs)
     for name in (_PLACE, _LAYER):
@@ -96,7 +97,7 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
             one[name] = other[name]
     names = dict.fromkeys([*one, *other])  # in order
     found = [(name, one.get(name, "none"), other.get(name, "none")) for name in names]
-    # The digest says no more than the fields, if they differ.
+    # The digest is reported only if no field differs.
     found = [x for x in found if x[1] != x[2]]
     return [x for x in found if x[0] != _DIGEST] or found
 
@@ -119,33 +120,35 @@ def _fields(message: bytes | bytearray) -> dict[str, str]:
 
 
 def _text(ended: bytes) -> str:
-    # A letter may have been cut in its middle.
+    # The cut may have split a character.
     return ended.partition(b"\0")[0].decode(errors="replace")
 
 
+# The largest number of bytes that may follow a record in its message: the partial results of a
+# decoded token take 1 to 64 KiB. For larger messages, the cost of a second one is small.
 MAX_CARRIED = 1 << 16
-"""Bytes that may follow a word in its message: the partial results of a decoded token take 1 to 64
-KiB. Larger messages gain little: what a second one costs is then small beside them."""
 
 
 class Inbox:
-    """Room for the largest message that begins with a word.
+    """A buffer for the largest message that begins with a record.
 
-    A message may be shorter than the memory that it comes to, but a longer one ends the process. A
-    rank does not know what call the others make before it has their words. So every word is
-    received in as much memory as any call may send.
+    A message may be shorter than the buffer that receives it, but a longer one ends the process. A
+    rank does not know the call of another rank before it has the record. So each record is received
+    in a buffer for the largest message of any call.
+
+    Attributes:
+        flat: the buffer as a tensor, uint8.
     """
 
     def __init__(self) -> None:
         self._memory = bytearray(MAX_BYTES + MAX_CARRIED)
         self.flat: Tensor = flat(self._memory)
-        """What a message comes to, uint8."""
 
     @property
     def word(self) -> bytearray:
-        """The word that came, and maybe some of what followed it."""
+        """Return the received record; a part of what follows it may be included."""
         return self._memory[:MAX_BYTES]
 
     def carried(self, word_bytes: int, num_bytes: int) -> Tensor:
-        """So many bytes that came after a word of that size."""
+        """Return `num_bytes` bytes that follow a record of `word_bytes` bytes."""
         return self.flat[word_bytes : word_bytes + num_bytes]

@@ -1,7 +1,7 @@
-"""What a process knows of a group: how many calls it made, what failed, and who waits.
+"""The state of a group in a process: the number of its calls, what failed, and who waits.
 
-A wait for a message cannot be cut into slices: gloo closes all connections of a rank that waited in
-vain. So one thread looks at the waits of the others.
+A wait for a message cannot be split into short waits: gloo closes all connections of a rank when a
+wait times out. So one thread watches the waits of the others.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dtensor_ring.agreement.record import Inbox
 
 T = TypeVar("T")
 
+# The time limit for an answer of the store, whose host may be gone, in seconds.
 ANSWER = 0.25
-"""Seconds for an answer of the store, whose host may be gone."""
 
+# The time limit for its first answer, when nothing has failed yet, in seconds.
 FIRST = 5.0
-"""Seconds for its first answer, when nothing has failed yet."""
 
+# How long a rank waits for the others to raise, in seconds: all know of a failure within a second.
 OTHERS = 0.5
-"""Seconds for the other ranks to raise, too: all ranks know of a failure within a second."""
 
 
 class Board:
-    """The store of a group, asked in the failing path only, and not for long.
+    """The store of a group. Only failing calls use it, with short time limits.
 
     Args:
-        group: whose ranks read and write it.
-        generation: of the group: a store may be that of an earlier world, too.
+        group: the group whose ranks read and write the store.
+        generation: of the group, see `generation_of`: an earlier group may have used the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
@@ -47,12 +47,12 @@ class Board:
         self._prefix = f"dtensor_ring/{generation}"
 
     def first_cause(self, text: str) -> str:
-        """The cause that was written first, by any rank; this one, if there was none."""
+        """Return the cause that any rank wrote first; if there is none, write `text`."""
         found = _answer(lambda: self._store.compare_set(f"{self._prefix}/first", "", text), ANSWER)
         return text if found is None else found.decode()
 
     def all_raised(self, where: str) -> bool:
-        """Whether all ranks ask this for the same place, within `OTHERS`; all get one answer."""
+        """Return whether all ranks call this with the same `where` within `OTHERS` seconds."""
         return bool(_answer(lambda: self._verdict(f"{self._prefix}/{where}"), OTHERS + ANSWER))
 
     def _verdict(self, key: str) -> bool:
@@ -60,50 +60,55 @@ class Board:
         while num_raised < self._size and time.monotonic() < end:
             time.sleep(0.005)
             num_raised = self._store.add(key, 0)
-        # The first to know says it for all: a rank that comes late must not think otherwise.
+        # The first rank to decide publishes the verdict; later ranks must use it.
         mine = "all" if num_raised >= self._size else "some"
         return self._store.compare_set(f"{key}/verdict", "", mine) == b"all"
 
 
 def generation_of(group: dist.ProcessGroup) -> int:
-    """How many groups had this store before, if each of their ranks asked this once."""
+    """Count the groups that used this store before; each rank of a group calls this once."""
     found = _answer(lambda: _store_of(group).add("dtensor_ring/sessions", 1), FIRST)
     return 0 if found is None else (found - 1) // group.size()
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
-    """The store of a group, `None` if it was destroyed."""
+    """Return the store of a group, `None` if the group was destroyed."""
     return distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
 def _answer(ask: Callable[[], T], seconds: float) -> T | None:
-    """The answer, `None` if it fails or does not come in time."""
+    """Return the answer of `ask`, or `None` if it fails or takes longer than `seconds`."""
     answers: list[T] = []
 
     def run() -> None:
         try:
             answers.append(ask())
-        except (RuntimeError, AttributeError):  # the store, or its host, is gone
+        except (RuntimeError, AttributeError):  # the store or its host is gone
             return
 
-    # In a thread: a store has one timeout for all, of minutes, and its host may hang.
+    # A store has one timeout of minutes for all requests, so a thread asks, which may hang.
     thread = Thread(target=run, name="dtensor_ring board", daemon=True)
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else None
 
 
+# Seconds between two checks of the waits.
 PERIOD = 5.0
-"""Seconds between two looks."""
 
+# A wait is reported after this many seconds, and then each time its length has doubled.
 FIRST_WARNING = 30.0
-"""Seconds after which a wait is told; then whenever it has lasted twice as long."""
 
 _LOG = logging.getLogger("dtensor_ring")
 
 
 class Wait(NamedTuple):
-    """A wait for a message, since a time of `time.monotonic`; `what` says which, as a string."""
+    """A wait for a message.
+
+    Attributes:
+        since: when it began, by `time.monotonic`.
+        what: an object whose string describes the wait.
+    """
 
     since: float
     what: object
@@ -120,20 +125,20 @@ class Watch:
 
     def __init__(self) -> None:
         self.waits: dict[int, Wait] = {}  # by thread
-        self._next: dict[tuple[int, float], float] = {}  # by thread and begin: a wait ends
+        self._next: dict[tuple[int, float], float] = {}  # by thread and begin of the wait
         self._thread: Thread | None = None
         self._lock = Lock()
 
     def begin(self, what: object, since: float) -> None:
-        """This thread waits from that time of `time.monotonic` on."""
+        """Note that this thread waits since that time of `time.monotonic`."""
         self.waits[get_ident()] = Wait(since, what)
 
     def end(self) -> None:
-        """This thread waits no more."""
+        """Note that this thread waits no more."""
         self.waits.pop(get_ident(), None)
 
     def due(self, now: float) -> list[str]:
-        """What is to be told at a time."""
+        """Return the warnings that are due at a time of `time.monotonic`."""
         waits = {(thread, wait.since): wait.what for thread, wait in list(self.waits.items())}
         self._next = {wait: self._next.get(wait, FIRST_WARNING) for wait in waits}
         late = [wait for wait in waits if now - wait[1] >= self._next[wait]]
@@ -141,9 +146,9 @@ class Watch:
         return [f"{waits[wait]}: {now - wait[1]:.0f} s" for wait in late]
 
     def start(self) -> None:
-        """Look from now on, in a thread that ends with the process."""
+        """Start to watch, in a thread that ends with the process."""
         with self._lock:
-            # A process that was forked has none of the threads of its parent.
+            # A forked process has none of its parent's threads.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = Thread(target=self._look, name="dtensor_ring watch", daemon=True)
                 self._thread.start()
@@ -155,8 +160,8 @@ class Watch:
                 _LOG.warning("%s; init_process_group(timeout=...) sets the limit", text)
 
 
+# One per process, because it costs a thread.
 WATCH = Watch()
-"""One for the process: it costs a thread."""
 
 
 RENEW = (
@@ -174,7 +179,7 @@ class Session:
 
     Args:
         ranks: the global ranks of the group.
-        has_words: whether it can send words.
+        has_words: whether the group can send call records.
         generation: of the group, see `generation_of`.
     """
 
@@ -189,13 +194,13 @@ class Session:
         self._inboxes: list[Inbox] = []
 
     def begin(self) -> int:
-        """Begin a call; returns its number, counted from 1.
+        """Begin a call, and return its number, counted from 1.
 
         Raises:
             RingError: if the group was shut down, or another thread is in a call.
         """
         self.check()
-        # Never waited for: the other thread's call may be the one that all ranks are in.
+        # Do not wait for the lock: the other ranks may be in the other thread's call.
         if not self._lock.acquire(blocking=False):
             raise RingError(THREADS, ring=self.ranks)
         self.number += 1
@@ -215,32 +220,32 @@ class Session:
             )
 
     def end(self) -> None:
-        """End the call that was begun last."""
+        """End the current call."""
         self._lock.release()
 
     def inbox(self, index: int) -> Inbox:
-        """Memory for a word and what it carries: one for each peer, in one call after another."""
+        """Return the buffer for a peer's record; calls reuse it one after the other."""
         while index >= len(self._inboxes):
             self._inboxes.append(Inbox())
         return self._inboxes[index]
 
     def remember(self, lse: Tensor) -> None:
-        """Keep the number of the last call by the memory of its log-sum-exp."""
+        """Store the number of the last call under the memory of its log-sum-exp."""
         origins, storage = self._origins, lse.untyped_storage()
         origins[storage._cdata] = StorageWeakRef(storage), self.number
         if len(origins) > self._max_origins:
-            # The limit doubles what is alive, so a sweep costs each call a constant time.
+            # The limit is twice the live entries, so sweeps cost each call constant time.
             self._origins = {x: kept for x, kept in origins.items() if not kept[0].expired()}
             self._max_origins = 2 * len(self._origins) + 16
 
     def origin_of(self, lse: Tensor) -> int:
-        """The number of the call that made a log-sum-exp; 0 if it is a copy of that."""
-        # No other storage can be at this address: the reference keeps it.
+        """Return the number of the call that made a log-sum-exp; 0 if the tensor is a copy."""
+        # No other storage can have this address while the weak reference keeps it.
         return self._origins.get(lse.untyped_storage()._cdata, (None, 0))[1]
 
 
 def session_of(group: dist.ProcessGroup) -> Session:
-    """The session of a group, which begins with its first call."""
+    """Return the session of a group; the first call creates it."""
     found = _SESSIONS.get(group)
     if found is None:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -252,12 +257,12 @@ def session_of(group: dist.ProcessGroup) -> Session:
 
 
 def _has_words(group: dist.ProcessGroup) -> bool:
-    """Whether the group sends messages of CPUs: NCCL's alone does not, and the fake one none."""
+    """Return whether the group has gloo for CPU tensors; pure NCCL and fake groups do not."""
     try:
         return group._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:
         return False
 
 
+# A session ends with its group.
 _SESSIONS: WeakKeyDictionary[dist.ProcessGroup, Session] = WeakKeyDictionary()
-"""Sessions end with their group."""

@@ -1,1 +1,1 @@
-"""Decoding: keys and values that are kept, sharded along the sequence."""
+"""Decoding with a cache of keys and values that is sharded along the sequence."""

@@ -1,4 +1,4 @@
-"""Keys and values of sequences that grow, sharded along the sequence."""
+"""A cache of keys and values for growing sequences, sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
 
 MAX_LAYERS = 2**16
-"""Of a cache."""
 
 
 class CacheUsage(NamedTuple):
-    """Bytes of a cache on each rank; all ranks compute the same."""
+    """The memory of a cache; every rank computes the same numbers.
+
+    Attributes:
+        held: allocated bytes, by rank.
+        used: bytes among them that hold keys and values, by rank.
+    """
 
     held: tuple[int, ...]
-    """Allocated."""
     used: tuple[int, ...]
-    """Of those, the ones that hold keys and values."""
 
 
 class ShardedCache:
-    """Keys and values of each layer of a model, each token's on one rank of a mesh axis.
+    """Keys and values of each layer of a model, sharded over the ranks of a mesh axis.
 
-    For a batch of sequences of one length. Tokens come in *turns*: `begin` says how many, and then
-    each layer appends its keys and values once. A turn is dealt (each rank appends its shard, in
-    the order of the layout), or not (all ranks append the same tokens, and their owners keep them).
-    Who holds what is computed, on all ranks alike: no message is sent.
+    A cache has a batch of sequences of equal length. Tokens come in *turns*: `begin` takes their
+    number, and then each layer appends its keys and values once. With `dealt=True` a turn is
+    sharded: each rank appends its shard, in the order of the layout. Otherwise all ranks append the
+    same tokens, and each token's owner keeps it. Every rank computes the owners of all tokens, so
+    no message is sent.
 
-    A rank has memory for its tokens, and for the rest of the block that it is filling: at most for
-    its part of the sequence and a block. It is given back by `reset`; by `crop`, what a turn took
-    that is dropped whole. After a dealt turn there is room for no further token: the next turn
-    takes more memory, and copies what there is, layer by layer. So a prompt in n chunks is copied
-    (n - 1) / 2 times in all; fewer, larger chunks copy less.
+    A rank allocates memory for its tokens, and for the rest of the block that it fills. `reset`
+    frees all memory; `crop` frees the memory of a turn that it drops whole. After a sharded turn
+    the memory is full: the next turn allocates more, and copies the cache layer by layer. So a
+    prompt in n chunks is copied (n - 1) / 2 times in total; fewer, larger chunks copy less.
 
     Args:
         mesh: the 1-D mesh of the axis.
-        num_layers: layers of the model that keep keys and values.
-        layout: how a turn is dealt, within itself: one whose runs are of neighbouring tokens, as
-            "zigzag" or "block_cyclic:256". By default the axis's, zigzag if it has none.
-        block: of tokens that are not dealt, how many one rank gets before they go to the rank with
-            the fewest; its memory grows by as many.
+        num_layers: the number of layers that keep keys and values.
+        layout: the layout of each sharded turn by itself. Its runs must be neighbouring tokens, as
+            in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
+        block: how many tokens of unsharded turns one rank keeps before the rank with the fewest
+            tokens is next; memory grows in steps of this size.
 
     Raises:
         ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.
@@ -91,7 +93,7 @@ class ShardedCache:
         return iter(self._layers)
 
     def __getitem__(self, number: int) -> CacheLayer:
-        """The layer of that number.
+        """Return the layer with that number.
 
         Raises:
             IndexError: if the cache has no layer of that number.
@@ -105,27 +107,27 @@ class ShardedCache:
 
     @property
     def table(self) -> CacheTable:
-        """Which positions each rank holds, those of the turn that has begun included."""
+        """Return the positions that each rank holds, including those of the current turn."""
         return self._turns.table
 
     @property
     def seq_len(self) -> int:
-        """Tokens of each sequence, those of the turn that has begun included."""
+        """Return the length of each sequence, including the tokens of the current turn."""
         return self.table.seq_len
 
     @property
     def batch(self) -> int | None:
-        """Sequences, `None` before the first ones came."""
+        """Return the number of sequences, or `None` before the first append."""
         return self._turns.batch
 
     @property
     def key_runs(self) -> Tensor:
-        """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
+        """Return start and length of the runs of positions by rank, `(W, R, 2)`, int32, on the CPU.
 
-        On the CPU, ascending; runs of no token fill it up. The last one of the first row may begin
-        with a checksum of what `select` and its like did: attention compares it, so ranks that did
-        otherwise are told. The same object until the next turn, crop or selection, so that what is
-        planned with it is found again.
+        Runs ascend, and runs of length 0 pad each row. The start of the last run of the first row
+        may be a checksum of all calls of `select`, `reorder` and `repeat`: attention compares it,
+        and raises if ranks selected differently. The tensor is the same object until the next turn,
+        crop or selection, so cached plans are found again.
         """
         table, order = self.table, self._turns.order
         if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
@@ -134,10 +136,10 @@ class ShardedCache:
 
     @property
     def query_runs(self) -> Tensor:
-        """The runs of the tokens of the last turn, which was dealt, as `key_runs` has them.
+        """Return the runs of the tokens of the last turn, in the format of `key_runs`.
 
         Raises:
-            ValueError: if it was not dealt, or a crop came after it.
+            ValueError: if the last turn was not sharded, or a crop followed it.
         """
         last = self._turns.last
         if last is None or not last.is_dealt:
@@ -148,33 +150,33 @@ class ShardedCache:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each column of this rank, `(C,)`, int64, on the CPU."""
+        """Return the position of each column of this rank, `(C,)`, int64, on the CPU."""
         return torch.from_numpy(self.table.positions(self._turns.rank))
 
     def begin(self, num_tokens: int, *, dealt: bool) -> None:
         """Begin a turn: each layer appends its tokens next.
 
         Args:
-            num_tokens: of each sequence, on all ranks together.
-            dealt: whether the layout deals them to the ranks; otherwise all ranks have them all.
+            num_tokens: the number of new tokens of each sequence, over all ranks.
+            dealt: whether the layout shards them over the ranks; otherwise all ranks have all.
 
         Raises:
-            ValueError: if a layer has not appended the turn before, there is no token, or the
-                layout cannot deal them.
-            TypeError: if the number is not an integer.
+            ValueError: if a layer has not appended the previous turn, `num_tokens` is below 1, or
+                the layout cannot shard them.
+            TypeError: if `num_tokens` is not an integer.
         """
         self._turns.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
 
     def crop(self, seq_len: int) -> None:
-        """Keep the first tokens of each sequence only; memory stays for those that follow.
+        """Keep the first `seq_len` tokens of each sequence; memory stays for later tokens.
 
-        A crop to where the last turn began takes it back, whether it failed in some layer or not:
-        with the memory that it took, and if it was the first one, with the number of sequences.
+        A crop to the start of the last turn undoes the turn, also if some layers failed to append
+        it. It frees the memory of the turn. If it was the first turn, the batch size is unset.
 
         Raises:
-            ValueError: if it is negative, more than there is, or within a turn that some layers did
-                not append.
-            TypeError: if it is not an integer.
+            ValueError: if `seq_len` is negative, larger than the length, or within a turn that some
+                layers have not appended.
+            TypeError: if `seq_len` is not an integer.
         """
         dropped = self._turns.taken_back(seq_len)
         if dropped is not None:
@@ -185,31 +187,31 @@ class ShardedCache:
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order.
 
-        A layer copies them when it is used next, one after the other: each needs memory for its
-        own rows a second time while it does.
+        Each layer copies its rows at its next use, so only one layer at a time needs memory for a
+        second copy.
 
         Args:
-            rows: numbers of sequences, `(B',)`, int32 or int64; one may be there several times.
+            rows: numbers of sequences, `(B',)`, int32 or int64; repeats are allowed.
 
         Raises:
-            ValueError: if there is no such sequence, or a turn is not complete.
+            ValueError: if a number is out of range, or a turn is not complete.
             TypeError: if `rows` is not a tensor.
         """
         self._turns.check_complete("select sequences")
         numbers = _checked_rows(rows, self.batch)
-        rows = rows.clone()  # which the caller may change before a layer is used
+        rows = rows.clone()  # the caller may change `rows` before a layer uses them
         for layer in self._layers:
             layer.select(rows)
         self._turns.select(numbers)
 
     def reorder(self, rows: Tensor) -> None:
-        """Put other sequences, or the same, into the places of these, as beam search does.
+        """Replace each sequence by the one with the given number, as beam search does.
 
         Args:
-            rows: the number of the sequence that comes into each place, `(B,)`, int32 or int64.
+            rows: the number of the sequence that moves to each place, `(B,)`, int32 or int64.
 
         Raises:
-            ValueError: if `rows` has another length than the batch, or as `select` does.
+            ValueError: if the length of `rows` is not the batch size, or as `select` does.
             TypeError: if `rows` is not a tensor.
         """
         if isinstance(rows, Tensor) and self.batch not in (None, rows.numel()):
@@ -223,20 +225,20 @@ class ShardedCache:
         """Repeat each sequence of the batch; its copies are neighbours.
 
         Raises:
-            ValueError: if there is to be none, or a turn is not complete.
-            TypeError: if it is not an integer.
+            ValueError: if `times` is below 1, or a turn is not complete.
+            TypeError: if `times` is not an integer.
         """
         times = as_count("times", times, 1)
         self.select(torch.arange(self.batch or 0, device="cpu").repeat_interleave(times))
 
     def reset(self) -> None:
-        """Forget all tokens, and give their memory back."""
+        """Forget all tokens, and free their memory."""
         self._turns.start(CacheTable.empty(self.table.world_size, self.table.block))
         for layer in self._layers:
             layer.reset()
 
     def usage(self) -> CacheUsage:
-        """Bytes on each rank, of all layers."""
+        """Return the bytes of all layers on each rank."""
         ranks = range(self.table.world_size)
         sizes = [(layer.bytes_per_column, layer.capacities) for layer in self._layers]
         held = tuple(sum(size * capacity[rank] for size, capacity in sizes) for rank in ranks)
@@ -249,7 +251,7 @@ class ShardedCache:
 
 
 def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:
-    """The numbers of sequences."""
+    """Check numbers of sequences, and return them as a list."""
     if not isinstance(rows, Tensor):
         raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
     if rows.ndim != 1 or rows.dtype not in INTEGERS:
@@ -258,7 +260,7 @@ def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:
         raise ValueError("rows must have content, got a tensor on meta; make it on the CPU")
     numbers = rows.tolist()
     wrong = [row for row in numbers if not 0 <= row < (batch or 0)]
-    # A cache without tokens has no sequences that could be elsewhere.
+    # A cache without tokens has no sequences yet, so it accepts any numbers.
     if wrong and batch is not None:
         raise ValueError(f"rows must be from 0 to {batch - 1}, got {wrong[0]}")
     return numbers

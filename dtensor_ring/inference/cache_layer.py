@@ -1,4 +1,4 @@
-"""Keys and values of one layer, on one rank."""
+"""The cached keys and values of one layer, on one rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.inference.turns import Turns
 from dtensor_ring.ops.check import check_strided
 
-SEQUENCE = 2
-"""The dim of the columns."""
+SEQUENCE = 2  # the dim of the columns
 
 
 class CacheLayer:
     """Keys `(B, Nk, C, H)` and values `(B, Nv, C, Hv)` of a layer: C columns of this rank.
 
     A `ShardedCache` makes its layers. They may differ in heads, head dims, dtypes and devices.
+
+    Attributes:
+        number: the index of the layer.
+        capacities: the number of columns that fit into the memory of each rank.
     """
 
     def __init__(self, number: int, turns: Turns) -> None:
@@ -24,42 +27,40 @@ class CacheLayer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all columns, and give their memory back."""
+        """Forget all columns, and free their memory."""
         self._buffers: tuple[Tensor, ...] = ()
-        self._rows: Tensor | None = None
-        """Of the batch, which `select` wants; memory has them from the next use on."""
+        self._rows: Tensor | None = None  # selected rows that are not copied yet
         self.capacities: tuple[int, ...] = (0,) * self._turns.table.world_size
-        """By rank: columns that there is memory for."""
 
     @property
     def bytes_per_column(self) -> int:
-        """Of keys and values, in all sequences; 0 before the first ones came."""
-        batch = self._turns.batch or 0  # memory has these rows from the next use on
+        """Return the bytes of one column in all sequences; 0 before the first append."""
+        batch = self._turns.batch or 0  # selected rows count, though copied later
         return sum(batch * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
 
     @property
     def keys(self) -> Tensor:
-        """The keys of this rank, `(B, Nk, C, H)`, a view of the cache's memory.
+        """Return the keys of this rank, `(B, Nk, C, H)`, a view of the cache's memory.
 
         Raises:
-            ValueError: if there were none yet.
+            ValueError: before the first append.
         """
         return self._columns()[0]
 
     @property
     def values(self) -> Tensor:
-        """The values of this rank, `(B, Nv, C, Hv)`, a view of the cache's memory.
+        """Return the values of this rank, `(B, Nv, C, Hv)`, a view of the cache's memory.
 
         Raises:
-            ValueError: if there were none yet.
+            ValueError: before the first append.
         """
         return self._columns()[1]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the tokens of the turn that the cache has begun.
+        """Append the tokens of the current turn.
 
         Args:
-            key: `(B, Nk, L, H)`: this rank's shard of a dealt turn, or all tokens of another.
+            key: `(B, Nk, L, H)`: this rank's shard of a sharded turn, otherwise all tokens.
             value: `(B, Nv, L, Hv)`.
 
         Returns:
@@ -67,9 +68,10 @@ class CacheLayer:
             views of the cache's memory, in the order of positions.
 
         Raises:
-            ValueError: if this layer has appended the turn already, they are of another length than
-                the turn, or of another shape, dtype or device than before, or need a gradient.
-            TypeError: if one is not a plain tensor.
+            ValueError: if this layer has appended the turn already, the tensors do not have the
+                length of the turn, their shape, dtype or device differs from the cached ones, or
+                they need a gradient.
+            TypeError: if one of them is not a plain tensor.
         """
         turn, given = self._turns.of_layer(self.number), (key, value)
         for name, x in (("key", key), ("value", value)):
@@ -90,16 +92,16 @@ class CacheLayer:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order.
 
-        Nothing is copied before the layer is used again, so this cannot fail in some layers only,
-        for want of memory; and one layer at a time has its rows twice.
+        The layer copies them at its next use. So no lack of memory can make this fail in some
+        layers only, and only one layer at a time needs memory for a second copy.
         """
         if self._buffers:
             before = self._rows
             self._rows = rows if before is None else before[rows.to(before.device)]
 
     def shrink(self, capacities: tuple[int, ...]) -> None:
-        """Give back the memory that a turn took which is taken back."""
-        if not any(capacities):  # there was none before
+        """Free memory beyond `capacities`, which a dropped turn had allocated."""
+        if not any(capacities):  # the dropped turn was the first
             self.reset()
         elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
             with torch.inference_mode(False), torch.no_grad():
@@ -108,7 +110,7 @@ class CacheLayer:
         self.capacities = capacities
 
     def _reorder(self) -> None:
-        """Put the rows of the batch where `select` wants them."""
+        """Copy the rows that `select` chose."""
         if self._rows is not None:
             with torch.inference_mode(False), torch.no_grad():
                 rows = self._rows
@@ -124,11 +126,11 @@ class CacheLayer:
         return _cols(keys, 0, num_cols), _cols(values, 0, num_cols)
 
     def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
-        """Make memory for so many columns, and copy those that there are."""
+        """Allocate memory for `capacity` columns, and copy the `num_cols` columns to it."""
         if self._buffers and self._buffers[-1].shape[SEQUENCE] >= capacity:
             return
         grown = []
-        # Memory that is made in inference mode could not be written to outside of it.
+        # Tensors made in inference mode are read-only outside of it.
         with torch.inference_mode(False):
             for x in self._buffers or like:
                 grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
@@ -137,7 +139,7 @@ class CacheLayer:
         self._buffers = tuple(grown)
 
     def _check_known(self, key: Tensor, value: Tensor) -> None:
-        """Refuse other shapes, dtypes or devices than before."""
+        """Refuse shapes, dtypes or devices that differ from the cached ones."""
         batch = key.shape[0] if self._turns.batch is None else self._turns.batch
         if not key.shape[0] == value.shape[0] == batch:
             raise ValueError(
@@ -154,12 +156,12 @@ class CacheLayer:
 
 
 def _cols(x: Tensor, first: int, num_cols: int) -> Tensor:
-    """Columns of a tensor: in each step of each layer, where an index of slices takes longer."""
+    """Return columns of a tensor; `narrow` is faster than slices in each step of each layer."""
     return x.narrow(SEQUENCE, first, num_cols)
 
 
 def _check(name: str, x: Tensor, num_tokens: int) -> None:
-    """Refuse what is not a plain tensor of so many tokens."""
+    """Refuse anything but a plain tensor of `num_tokens` tokens."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         fix = "; use .to_local()" if isinstance(x, DTensor) else ""
         raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")

@@ -1,4 +1,4 @@
-"""The public function: attention of a few new tokens to keys that are sharded over an axis."""
+"""`decode_attention`: attention of a few new tokens to keys that are sharded over an axis."""
 
 from __future__ import annotations
 
@@ -87,46 +87,46 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of 1 to 64 new tokens to keys and values sharded over the ranks of a mesh axis.
 
-    Exact softmax attention as flash-decoding does it, over an axis: each rank attends to the
-    columns that it holds, and one round of messages merges the partial results, which are small
-    whatever the number of keys. All ranks get the same bits. For inference: it has no gradient.
+    This is exact softmax attention, as in flash-decoding: each rank attends to the columns that it
+    holds, and one round of messages merges the partial results. Their size does not depend on the
+    number of keys. All ranks get the same bits. It is for inference, and has no gradient.
 
     Args:
-        query: `(B, N, M, H)`, the same on every rank. As a DTensor it is `Replicate` over the axis
-            that key and value are `Shard(2)` over, and on other axes placed as they are.
-        key: this rank's columns `(B, Nkv, C, H)`, C of any length, also 0, and different by rank;
-            `Nkv` divides `N`, and nothing is repeated.
+        query: `(B, N, M, H)`, the same on every rank. A DTensor is `Replicate` over the axis on
+            which key and value are `Shard(2)`; on other axes it has their placements.
+        key: this rank's columns `(B, Nkv, C, H)`. C may be 0, and may differ between ranks. `Nkv`
+            divides `N`; key heads are not repeated.
         value: `(B, Nkv, C, Hv)`.
-        mask: which keys a query sees, by positions; causal by default, unless `slices` say it.
-        cu_seqlens: boundaries of documents in positions, as for `ring_attention`; they may reach
-            beyond the keys, as may slices.
+        mask: which keys a query sees, by position; causal by default, unless `slices` is given.
+        cu_seqlens: boundaries of documents in positions, as for `ring_attention`. They may exceed
+            the keys; so may slices.
         slices: what queries see, in place of mask and boundaries: `Slices`, or the tensor that
             `sequence_slices` makes of them.
-        key_runs: which positions the columns of each rank hold: start and length of runs, int32 or
-            int64, best on the CPU, `(W, R, 2)`, ascending in each row; runs of length 0 fill up. By
-            default the layout of the axis deals the positions from 0 on in shards of one length.
-        query_starts: position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch may
-            be of unequal lengths. By default the queries are the last M positions that keys have.
-        sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
-        scale: factor of the scores, `H ** -0.5` by default.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
-        kernel: name of the block kernel; by default the axis's, else the first that can.
-        mesh: the 1-D mesh of the axis; `None` if this rank holds all keys, so that nothing is sent.
+        key_runs: the positions of each rank's columns: start and length of runs, `(W, R, 2)`, int32
+            or int64, best on the CPU. Each row ascends, and runs of length 0 pad it. By default the
+            axis's layout shards the positions from 0 on into equal shards.
+        query_starts: the position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch
+            may differ in length. By default the queries are at the last M positions of the keys.
+        sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
+        scale: the factor of the scores, `H ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
+        kernel: the name of the block kernel; by default the axis's, else the first that can run.
+        mesh: the 1-D mesh of the axis; `None` if this rank holds all keys: nothing is sent.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, M)`, float32
             (float64 for float64), -inf for a row that sees nothing.
-        merge: "one_shot" sends the partial results to all ranks; "two_shot" merges a part of the
-            rows on each rank, and sends the merged parts to all: one round more, and less to send.
-            By default the one that takes less time.
-        agree: integers that must be the same on all ranks, such as the token ids of this step:
-            ranks that have drifted apart are told, in the message that travels anyhow.
+        merge: "one_shot" sends the partial results to all ranks. "two_shot" merges a part of the
+            rows on each rank, and sends the merged parts to all: one more round, but fewer bytes.
+            By default the faster one.
+        agree: integers that must be the same on all ranks, such as the token ids of this step. The
+            ranks compare them in the messages that they send anyhow, and raise if they differ.
 
     Returns:
-        `out` `(B, N, M, Hv)`, placed as the query, or `(out, lse)`: 0 and -inf for a row that sees
-        nothing anywhere.
+        `out` `(B, N, M, Hv)`, placed like the query, or `(out, lse)`: 0 and -inf for a row that
+        sees no key.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if the shapes, runs, boundaries, numbers or kernel do not allow it.
+        TypeError: if an argument has the wrong type.
+        ValueError: if shapes, runs, boundaries, numbers or kernel do not fit.
         NotImplementedError: if an input needs a gradient while gradients are enabled.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
@@ -156,7 +156,7 @@ def decode_attention(
 def placed(
     query: Tensor, mesh: DeviceMesh | None, with_runs: bool, merge: str | None
 ) -> tuple[DecodePlace, str | None]:
-    """The place of plain tensors, and the axis's kernel; the op reads both off DTensors."""
+    """Return the place of plain tensors, and the axis's kernel; the op reads DTensors for both."""
     if merge is not None and not isinstance(merge, str):
         raise TypeError(f"merge must be a name, a str, got {merge!r}")
     if isinstance(query, DTensor) and mesh is not None:
@@ -166,7 +166,7 @@ def placed(
     if mesh is None:
         return DecodePlace(merge=merge), None
     group = axis_group(mesh)
-    if with_runs:  # whatever the layout
+    if with_runs:  # the runs replace the layout
         kernel = annotation_of(group).config_or_default.kernel
         return DecodePlace(group_name=group.group_name, merge=merge), kernel
     config = config_of_call(group, False)

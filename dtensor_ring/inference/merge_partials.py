@@ -1,4 +1,4 @@
-"""Attentions of the same queries on all ranks of an axis, as one that all ranks have."""
+"""Merge the partial results that the ranks of an axis have for the same queries."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def merge_partials(
     query: Tensor,
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merge the partial results of all ranks, in their order, by one round of messages.
+    """Compute this rank's partial result, and merge the partial results in the order of ranks.
 
     Args:
-        partial: computes that of this rank: out `(B, N, M, Hv)` and its log-sum-exp `(B, N, M)`,
+        partial: computes the partial result of this rank: out `(B, N, M, Hv)` and lse `(B, N, M)`,
             float32 or wider, without sinks.
-        call: the options, on which ranks have to agree.
-        question: what the queries see, on which they have to agree, too.
+        call: the options; ranks must agree on them.
+        question: what the queries see; ranks must agree on it, too.
         query: `(B, N, M, H)`, the same on every rank.
-        value: `(..., Nkv, ..., Hv)` of this rank.
+        value: this rank's values `(..., Nkv, ..., Hv)`.
 
     Returns:
         The merged `(out, lse)`: the same bits on every rank.
@@ -42,7 +42,7 @@ def merge_partials(
     if sinks is not None:
         check_sinks(query, sinks)
     with torch.no_grad(), agreed_decode(call, question, query, value) as combine:
-        # Within the context: what one rank refuses, or has no memory for, is told to the others.
+        # Inside the context, an error of this rank is reported to the other ranks.
         out, lse = partial()
         if combine is not None:
             out, lse = combine(out, lse)

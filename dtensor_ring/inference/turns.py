@@ -1,4 +1,4 @@
-"""The turns of a cache: what all its layers append next, and which of them have done so."""
+"""The turns of a cache: the tokens that all layers append next, and the layers that did so."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from dtensor_ring.planning.cache_table import CacheTable
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import Span, as_count
 
+# The largest number of layers that an error lists.
 MAX_LISTED = 8
-"""Layers that an error lists."""
 
 
 class Turn(NamedTuple):
-    """Tokens that all layers append, seen from one rank."""
+    """Tokens that all layers append, seen from one rank.
+
+    Attributes:
+        begin: the position of the first token.
+        is_dealt: whether the turn is sharded by the layout.
+        num_given: the number of tokens that each layer gets on this rank.
+        kept: spans of those tokens that stay on this rank, in the order of columns.
+        cols: the new columns, which are the last ones.
+        capacities: by rank, the columns that fit into a layer's memory after the turn.
+        capacities_before: the same before the turn.
+        is_first: whether the turn sets the number of sequences.
+    """
 
     begin: int
-    """Position of the first one."""
     is_dealt: bool
     num_given: int
-    """Tokens that each layer is given."""
     kept: tuple[Span, ...]
-    """Of those, the ones that stay on this rank, in the order of columns."""
     cols: Span
-    """The new columns, after which there are no others."""
     capacities: tuple[int, ...]
-    """By rank: columns that each layer has memory for after the turn."""
     capacities_before: tuple[int, ...]
-    """And before it."""
     is_first: bool
-    """Whether it says how many sequences there are."""
 
 
 class Turns:
-    """The table of a cache, and the turn that its layers are in.
+    """The table of a cache, and the current turn of its layers.
 
     Args:
-        table: of no tokens.
+        table: a table without tokens.
         rank: the rank whose columns these are.
-        num_layers: that append in each turn.
+        num_layers: the number of layers that append in each turn.
     """
 
     def __init__(self, table: CacheTable, rank: int, num_layers: int) -> None:
@@ -50,26 +54,26 @@ class Turns:
         self.start(table)
 
     def start(self, table: CacheTable) -> None:
-        """Begin with a table of no tokens."""
+        """Start over with a table without tokens."""
         self.table = table
         self.last: Turn | None = None
         self.batch: int | None = None
-        self.order = 0
-        """A checksum of the selections of sequences, 0 without one."""
+        self.order = 0  # a checksum of all selections of sequences, 0 without one
         self._capacities = table.num_local
         self._behind: set[int] = set()
 
     def num_cols(self, number: int) -> int:
-        """Columns that a layer has on this rank."""
+        """Return the number of columns that a layer has on this rank."""
         if self.last is not None and number in self._behind:
             return self.last.cols[0]
         return self.table.num_local[self.rank]
 
     def begin(self, num_tokens: int, layout: Layout | None) -> None:
-        """Begin a turn, dealt by the layout, or not if that is `None`.
+        """Begin a turn, sharded by the layout unless that is `None`.
 
         Raises:
-            ValueError: if a layer has not appended the turn before, or the layout cannot deal it.
+            ValueError: if a layer has not appended the previous turn, or the layout cannot shard
+                this one.
         """
         self.check_complete("begin a turn")
         before, num_tokens = self.table, as_count("num_tokens", num_tokens, 1)
@@ -83,7 +87,7 @@ class Turns:
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
             kept = ((0, num_given),)
         cols = before.num_local[self.rank], table.num_local[self.rank]
-        # Memory that was needed once is kept.
+        # Capacities never shrink here: a layer keeps memory that it has allocated.
         capacities = tuple(map(max, self._capacities, table.num_reserved))
         self.last = Turn(
             before.seq_len,
@@ -94,10 +98,10 @@ class Turns:
         self.table, self._behind = table, set(range(self.num_layers))
 
     def of_layer(self, number: int) -> Turn:
-        """The turn that a layer appends now.
+        """Return the turn that a layer appends now.
 
         Raises:
-            ValueError: if it has appended it already, or none has begun.
+            ValueError: if the layer has appended it already, or no turn has begun.
         """
         if self.last is None:
             raise ValueError(
@@ -112,21 +116,21 @@ class Turns:
         return self.last
 
     def done(self, number: int) -> None:
-        """A layer has appended."""
+        """Note that a layer has appended the current turn."""
         self._behind.discard(number)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these sequences, in this order."""
-        if self.batch is None or [*rows] == [*range(self.batch)]:  # nothing is elsewhere then
+        """Update the batch size and the checksum for a selection of sequences."""
+        if self.batch is None or [*rows] == [*range(self.batch)]:  # nothing moves
             return
         self.batch = len(rows)
         self.order = crc32(np.array(rows, dtype=np.int64).tobytes(), self.order)
 
     def check_complete(self, what: str) -> None:
-        """Refuse what needs all layers to have the same tokens.
+        """Refuse an action while some layers have not appended the current turn.
 
         Raises:
-            ValueError: if a layer has yet to append.
+            ValueError: if a layer has not appended.
         """
         if not self._behind or self.last is None:
             return
@@ -139,12 +143,12 @@ class Turns:
         )
 
     def taken_back(self, seq_len: int) -> Turn | None:
-        """The last turn, if a crop to that length drops it whole.
+        """Return the last turn if a crop to that length drops it whole, else `None`.
 
-        Whether it was complete does not matter: of a turn that failed, some ranks may have it.
+        The turn need not be complete: after a failure, it may be so on some ranks only.
 
         Raises:
-            ValueError: if the length is negative, more than there is, or within such a turn.
+            ValueError: if the length is negative, too large, or within an incomplete turn.
         """
         table = self.table.crop(seq_len)
         if self.last is None or table.seq_len > self.last.begin:
@@ -152,10 +156,10 @@ class Turns:
         return self.last if self.last is not None and table.seq_len <= self.last.begin else None
 
     def crop(self, seq_len: int) -> None:
-        """Drop the last positions; a turn that is not complete can only be dropped whole."""
+        """Keep the first `seq_len` positions; an incomplete turn can only be dropped whole."""
         dropped = self.taken_back(seq_len)
-        if dropped is not None:  # what it needed is not what the next turn needs
+        if dropped is not None:  # the memory of the turn is freed
             self._capacities = dropped.capacities_before
-            if dropped.is_first:  # others leave as many sequences as there are by now
+            if dropped.is_first:  # no tokens are left, so the next turn sets the batch size
                 self.batch = None
         self.table, self.last, self._behind = self.table.crop(seq_len), None, set()

@@ -1,1 +1,1 @@
-"""A paged pool of keys and values over ranks, and attention to it."""
+"""A paged pool of keys and values that is sharded over ranks, and attention to it."""

@@ -1,4 +1,4 @@
-"""What users call: the cache of one rank, and one step of a model over the sequences of a pool."""
+"""The public classes: the cache of one rank, and one step of a model over pooled sequences."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.tile import CAUSAL
 
+# The largest number of layers or heads, and the largest head dim.
 MAX_SIZE = 2**20
-"""Of layers, heads and head dims."""
 
 
 class PagedCache:
-    """The keys and values that one rank of a `BlockPool` holds, of all layers.
+    """The keys and values of all layers that one rank of a `BlockPool` holds.
 
     Memory for all blocks is allocated at once. A `PagedBatch` writes to it and attends to it.
 
     Args:
-        pool: says which block holds what.
-        num_kv_heads: of keys and values.
-        head_dim: of keys, and of values unless `value_head_dim` says otherwise.
-        num_layers: layers that keep keys and values.
+        pool: the pool, which knows the content of each block.
+        num_kv_heads: the number of key and value heads.
+        head_dim: the head dim of keys, and of values unless `value_head_dim` is given.
+        num_layers: the number of layers that keep keys and values.
         rank: this rank's index on the axis that the pool is sharded over.
-        value_head_dim: of values.
-        dtype: of keys and values; by default PyTorch's.
-        device: where they are.
+        value_head_dim: the head dim of values.
+        dtype: the dtype of keys and values; by default PyTorch's.
+        device: the device of keys and values.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if one of the numbers is out of range.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a number is out of range.
 
     >>> pool = BlockPool(num_blocks=4, block=4)
     >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
@@ -77,7 +77,7 @@ class PagedCache:
             value_head_dim = head_dim
         value_head_dim = as_count("value_head_dim", value_head_dim, 1, MAX_SIZE)
         shape = pool.num_blocks, pool.dealing.block, num_kv_heads
-        # Zeros: what a kernel loads beside the last key must not be NaN, which no weight removes.
+        # Zeros, because kernels load slots after the last key: a NaN there times weight 0 is NaN.
         with torch.inference_mode(False):
             keys, values = (
                 torch.zeros(num_layers, *shape, dim, dtype=dtype, device=device)
@@ -87,16 +87,16 @@ class PagedCache:
 
     @property
     def num_layers(self) -> int:
-        """Layers that keep keys and values."""
+        """Return the number of layers."""
         return len(self._keys)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of this rank's blocks, in bytes."""
+        """Return the memory of this rank's blocks, in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys `(num_blocks, block, Nkv, H)` and values `(num_blocks, block, Nkv, Hv)` of a layer.
+        """Return a layer's keys `(num_blocks, block, Nkv, H)`, and its values with head dim Hv.
 
         Raises:
             TypeError: if `layer` is not an int.
@@ -113,10 +113,10 @@ class PagedCache:
                 self._values[:, target] = self._values[:, source]
 
     def gather(self, layer: int, sequence: PooledSequence) -> tuple[Tensor, Tensor]:
-        """A copy of this rank's keys `(1, Nkv, C, H)` and values of a sequence, by position.
+        """Return copies of this rank's keys `(1, Nkv, C, H)` and values of a sequence, by position.
 
-        `BlockPool.runs` says which positions they are of: the `key_runs` of `ring_attention` and
-        of `decode_attention`.
+        `BlockPool.runs` returns their positions, in the format of `key_runs` of `ring_attention`
+        and `decode_attention`.
 
         Raises:
             TypeError: if `layer` is not an int.
@@ -134,17 +134,17 @@ class PagedCache:
 class PagedBatch:
     """A step of a model: the last tokens of some sequences, the same number of each.
 
-    Every layer writes the keys and values of these tokens, unless they were written before, and
-    attends from them. Made once, a batch serves all layers; it is over when a sequence changes.
+    Each layer writes the keys and values of these tokens, unless they are written already, and
+    computes their attention. One batch serves all layers, until one of its sequences changes.
 
     Args:
-        cache: of this rank.
-        sequences: in the order of the batch rows.
-        num_tokens: M, of each sequence.
+        cache: the cache of this rank.
+        sequences: the sequences, in the order of the batch rows.
+        num_tokens: M, the number of last tokens of each sequence.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a sequence is not in the pool, is there twice, or has fewer tokens.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a sequence is not in the pool, is given twice, or has fewer tokens.
 
     >>> pool = BlockPool(num_blocks=4, block=4)
     >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
@@ -178,19 +178,19 @@ class PagedBatch:
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
         """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
 
-        Once all layers were written, tell the pool: `BlockPool.commit`.
+        After all layers are written, call `BlockPool.commit`.
 
         Args:
-            layer: its number.
-            key: `(B, Nkv, M, H)`, of all tokens, the same on every rank.
+            layer: the index of the layer.
+            key: `(B, Nkv, M, H)`, all tokens, the same on every rank.
             value: `(B, Nkv, M, Hv)`.
-            dealt: whether they are of this rank's tokens only, in the order of positions: for a
-                single sequence, whose prompt the ring has prefilled.
+            dealt: whether the tensors hold this rank's tokens only, in the order of positions. This
+                is for a single sequence whose prompt was prefilled by the ring.
 
         Raises:
-            TypeError: if an argument is of another type.
+            TypeError: if an argument has the wrong type.
             ValueError: if shapes, dtypes or devices do not fit, a sequence has changed since the
-                batch was made, or the tokens were committed, so that others may read them.
+                batch was made, or tokens were committed: other sequences may read those.
         """
         self._check_current()
         for sequence in self.sequences:
@@ -226,25 +226,25 @@ class PagedBatch:
         softcap: float = 0.0,
         kernel: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention to the keys of this rank: one of the partials that `decode` merges.
+        """Attend to the keys of this rank; `decode` merges these partial results.
 
         Args:
-            layer: its number.
+            layer: the index of the layer.
             query: `(B, N, M, H)`, the same on every rank; N is a multiple of Nkv.
-            mask: which keys a query sees, by positions.
-            scale: factor of the scores, `H ** -0.5` by default.
-            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
-            kernel: what reads the blocks: `"flash_attn3"`, `"flash_attn2"`, `"varlen_attn"`,
-                `"in_place"` or `"gathered"`; by default the first that can.
+            mask: which keys a query sees, by position.
+            scale: the factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
+            kernel: the kernel that reads blocks: `"flash_attn3"`, `"flash_attn2"`, `"varlen_attn"`,
+                `"in_place"` or `"gathered"`; by default the first that can run.
 
         Returns:
             `out` `(B, N, M, Hv)` and `lse` `(B, N, M)`, natural log, float32 or wider: 0 and -inf
-            for a query that sees nothing here.
+            for a query that sees no key of this rank.
 
         Raises:
-            TypeError: if an argument is of another type.
-            ValueError: if the shapes, numbers or kernel do not allow it, or a sequence has changed
-                since the batch was made.
+            TypeError: if an argument has the wrong type.
+            ValueError: if shapes, numbers or kernel do not fit, or a sequence has changed since the
+                batch was made.
             NotImplementedError: if the query needs a gradient while gradients are enabled.
         """
         scores = self._scores(layer, query, mask, scale, softcap, None)
@@ -259,7 +259,7 @@ class PagedBatch:
         softcap: float,
         sinks: Tensor | None,
     ) -> Scores:
-        """How the queries are scored, once all but the kernel is seen to be possible."""
+        """Check all arguments but the kernel, and return how the queries are scored."""
         self._check_current()
         keys, _ = self._cache.layer(layer)
         num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
@@ -283,7 +283,7 @@ class PagedBatch:
     def _attend(
         self, layer: int, query: Tensor, scores: Scores, kernel: str | None
     ) -> tuple[Tensor, Tensor]:
-        """The partial of this rank: without sinks, which enter once."""
+        """Return this rank's partial result, without sinks, which are added after the merge."""
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
         keys, values = self._cache.layer(layer)
@@ -292,7 +292,7 @@ class PagedBatch:
         problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
         reader = paged_kernel(kernel, problem, keys.shape[1])
         with torch.no_grad():
-            # A kernel wants the head dim of a token side by side.
+            # Kernels need the head dim to be contiguous.
             query = query if query.stride(3) == 1 else query.contiguous()
             return self._plan.step(scores.mask).forward(query, keys, values, reader, scores)
 
@@ -309,19 +309,19 @@ class PagedBatch:
         kernel: str | None = None,
         merge: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention to the keys of all ranks: `attend`, and one round of messages that merges.
+        """Attend to the keys of all ranks: `attend`, and one round of messages that merges.
 
-        All ranks get the same bits. They compare the sequences, their lengths and the tokens of
-        this step in the same message.
+        All ranks get the same bits. In the same messages they compare the sequences, their lengths
+        and the tokens of this step.
 
         Args:
-            layer: its number.
+            layer: the index of the layer.
             query: `(B, N, M, H)`, the same on every rank.
             mesh: the 1-D mesh of the axis that the pool is sharded over; `None` for one rank.
-            mask: which keys a query sees, by positions.
-            sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
-            scale: factor of the scores, `H ** -0.5` by default.
-            softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+            mask: which keys a query sees, by position.
+            sinks: `(N,)`, one logit per query head, which joins the softmax without a value.
+            scale: the factor of the scores, `H ** -0.5` by default.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
             kernel: as for `attend`.
             merge: as for `decode_attention`.
 
@@ -329,8 +329,8 @@ class PagedBatch:
             `out` `(B, N, M, Hv)` in the query's dtype, and `lse` `(B, N, M)`.
 
         Raises:
-            TypeError: if an argument is of another type.
-            ValueError: as `attend` does, or if the mesh is not that of the pool.
+            TypeError: if an argument has the wrong type.
+            ValueError: as `attend` does, or if the mesh does not match the pool.
             NotImplementedError: if the query needs a gradient while gradients are enabled.
             RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
         """
@@ -347,7 +347,7 @@ class PagedBatch:
         batch = DecodeBatch(agree=self._plan.agreed(layer))
         call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
         here = partial(self._attend, layer, query, scores, kernel)
-        # The blocks tell heads and head dim of values: the rest of the shape is not compared.
+        # Ranks compare only heads and head dim of values, which the blocks have.
         values = self._cache.layer(layer)[1].transpose(1, 2)
         given = here, call, self._plan.question(mask), query, values
         out, lse = called_from(sys._getframe(), merge_partials, *given)
@@ -364,7 +364,7 @@ class PagedBatch:
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Refuse a tensor of another shape, dtype or device."""
+    """Refuse a tensor with another shape, dtype or device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     check_strided(name, x)

@@ -1,7 +1,7 @@
 """A paged pool of keys and values, sharded over ranks: block tables, shared prefixes, eviction.
 
-Numbers only: every rank keeps the tables of all ranks, and the same calls in the same order give
-every rank the same tables, without a message.
+The pool holds no tensors. Every rank keeps the tables of all ranks: the same calls in the same
+order give every rank the same tables, without a message.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from dtensor_ring.paged.blocks import BlockCopy, Blocks, PooledSequence, PoolUsa
 from dtensor_ring.planning.layout import Serpentine
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 
+# The limit of blocks of all ranks, and of tokens of a block. A block costs the host a few bytes.
 MAX_BLOCKS = 2**24
-"""Blocks of all ranks, each of which costs the host a few bytes, and tokens of a block."""
 
 
 class BlockPool:
-    """Which blocks of each rank hold which tokens of which sequence.
+    """Maps the tokens of sequences to blocks of each rank.
 
-    The keys and values of a sequence are cut into blocks of `block` tokens, which are dealt to the
-    ranks there and back, as `BlockCyclic` deals. The owner of a token depends on its position
-    alone, so prompts that begin alike share their common full blocks, on any number of ranks (as
-    vLLM's paged attention does on one: Kwon et al., 2023, arXiv 2309.06180).
+    The keys and values of a sequence are cut into blocks of `block` tokens. The blocks are sharded
+    over the ranks in alternating direction, as in `BlockCyclic`. The owner of a token depends on
+    its position only, so prompts with the same beginning share their common full blocks, on any
+    number of ranks (vLLM's paged attention does so on one: Kwon et al., 2023, arXiv 2309.06180).
 
-    A block whose content was written, which `commit` says, serves later prompts. It stays when its
-    sequences are freed, until its memory is needed: the block of a rank that was held least
-    recently goes first, and what comes after it in its prompt goes with it.
+    `commit` marks the content of blocks as written; full blocks then serve later prompts. A block
+    stays when its sequences are freed, until its memory is needed. Then the least recently held
+    block of the rank is evicted, together with the blocks that follow it in its prompt.
 
-    `PagedCache` has the tensors. Every rank makes the same calls in the same order, and decides
-    alike; an error leaves the pool as it was.
+    `PagedCache` has the tensors. Every rank must make the same calls in the same order; all ranks
+    then decide alike. An error leaves the pool unchanged.
 
     Args:
-        num_blocks: blocks of each rank.
-        block: tokens of a block. On a CPU 64 is good; 256 is what all paged GPU kernels read.
-        world_size: number of ranks.
+        num_blocks: the number of blocks of each rank.
+        block: tokens of a block. On a CPU 64 is good; all paged GPU kernels support 256.
+        world_size: the number of ranks.
 
     Raises:
-        TypeError: if one of them is not an int.
-        ValueError: if one of them is out of range.
+        TypeError: if an argument is not an int.
+        ValueError: if an argument is out of range.
 
     >>> pool = BlockPool(num_blocks=4, block=2, world_size=2)
     >>> first = pool.add([5, 6, 7, 8, 9])
@@ -63,35 +63,35 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each rank."""
+        """Return the number of blocks of each rank."""
         return self._blocks.num_blocks
 
     @property
     def dealing(self) -> Serpentine:
-        """How blocks are dealt to ranks: `block` tokens each, to `world_size` ranks."""
+        """Return the rule that shards blocks of `block` tokens over `world_size` ranks."""
         return self._blocks.dealing
 
     def add(self, tokens: Any) -> PooledSequence:
-        """A new sequence. It takes the full blocks that others have written for the same beginning.
+        """Add a sequence. It shares committed full blocks that hold the beginning of its prompt.
 
-        Its first `num_cached` tokens need no prefill; to get the logits of a prompt that is there
-        as a whole, compute the query of its last token without writing it. The keys and values of
-        all other tokens are to be written, and then committed.
+        The first `num_cached` tokens need no prefill. If that is the whole prompt, compute the
+        query of its last token without a write, to get its logits. Write the keys and values of all
+        other tokens, and commit them.
 
         Args:
-            tokens: of the prompt: integers in any form. Two prompts share keys where they are
-                equal, so what is not text needs integers that tell its content apart.
+            tokens: the prompt: integers in any form. Prompts with equal integers share keys, so
+                content that is not text needs integers that identify it.
 
         Raises:
             TypeError: if `tokens` are not integers.
-            ValueError: if they are not in one row.
+            ValueError: if `tokens` are not one row.
             OutOfBlocks: if the pool has too few blocks for them.
         """
         given = as_tokens(tokens)
         hits = self._blocks.match(given)
         self._blocks.check_room(len(hits), self._num_blocks_of(len(given)), hits)
         sequence = PooledSequence(self._num_added, self.dealing.world_size)
-        # Held before blocks are taken, so that none of them is evicted.
+        # Hold the shared blocks before new ones are taken: a take may evict blocks nobody holds.
         for node in hits:
             self._blocks.ranks[node.rank].hold(node.index)
             sequence.blocks[node.rank].append(node.index)
@@ -103,20 +103,20 @@ class BlockPool:
     def append(self, sequence: PooledSequence, tokens: Any) -> tuple[BlockCopy, ...]:
         """Make room for tokens at the end of a sequence.
 
-        If others hold its last block, which is not full, the sequence gets a copy of its own
+        If the last block is not full and other sequences hold it, the sequence gets its own copy
         (copy-on-write).
 
         Args:
-            sequence: which one.
-            tokens: what comes next: integers in any form.
+            sequence: the sequence to extend.
+            tokens: the next tokens: integers in any form.
 
         Returns:
-            The blocks to copy before the new tokens are written, see `PagedCache.copy`: one on one
-            rank at most.
+            The blocks to copy before the new tokens are written, see `PagedCache.copy`: at most one
+            block, on one rank.
 
         Raises:
             TypeError: if `tokens` are not integers.
-            ValueError: if `sequence` is not in this pool, or `tokens` are not in one row.
+            ValueError: if `sequence` is not in this pool, or `tokens` are not one row.
             OutOfBlocks: if the pool has too few blocks for them.
         """
         self.check(sequence)
@@ -133,7 +133,7 @@ class BlockPool:
         if is_shared:
             blocks.release(sequence.blocks[rank].pop())
         elif before in blocks.nodes:
-            # It is about to change; see Note [What comes after a block in the tree].
+            # The block is about to change, see Note [What comes after a block in the tree].
             self._blocks.drop(blocks.nodes[before])
         self._extend(sequence, given)
         return (BlockCopy(rank, before, sequence.blocks[rank][at]),) if is_shared else ()
@@ -155,10 +155,10 @@ class BlockPool:
         sequence.version += 1
 
     def fork(self, sequence: PooledSequence) -> PooledSequence:
-        """A second sequence with the same tokens, which shares all blocks until one is written to.
+        """Return a second sequence with the same tokens. It shares all blocks until a write to one.
 
         Raises:
-            ValueError: if `sequence` is not in this pool, or has tokens that were not committed.
+            ValueError: if `sequence` is not in this pool, or has uncommitted tokens.
         """
         self.check(sequence)
         if sequence.num_written < len(sequence):
@@ -180,7 +180,7 @@ class BlockPool:
         """Give back the blocks of a sequence. Committed full ones stay until memory is needed.
 
         Raises:
-            ValueError: if `sequence` is not in this pool, because it was freed already, say.
+            ValueError: if `sequence` is not in this pool, for example because it was freed.
         """
         self.check(sequence)
         self._release(sequence, 0)
@@ -188,19 +188,19 @@ class BlockPool:
         sequence.version += 1
 
     def commit(self, sequence: PooledSequence, length: int | None = None) -> None:
-        """Say that the keys and values of the first `length` tokens were written, in all layers.
+        """Mark the keys and values of the first `length` tokens as written, in all layers.
 
-        Full blocks then serve other prompts. A block that another sequence committed in the
-        meantime, with the same tokens before it, takes the place of this one's own.
+        Full blocks then serve other prompts. If another sequence has committed a block with the
+        same tokens and the same tokens before it, that block replaces this sequence's own.
 
         Args:
-            sequence: which one.
-            length: tokens; by default all of them.
+            sequence: the sequence that was written.
+            length: the number of tokens; by default all.
 
         Raises:
             TypeError: if `length` is not an int.
-            ValueError: if `sequence` is not in this pool, or `length` is less than what was
-                committed before, or more than it has.
+            ValueError: if `sequence` is not in this pool, or `length` is below the committed length
+                or above the length of the sequence.
         """
         self.check(sequence)
         length = len(sequence) if length is None else length
@@ -209,11 +209,11 @@ class BlockPool:
             self._publish(sequence, number)
 
     def usage(self) -> PoolUsage:
-        """Blocks of every rank: held, shared, cached and free."""
+        """Return the numbers of held, shared, cached and free blocks of every rank."""
         return self._blocks.usage(len(self._sequences))
 
     def block_table(self, sequence: PooledSequence, rank: int) -> np.ndarray:
-        """Indices of the blocks of a sequence on a rank, in the order of positions, int32.
+        """Return the indices of a sequence's blocks on a rank, in the order of positions, int32.
 
         Raises:
             TypeError: if `rank` is not an int.
@@ -224,10 +224,10 @@ class BlockPool:
         return np.array(sequence.blocks[rank], dtype=np.int32)
 
     def runs(self, sequence: PooledSequence, begin: int = 0) -> np.ndarray:
-        """Start and length of the runs of positions that each rank holds, `(W, R, 2)`, int32.
+        """Return start and length of the runs of positions of each rank, `(W, R, 2)`, int32.
 
-        In a tensor, they are what `ring_attention` and `decode_attention` take as `key_runs`. Those
-        of the tokens from `begin` on are the `runs` of a prefill.
+        As a tensor, they are the `key_runs` of `ring_attention` and `decode_attention`. With
+        `begin`, the runs start at that token: they are the `runs` of a prefill.
 
         Raises:
             TypeError: if `begin` is not an int.
@@ -237,11 +237,11 @@ class BlockPool:
         return self.dealing.runs(as_count("begin", begin, 0, len(sequence)), len(sequence))
 
     def check(self, sequence: Any) -> None:
-        """Refuse what is not a sequence of this pool.
+        """Refuse anything but a sequence of this pool.
 
         Raises:
             TypeError: if it is not a sequence.
-            ValueError: if it was freed, or is of another pool.
+            ValueError: if it was freed, or belongs to another pool.
         """
         if not isinstance(sequence, PooledSequence):
             raise TypeError(f"sequence must be one that add or fork returned, got {sequence!r}")
@@ -255,7 +255,7 @@ class BlockPool:
         return -(-length // self.dealing.block)
 
     def _extend(self, sequence: PooledSequence, tokens: array[int]) -> None:
-        """Add tokens to a sequence, and the blocks that they need, which are known to be there."""
+        """Add tokens to a sequence, and take the blocks that they need; room was checked."""
         sequence.tokens.extend(tokens)
         for number in range(sequence.num_blocks, self._num_blocks_of(len(sequence))):
             rank = self.dealing.owner(number)
@@ -268,13 +268,13 @@ class BlockPool:
         return sequence
 
     def _release(self, sequence: PooledSequence, num_kept: int) -> None:
-        """Give back all blocks but the first ones, the last one first."""
+        """Give back all blocks but the first `num_kept`, the last block first."""
         for number in reversed(range(num_kept, sequence.num_blocks)):
             rank = self.dealing.owner(number)
             self._blocks.ranks[rank].release(sequence.blocks[rank].pop())
 
     def _publish(self, sequence: PooledSequence, number: int) -> None:
-        """Enter a full block of a sequence, whose earlier ones are in the tree, into the tree."""
+        """Enter a full block of a sequence into the tree, which has the earlier blocks already."""
         rank, start = self.dealing.owner(number), number * self.dealing.block
         row, at = sequence.blocks[rank], number // self.dealing.world_size
         parent = sequence.nodes[-1] if sequence.nodes else self._blocks.root

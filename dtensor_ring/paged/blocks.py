@@ -1,4 +1,4 @@
-"""The blocks of all ranks: who holds them, which prefixes they serve, and how full they are."""
+"""The blocks of all ranks: their reference counts, the tree of prefixes, and their usage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dtensor_ring.planning.ranges import integer_array
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A full block whose content was written, after the blocks of its ancestors.
+    """A full, committed block; its ancestors are the blocks before it in the prompt.
 
     Attributes:
         parent: the block before it; `None` at the root, which stands for no block.
-        tokens: its tokens, int64, as bytes. A dict compares them whole when it looks a child up, so
-            no hash collision gives a prompt the keys of another.
-        rank: who holds it.
-        index: which of that rank's blocks it is.
-        children: the blocks that come after it, by their tokens.
+        tokens: its tokens, int64, as bytes. A dict lookup compares all of them, so no hash
+            collision gives a prompt the keys of another.
+        rank: the rank that holds it.
+        index: its index among the blocks of that rank.
+        children: the blocks that follow it, by their tokens.
     """
 
     parent: Node | None
@@ -35,15 +35,15 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)
 
     def extend(self, tokens: bytes, rank: int, index: int) -> Node:
-        """A new child."""
+        """Add a child, and return it."""
         child = self.children[tokens] = Node(self, tokens, rank, index)
         return child
 
     def cut(self) -> list[Node]:
-        """Take this node off the tree, with all that come after it."""
+        """Cut this node and its descendants off the tree, and return them all."""
         assert self.parent is not None
         del self.parent.children[self.tokens]
-        # A list, not recursion: a prompt of a million tokens is a chain of thousands of blocks.
+        # No recursion: a prompt of a million tokens is a chain of thousands of blocks.
         found: list[Node] = [self]
         for node in found:
             found.extend(node.children.values())
@@ -52,17 +52,17 @@ class Node:
 
 @dataclass(frozen=True)
 class PoolUsage:
-    """Blocks of a pool, by rank; `held + cached + free` is `num_blocks` on each.
+    """The usage of a pool; `held + cached + free` is `num_blocks` on each rank.
 
     Attributes:
-        num_blocks: blocks of each rank.
+        num_blocks: the number of blocks of each rank.
         block: tokens of a block.
-        held: blocks that sequences hold.
-        shared: those among them that several sequences hold.
-        cached: blocks that no sequence holds, kept for prompts that begin alike; given up as soon
-            as their memory is needed.
-        free: blocks without content.
-        num_sequences: sequences in the pool.
+        held: by rank, blocks that sequences hold.
+        shared: by rank, blocks among them that several sequences hold.
+        cached: by rank, blocks that no sequence holds, kept for prompts with the same beginning,
+            and evicted when their memory is needed.
+        free: by rank, blocks without content.
+        num_sequences: the number of sequences in the pool.
     """
 
     num_blocks: int
@@ -75,9 +75,9 @@ class PoolUsage:
 
 
 class OutOfBlocks(RuntimeError):
-    """A pool has too few blocks for what was asked of it. The pool is as it was before.
+    """A pool has too few blocks for a call. The pool is unchanged.
 
-    It is decided from the tables of all ranks, so every rank raises it at the same call.
+    The tables of all ranks decide this, so every rank raises it at the same call.
 
     >>> try:
     ...     BlockPool(num_blocks=1, block=64, world_size=2).add(range(300))
@@ -88,7 +88,7 @@ class OutOfBlocks(RuntimeError):
     Attributes:
         need: new blocks that the call needs, by rank.
         free: blocks without content, by rank.
-        cached: blocks that could be given up, by rank.
+        cached: blocks that could be evicted, by rank.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class OutOfBlocks(RuntimeError):
 
 
 def check_room(usage: PoolUsage, need: Sequence[int], hits: Sequence[int]) -> None:
-    """Refuse what does not fit.
+    """Refuse a call that needs more blocks than a rank can provide.
 
     Args:
-        usage: of the pool as it is.
+        usage: the current usage of the pool.
         need: new blocks, by rank.
-        hits: cached blocks that the same call takes into use, so that they cannot be given up.
+        hits: cached blocks that the same call uses, by rank; they cannot be evicted.
 
     Raises:
         OutOfBlocks: if a rank has too few blocks.
@@ -130,12 +130,12 @@ def check_room(usage: PoolUsage, need: Sequence[int], hits: Sequence[int]) -> No
 
 
 class BlockCopy(NamedTuple):
-    """Copy a block before the next write: its sequence is about to differ from others.
+    """A copy of a shared block that must happen before the next write to its sequence.
 
     Attributes:
-        rank: who holds both blocks.
-        source: index of the block that others keep.
-        target: index of the block that gets its content.
+        rank: the rank that holds both blocks.
+        source: the index of the shared block, which other sequences keep.
+        target: the index of the block that gets its content.
     """
 
     rank: int
@@ -144,13 +144,17 @@ class BlockCopy(NamedTuple):
 
 
 class PooledSequence:
-    """A sequence of a `BlockPool`: made by `add` and `fork`, changed by the pool alone.
+    """A sequence of a `BlockPool`. `add` and `fork` make it, and only the pool changes it.
 
     Attributes:
-        number: of the sequence; counted from 0 in each pool.
-        num_cached: tokens whose keys and values were there when it was added. They need no prefill.
-        num_written: tokens whose keys and values were written, as `commit` was told.
+        number: the number of the sequence, counted from 0 in each pool.
+        num_cached: tokens whose keys and values were cached when it was added; they need no
+            prefill.
+        num_written: tokens whose keys and values `commit` has marked as written.
         version: how often its tokens or blocks have changed.
+        tokens: all tokens, int64.
+        blocks: by rank, the indices of its blocks.
+        nodes: the nodes of its first blocks, as far as they are in the tree of prefixes.
     """
 
     def __init__(self, number: int, world_size: int) -> None:
@@ -158,13 +162,11 @@ class PooledSequence:
         self.num_cached = self.num_written = self.version = 0
         self.tokens = array("q")
         self.blocks: list[list[int]] = [[] for _ in range(world_size)]
-        """By rank, indices of its blocks."""
         self.nodes: list[Node] = []
-        """Its first blocks, as far as they are in the tree of prefixes."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on all ranks."""
+        """Return the number of its blocks on all ranks."""
         return sum(map(len, self.blocks))
 
     def __len__(self) -> int:
@@ -175,11 +177,11 @@ class PooledSequence:
 
 
 def as_tokens(given: Any) -> array[int]:
-    """Tokens as users give them, as int64.
+    """Convert a user's tokens to an array of int64.
 
     Raises:
         TypeError: if they are not integers.
-        ValueError: if they are not in one row, or beyond int64.
+        ValueError: if they are not one row, or exceed int64.
     """
     if isinstance(given, range):
         given = list(given)
@@ -190,38 +192,43 @@ def as_tokens(given: Any) -> array[int]:
 
 
 class RankBlocks:
-    """Reference counts of the blocks of a rank.
+    """The reference counts of the blocks of a rank.
 
-    A block is *free*, *held* by as many sequences as its count says, or *cached*: no sequence holds
-    it, but its content is in the tree of prefixes.
+    A block is *free*, *held* by one or more sequences, or *cached*: no sequence holds it, but its
+    content is in the tree of prefixes.
 
     Args:
-        num_blocks: how many there are.
+        num_blocks: the number of blocks.
+
+    Attributes:
+        counts: how many sequences hold each block.
+        num_shared: the number of blocks that several sequences hold.
+        nodes: the nodes of blocks that are in the tree, by index.
+        cached: the nodes of cached blocks, by index, the least recently held first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.counts = array("i", bytes(4 * num_blocks))
-        self.num_shared = 0  # counted along, since usage is asked at every step
+        self.num_shared = 0  # updated at each change, because every step may read the usage
         self.nodes: dict[int, Node] = {}
-        """Of the blocks that are in the tree."""
         self.cached: OrderedDict[int, Node] = OrderedDict()
-        """Those that no sequence holds, the least recently held first: a clock of events."""
-        # The first of all free ones is given out, so that kernels read neighbours as one.
+        # The lowest free index is taken first, so sequences get neighbours, which kernels read as
+        # one range. Indices from `_num_touched` on have never been taken.
         self._num_touched = 0
         self._returned: list[int] = []
 
     @property
     def num_free(self) -> int:
-        """Blocks without content."""
+        """Return the number of blocks without content."""
         return len(self.counts) - self._num_touched + len(self._returned)
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences hold."""
+        """Return the number of blocks that sequences hold."""
         return len(self.counts) - self.num_free - len(self.cached)
 
     def take(self) -> int:
-        """A free block, for a sequence that then holds it."""
+        """Return the index of a free block, which one sequence then holds."""
         if self._returned:
             index = heappop(self._returned)
         else:
@@ -230,13 +237,13 @@ class RankBlocks:
         return index
 
     def hold(self, index: int) -> None:
-        """One sequence more has this block."""
+        """Count one more sequence that holds this block."""
         self.counts[index] += 1
         self.num_shared += self.counts[index] == 2
         self.cached.pop(index, None)
 
     def release(self, index: int) -> None:
-        """One sequence fewer has this block."""
+        """Count one fewer sequence that holds this block."""
         self.counts[index] -= 1
         self.num_shared -= self.counts[index] == 1
         if self.counts[index]:
@@ -247,23 +254,23 @@ class RankBlocks:
             heappush(self._returned, index)
 
     def forget(self, index: int) -> None:
-        """The content of a block is not in the tree any more."""
+        """Note that a block is no longer in the tree; if nobody holds it, it is free."""
         del self.nodes[index]
         if self.cached.pop(index, None) is not None:
             heappush(self._returned, index)
 
 
 class Blocks:
-    """Takes blocks, gives them back, and finds those with a given content.
+    """Takes blocks, gives them back, and finds the blocks with a given content.
 
     Note [What comes after a block in the tree]: a sequence that holds a block of the tree holds all
-    that come before it there. So nobody holds what comes after a block that nobody holds, and
-    cutting such a block off the tree takes nothing from anybody. Sequences give blocks back from
-    their ends, so of a prompt the last block on each rank is the first to be evicted.
+    ancestors of the block, too. So if nobody holds a block, nobody holds its descendants, and it
+    can be cut off the tree without an effect on any sequence. Sequences give blocks back from their
+    ends, so the last block of a prompt on each rank is evicted first.
 
     Args:
-        num_blocks: blocks of each rank.
-        dealing: how blocks are dealt to ranks.
+        num_blocks: the number of blocks of each rank.
+        dealing: the rule that shards blocks over ranks.
     """
 
     def __init__(self, num_blocks: int, dealing: Serpentine) -> None:
@@ -272,7 +279,7 @@ class Blocks:
         self.root = Node(None, b"", -1, -1)
 
     def match(self, tokens: array[int]) -> list[Node]:
-        """The longest chain of full blocks with these tokens."""
+        """Return the longest chain of blocks in the tree that hold the first of these tokens."""
         found, node = [], self.root
         for start in range(0, len(tokens) - self.dealing.block + 1, self.dealing.block):
             child = node.children.get(tokens[start : start + self.dealing.block].tobytes())
@@ -283,12 +290,12 @@ class Blocks:
         return found
 
     def check_room(self, first: int, end: int, hits: Sequence[Node] = ()) -> None:
-        """Refuse new blocks number `first` to `end` of a sequence that do not fit.
+        """Refuse the new blocks `first` to `end` of a sequence if a rank has no room for them.
 
         Args:
-            first: number of the first new block.
-            end: number after the last one.
-            hits: blocks of the tree that the sequence takes into use first.
+            first: the number of the first new block.
+            end: the number after the last new block.
+            hits: blocks of the tree that the sequence will hold, so they cannot be evicted.
 
         Raises:
             OutOfBlocks: if a rank has too few blocks.
@@ -307,17 +314,17 @@ class Blocks:
         check_room(self.usage(), need, num_hits)
 
     def take(self, rank: int) -> int:
-        """A block of a rank: if none is free, the least recently held of the cached ones."""
+        """Take a block of a rank: a free one, else the least recently held cached one."""
         blocks = self.ranks[rank]
         if not blocks.num_free:
             self.drop(next(iter(blocks.cached.values())))
         return blocks.take()
 
     def publish(self, parent: Node, tokens: bytes, rank: int, index: int) -> Node:
-        """Enter a block into the tree, or give it back for one that is there already.
+        """Enter a block into the tree, or give it back if an equal one is there already.
 
         Returns:
-            The node; its sequence then holds the block of the node in place of its own.
+            The node in the tree; the sequence must use its block in place of its own.
         """
         node = parent.children.get(tokens)
         if node is None:
@@ -328,12 +335,12 @@ class Blocks:
         return node
 
     def drop(self, node: Node) -> None:
-        """Forget the content of a block, and of what comes after it in the tree."""
+        """Remove a block and its descendants from the tree."""
         for found in node.cut():
             self.ranks[found.rank].forget(found.index)
 
     def usage(self, num_sequences: int = 0) -> PoolUsage:
-        """How many blocks of each rank are in which state."""
+        """Return the number of blocks of each rank in each state."""
         return PoolUsage(
             self.num_blocks,
             self.dealing.block,

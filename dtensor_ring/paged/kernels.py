@@ -1,4 +1,4 @@
-"""The paged kernels and the choice of one."""
+"""The paged kernels, and the function that selects one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtensor_ring.planning.tile import FULL
 
 
 class _ByEntry(PagedKernel):
-    """Runs a block kernel entry by entry."""
+    """A paged kernel that computes one entry at a time."""
 
     def missing(self) -> str | None:
         return None
@@ -34,7 +34,7 @@ class _ByEntry(PagedKernel):
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
     ) -> Result:
-        # As one long row of tokens: a range of them is a view.
+        # One long row of tokens: any range of neighbouring blocks is a view.
         keys, values = key_blocks.flatten(0, 1), value_blocks.flatten(0, 1)
         found = [
             self.attend(
@@ -49,20 +49,20 @@ class _ByEntry(PagedKernel):
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, entry: int, scores: Scores
     ) -> Result:
-        """`out` `(1, N, R, Hv)` and `lse` `(1, N, R)` of an entry.
+        """Return `out` `(1, N, R, Hv)` and `lse` `(1, N, R)` of an entry.
 
         Args:
             query: `(1, N, R, H)`.
             keys: all tokens of the pool `(num_blocks * block, Nkv, H)`.
             values: `(num_blocks * block, Nkv, Hv)`.
-            pages: which blocks the entries read.
-            entry: which of them.
+            pages: the blocks that the entries read.
+            entry: the index of the entry.
             scores: scale and softcap.
         """
 
 
 class Gathered(_ByEntry):
-    """The paged kernel that defines the semantics: it copies the keys of an entry together."""
+    """Copies the keys of an entry together. This kernel defines the semantics of the others."""
 
     name = "gathered"
 
@@ -78,7 +78,7 @@ class Gathered(_ByEntry):
 
 
 class InPlace(_ByEntry):
-    """Reads ranges of neighbouring blocks where they are, by a block kernel, and merges by lse."""
+    """Runs a block kernel on ranges of neighbouring blocks in place, and merges by lse."""
 
     name = "in_place"
 
@@ -96,19 +96,19 @@ class InPlace(_ByEntry):
 
 
 def block_kernel(query: Tensor, num_kv_heads: int, value_head_dim: int, scores: Scores) -> Kernel:
-    """The best block kernel for tiles of a query `(B, N, R, H)`."""
+    """Return the best block kernel for tiles of a query `(B, N, R, H)`."""
     facts = query.dtype, query.shape[3], value_head_dim, scores.scale, scores.softcap
     is_grouped = num_kv_heads < query.shape[1]
     return kernel_for(None, query.device.type, *facts, False, True, is_grouped)
 
 
 def _by_head(tokens: Tensor) -> Tensor:
-    """`(C, Nkv, H)` to `(1, Nkv, C, H)`."""
+    """Transpose `(C, Nkv, H)` to `(1, Nkv, C, H)`."""
     return tokens.transpose(0, 1).unsqueeze(0)
 
 
 class VarlenAttn(PagedKernel):
-    """`torch.nn.attention.varlen.varlen_attn(..., seqused_k=, block_table=)`, from PyTorch 2.13."""
+    """Calls `torch.nn.attention.varlen.varlen_attn` with block tables, from PyTorch 2.13 on."""
 
     name = "varlen_attn"
 
@@ -116,7 +116,7 @@ class VarlenAttn(PagedKernel):
         return no_gpu() or _missing_argument()
 
     def supports(self, problem: Problem, block: int) -> str | None:
-        # The check of flash attention 2, which PyTorch runs unless another one was activated.
+        # These are the limits of flash attention 2, PyTorch's default implementation.
         if reason := gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256):
             return reason
         return "it has no softcap" if problem.softcap else None
@@ -137,8 +137,8 @@ class VarlenAttn(PagedKernel):
             enable_gqa=heads != key_blocks.shape[2],
             seqused_k=lengths,
             block_table=tables,
-            # Keys in one split: flash attention 2 mixes up the parts of several in packed rows,
-            # Dao-AILab/flash-attention#2812.
+            # One split of keys: with several, flash attention 2 mixes up partial results of packed
+            # rows, Dao-AILab/flash-attention#2812.
             num_splits=1,
         )
         lse = lse.unflatten(1, (entries, num_rows)).transpose(0, 1)
@@ -146,8 +146,8 @@ class VarlenAttn(PagedKernel):
 
 
 def _boundaries(lengths: Tensor) -> Tensor | None:
-    """The boundaries of the keys, as if they were packed."""
-    # Flash attention 2 wants both sides or none, and reads the lengths; 3 and 4 refuse them.
+    """Return the boundaries of the keys as if they were packed, or `None`."""
+    # Flash attention 2 needs boundaries of both sides, but reads the lengths; 3 and 4 refuse them.
     if attention.current_flash_attention_impl() not in (None, "FA2"):
         return None
     zero = lengths.new_zeros(1)
@@ -164,6 +164,7 @@ def _missing_argument() -> str | None:
     return "varlen_attn of this PyTorch reads no block tables, 2.13 and later do"
 
 
+# In the order of preference: kernels for GPUs first, kernels that run anywhere last.
 PAGED: tuple[PagedKernel, ...] = (
     PagedFlashAttn3(),
     PagedFlashAttn2(),
@@ -171,27 +172,26 @@ PAGED: tuple[PagedKernel, ...] = (
     InPlace(),
     Gathered(),
 )
-"""In the order of preference: what was written for the GPU first, what runs anywhere last."""
 
 
 @lru_cache(maxsize=256)
 def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
-    """The named kernel, or the first that runs here and serves the problem.
+    """Return the named kernel, or the first that runs here and supports the problem.
 
     Args:
-        name: of the kernel; `None` leaves the choice.
-        problem: what is asked; it has the current GPU's capability.
+        name: the name of the kernel; `None` selects the first that fits.
+        problem: the facts of the call, with the capability of the current GPU.
         block: keys of a block.
 
     Raises:
-        ValueError: if no kernel has the name, or it cannot serve the problem or the blocks.
+        ValueError: if the name is unknown, or no kernel supports the problem and the blocks.
     """
     known = {kernel.name: kernel for kernel in PAGED}
     if name is not None and name not in known:
         raise ValueError(f"unknown paged kernel {name!r}; known kernels: {', '.join(known)}")
     reasons = {}
     for kernel in known.values() if name is None else (known[name],):
-        # `supports` first: it is cheap, and importing a package for nothing is not.
+        # `supports` first: it is cheap, but `missing` may import a package.
         reason = kernel.supports(problem, block) or kernel.missing()
         if reason is None:
             return kernel

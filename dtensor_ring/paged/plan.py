@@ -1,4 +1,4 @@
-"""What queries see of keys in blocks: whole blocks, which kernels read in place, and the edges."""
+"""Split the visible keys of a query into whole blocks, which kernels read in place, and edges."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dtensor_ring.planning.tile import FULL, Tile
 
 
 def slots_of(table: np.ndarray, columns: np.ndarray, block: int) -> np.ndarray:
-    """Where columns of a sequence are among all tokens of a rank's blocks, int64.
+    """Return the slots of a sequence's columns among all tokens of a rank's blocks, int64.
 
     >>> slots_of(np.array([7, 2]), np.array([1, 5]), block=4)
     array([29,  9])
 
     Args:
         table: the blocks of the sequence on the rank.
-        columns: counted over these blocks.
+        columns: the columns, counted over these blocks.
         block: tokens of a block.
     """
     return table.astype(np.int64)[columns // block] * block + columns % block
 
 
 class Read(NamedTuple):
-    """Queries that see all of some keys, which begin with a block.
+    """Queries that see all keys of a range that begins with a block.
 
     Attributes:
         batch: the batch row.
-        rows: the queries.
-        first: the block that the keys begin with, counted among those of the row's sequence.
-        num_keys: keys; the last block need not be full.
+        rows: the span of queries.
+        first: the first block of the range, counted among the blocks of the row's sequence.
+        num_keys: the number of keys; the last block need not be full.
     """
 
     batch: int
@@ -45,12 +45,12 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockReads:
-    """The tiles of a batch of sequences, by how their keys are read.
+    """The tiles of a batch of sequences, split by how their keys are read.
 
     Attributes:
-        reads: what kernels read in place: nearly all of the keys.
+        reads: the ranges that kernels read in place: nearly all keys.
         cols: by batch row, the columns of the edges, which are copied together.
-        edges: tiles of those; their columns count among the copied ones.
+        edges: the tiles of the edges; their columns are indices into the copies.
     """
 
     reads: tuple[Read, ...]
@@ -59,12 +59,12 @@ class BlockReads:
 
 
 def block_reads(tiles: Iterable[Tile], block: int, batch: int) -> BlockReads:
-    """Cut tiles for kernels that begin with a block, and know no mask but a full one.
+    """Split tiles for kernels that start at a block and support only the full mask.
 
     Args:
-        tiles: their columns are those of each batch row's own sequence.
+        tiles: the tiles; their columns are those of each batch row's own sequence.
         block: tokens of a block.
-        batch: batch rows.
+        batch: the number of batch rows.
 
     >>> block_reads([Tile((0, 1), (3, 10), FULL)], block=4, batch=1)
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -92,7 +92,7 @@ def block_reads(tiles: Iterable[Tile], block: int, batch: int) -> BlockReads:
 
 
 def _by_row(tiles: Iterable[Tile], batch: int) -> Iterator[Tile]:
-    """The tiles, those of all batch rows once for each."""
+    """Yield the tiles; a tile of all batch rows is repeated for each row."""
     for tile in tiles:
         rows = range(batch) if tile.batch is None else [tile.batch]
         yield from (replace(tile, batch=row) for row in rows)

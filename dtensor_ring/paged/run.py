@@ -32,13 +32,13 @@ from dtensor_ring.planning.run_table import RunTable
 
 @dataclass(frozen=True)
 class Entries:
-    """One launch of a paged kernel: entries with equally many queries."""
+    """One launch of a paged kernel: entries with the same number of queries."""
 
     reads: tuple[Read, ...]
     pages: Pages
 
     def queries(self, query: Tensor) -> Tensor:
-        """`(E, R, N, H)` of the queries `(B, N, M, H)`."""
+        """Select the entries' queries `(E, R, N, H)` from `(B, N, M, H)`."""
         if self.are_all(query):
             return query.transpose(1, 2)
         return torch.cat([part_of(query, region(x.batch, x.rows)) for x in self.reads]).transpose(
@@ -46,16 +46,16 @@ class Entries:
         )
 
     def are_all(self, query: Tensor) -> bool:
-        """Whether there is one entry for each batch row, with all its queries."""
+        """Return whether each batch row is one entry with all its queries, in order."""
         rows = [(row, (0, query.shape[2])) for row in range(len(query))]
         return [(x.batch, x.rows) for x in self.reads] == rows
 
 
 class PagedStep:
-    """What a rank computes for a batch of sequences: made once, for all layers.
+    """The attention of a batch of sequences on one rank; all layers use the same object.
 
     Args:
-        reads: what the queries see.
+        reads: the keys that the queries see.
         tables: by batch row, the blocks of the row's sequence on this rank.
         block: tokens of a block.
     """
@@ -82,7 +82,7 @@ class PagedStep:
 
     @cached_property
     def _slots(self) -> Numbers:
-        """Where the columns of the edges are in the pool, `(B, C)`; short rows are filled up."""
+        """Return the slots of the edges' columns in the pool, `(B, C)`, padded with 0."""
         width = max(map(len, self._reads.cols))
         slots = np.zeros((len(self._tables), width), dtype=np.int64)
         for row, table, cols in zip(slots, self._tables, self._reads.cols, strict=True):
@@ -99,13 +99,13 @@ class PagedStep:
         kernel: PagedKernel,
         scores: Scores,
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` of the queries over the keys of this rank, float32 or wider.
+        """Return `(out, lse)` of the queries over the keys of this rank, float32 or wider.
 
         Args:
             query: `(B, N, M, H)`.
             key_blocks: `(num_blocks, block, Nkv, H)`.
             value_blocks: `(num_blocks, block, Nkv, Hv)`.
-            kernel: reads whole blocks.
+            kernel: the paged kernel that reads whole blocks.
             scores: scale and softcap.
         """
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -136,7 +136,7 @@ class PagedStep:
     def _add(
         self, partial: Partial, query: Tensor, entries: Entries, out: Tensor, lse: Tensor
     ) -> None:
-        """Merge what a kernel returned, `(E, R, N, Hv)` and `(E, N, R)`."""
+        """Merge a kernel's results `(E, R, N, Hv)` and `(E, N, R)` into the partial."""
         out = out.transpose(1, 2)
         if entries.are_all(query):
             partial.add(region(None, (0, query.shape[2])), out, lse)
@@ -147,13 +147,13 @@ class PagedStep:
 
 
 class PagedPlan:
-    """Made once, for all layers of a step, and only as far as it is asked for.
+    """The plan of a step for all layers; each part is computed at its first use.
 
     Args:
-        pool: of the sequences.
-        rank: of the pool, whose blocks these are.
-        sequences: in the order of the batch rows.
-        num_tokens: M, the new tokens of each sequence.
+        pool: the pool of the sequences.
+        rank: the rank of the pool that owns the blocks.
+        sequences: the sequences, in the order of the batch rows.
+        num_tokens: M, the number of new tokens of each sequence.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class PagedPlan:
 
     @cached_property
     def places(self) -> Numbers:
-        """Which of the B * M tokens are on this rank, and where."""
+        """Return the indices of this rank's tokens among the B * M new ones, and their slots."""
         sources, slots = [], []
         for row, sequence in enumerate(self._sequences):
             begin, dealing = len(sequence) - self._num_tokens, self._pool.dealing
@@ -176,7 +176,7 @@ class PagedPlan:
         return Numbers(torch.int64, *map(torch.from_numpy, lists))
 
     def step(self, mask: Mask) -> PagedStep:
-        """What is computed under a mask."""
+        """Return the step for a mask."""
         if mask not in self._steps:
             block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
             reads = block_reads(decode_step(*self.question(mask)).tiles, block, len(tables))
@@ -184,18 +184,18 @@ class PagedPlan:
         return self._steps[mask]
 
     def question(self, mask: Mask) -> DecodeQuestion:
-        """What the planner is asked: the same on all ranks, but for the rank."""
+        """Return the input of the planner; ranks differ in their rank only."""
         runs, ends, starts = self._lengths
         where = self._rank, self._pool.dealing.world_size, runs.end
         return DecodeQuestion(runs, mask, *where, starts, self._num_tokens, ends, None)
 
     def agreed(self, layer: int) -> Tensor:
-        """Integers that are the same on all ranks, unless they have drifted apart."""
+        """Return the integers that ranks compare, to detect that they have drifted apart."""
         return torch.cat([torch.tensor([layer], device="cpu"), self._drifting])
 
     @cached_property
     def _drifting(self) -> Tensor:
-        """Of each sequence its number, its length, what was written and its new tokens."""
+        """Return the number, length, written length and new tokens of all sequences."""
         last = [x.tokens[len(x) - self._num_tokens :] for x in self._sequences]
         numbers = [y for x in self._sequences for y in (x.number, len(x), x.num_written)]
         numbers += [y for x in last for y in x]
@@ -203,11 +203,11 @@ class PagedPlan:
 
     @cached_property
     def _lengths(self) -> tuple[RunTable, Documents, tuple[int, ...]]:
-        """Where tokens are, where each sequence ends, and where its new tokens start."""
+        """Return the runs of all ranks, the extent of each sequence, and its first new position."""
         lengths = [len(x) for x in self._sequences]
-        # One table for all: where a token is depends on its position alone.
+        # One table serves all sequences: the owner of a token depends on its position only.
         runs = RunTable(self._pool.dealing.runs(0, max(lengths, default=0)))
-        # A sequence ends where its tokens do, whatever its blocks held before.
+        # The end of a sequence hides stale content in the rest of its last block.
         ends = Documents([(0, length) for length in lengths])
         return runs, ends, tuple(length - self._num_tokens for length in lengths)
 

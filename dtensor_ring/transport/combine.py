@@ -1,8 +1,8 @@
-"""Partial results of the same queries on all ranks, merged into one that all ranks have.
+"""Merge the partial results that all ranks have for the same queries.
 
 Note [Bitwise equal ranks]: a row is merged from the same W partials in the order of the ranks,
-either on every rank or on one, which sends the result. So ranks have the same bits, and sample the
-same token from them.
+either on every rank or on one rank that sends the result. So all ranks get the same bits, and
+sample the same token.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.transport.transport import P2P, Transport
 
+# "one_shot": every rank gets all partials and merges all rows. "two_shot": each rank merges a part
+# of the rows, and a second round sends the merged parts to all ranks.
 MERGES = ("one_shot", "two_shot")
-"""Every rank gets all partials; or each merges a part of the rows, and all get the merged parts."""
 
+# A second round must save this many received bytes to pay: a link of 2.5 GB/s moves them in the
+# 100 us that a round takes over gloo on one machine.
 WORTH_A_ROUND = 1 << 18
-"""Bytes that a rank receives less for which a second round of messages pays: what a link of 2.5
-GB/s moves in the 100 us that a round takes over gloo on one machine."""
 
 
 def merge_by_size(num_bytes: int, world_size: int) -> str:
-    """The merge that takes less time, of a partial of that size; all ranks decide alike.
+    """Return the faster merge for a partial of `num_bytes`; all ranks decide alike.
 
     >>> merge_by_size(1 << 14, 8), merge_by_size(1 << 20, 8), merge_by_size(1 << 20, 2)
     ('one_shot', 'two_shot', 'one_shot')
     """
     others = world_size - 1
-    # Rows go out and come back in parts, instead of all of them to everyone.
+    # "two_shot" receives 1/W of the rows from each rank, twice; "one_shot" all rows, once.
     saved = others * num_bytes - 2 * others * num_bytes // world_size
     return "two_shot" if saved > WORTH_A_ROUND else "one_shot"
 
 
 class Combine:
-    """The partials `(out, lse)` of W ranks, as one.
+    """Merges the partial results `(out, lse)` of W ranks.
 
     Args:
-        transport: what moves the messages.
+        transport: moves the messages.
         rank: this rank's index on the axis.
-        world_size: ranks on the axis.
+        world_size: the number of ranks on the axis.
         merge: one of `MERGES`.
     """
 
@@ -53,15 +54,15 @@ class Combine:
         transport.at(self._label)
 
     def __call__(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The merged out `(B, N, M, Hv)` and lse `(B, N, M)`, from those of this rank.
+        """Merge this rank's out `(B, N, M, Hv)` and lse `(B, N, M)` with those of the other ranks.
 
-        Both have one dtype. Results are fresh tensors.
+        Both have the same dtype. The results are new tensors.
         """
         shape, head_dim = out.shape, out.shape[-1]
         num_rows = lse.numel()
         self._transport.prepare(out.device)
         buffer, parts = self._buffer(self._size, num_rows, head_dim, out)
-        # An output and its lse are one row of a message, so that both come together.
+        # A row of a message is an output and its lse: one message carries both.
         mine = parts[self._rank].view(*shape[:-1], head_dim + 1)
         mine[..., :head_dim], mine[..., head_dim] = out, lse
         if self._merge == "one_shot":
@@ -73,7 +74,7 @@ class Combine:
         return merged[0].view(shape), merged[1].view(shape[:-1])
 
     def _in_two(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge the rows of this rank, then gather the rows of all."""
+        """Merge this rank's part of the rows, then gather the merged rows of all ranks."""
         num_rows, width = parts.shape[1:]
         lengths = [shard_length(rank, self._size, num_rows) for rank in range(self._size)]
         sent = parts[self._rank].split(lengths)
@@ -81,7 +82,7 @@ class Combine:
         shares[self._rank] = sent[self._rank]
         self._exchange(_flat(shares), _flat(sent))
         merged, lse = merge_parts(shares[..., : width - 1], shares[..., width - 1])
-        # The rows of this rank's own partial are sent: the merged ones may take their place.
+        # This rank's partial has been sent, so the merged rows may overwrite a part of it.
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
         self._exchange(_flat(sent), [sent[self._rank].view(-1)] * self._size)
         self._transport.free(buffer)
@@ -89,13 +90,13 @@ class Combine:
         return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
 
     def _gather(self, parts: Tensor) -> None:
-        """Get the part of every rank."""
+        """Receive the partial of every rank into `parts`."""
         self._exchange(_flat(parts), [parts[self._rank].view(-1)] * self._size)
 
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Exchange one flat message with every other rank; nothing empty travels.
+        """Exchange one flat message with every other rank, and skip empty ones.
 
-        The same tensor for all ranks is joined with the word of the call once.
+        A tensor that goes to all ranks is joined with the call record once.
         """
         receives, sends = self._messages(received), self._messages(sent)
         works = self._transport.start(receives, sends)
@@ -104,14 +105,14 @@ class Combine:
             work.wait()
 
     def _messages(self, parts: Sequence[Tensor]) -> list[P2P]:
-        """Those of the other ranks that are not empty."""
+        """Return the messages with other ranks that are not empty."""
         rank = self._rank
         return [P2P(x, peer) for peer, x in enumerate(parts) if peer != rank and x.numel()]
 
     def _buffer(
         self, num_parts: int, num_rows: int, head_dim: int, like: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Memory for messages, and its view `(parts, rows, H + 1)`."""
+        """Return memory for messages, and its view `(parts, rows, H + 1)`."""
         shape = num_parts, num_rows, head_dim + 1
         numel = num_parts * num_rows * (head_dim + 1)
         num_bytes = numel * like.dtype.itemsize
@@ -124,18 +125,18 @@ def _flat(parts: Iterable[Tensor]) -> list[Tensor]:
 
 
 def packed_bytes(query: Tensor, value: Tensor) -> int:
-    """Size of a rank's partial as it travels: float32, or float64 for float64."""
+    """Return the bytes of a rank's partial, which travels as float32 (float64 for float64)."""
     return query.shape[:3].numel() * _row_bytes(query, value)
 
 
 def first_bytes(query: Tensor, value: Tensor, merge: str, world_size: int) -> int:
-    """Size of the largest message of a merge's first round."""
+    """Return the bytes of the largest message in a merge's first round."""
     if merge == "one_shot":
         return packed_bytes(query, value)
     return shard_length(0, world_size, query.shape[:3].numel()) * _row_bytes(query, value)
 
 
 def _row_bytes(query: Tensor, value: Tensor) -> int:
-    """Size of an output and its lse."""
+    """Return the bytes of one output row and its lse."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return (value.shape[3] + 1) * wide.itemsize

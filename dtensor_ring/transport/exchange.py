@@ -1,6 +1,6 @@
-"""An all-to-all of tensors between the ranks of an axis: pack, one message for each peer, unpack.
+"""The all-to-all of tensors between the ranks of an axis: pack, send to each peer, unpack.
 
-It trades tokens for heads, or one layout for another.
+It moves tensors from sharded tokens to sharded heads and back, or from one layout to another.
 """
 
 from __future__ import annotations
@@ -21,28 +21,38 @@ from dtensor_ring.transport.transport import Transport
 
 
 class Arrival(NamedTuple):
-    """A part of a result, and the sources that it is the sum of, in the order of the ranks."""
+    """A part of a result, which is the sum of its sources.
+
+    Attributes:
+        part: where the sum goes.
+        sources: in the order of the ranks, each an index into the received copies, or the part of
+            an input that stays on this rank.
+    """
 
     part: TensorPart
     sources: tuple[int | TensorPart, ...]
-    """Indices of received copies, and a part that stays on this rank."""
 
 
 class Traded(NamedTuple):
-    """An exchange of tensors: what leaves, what comes, and what results."""
+    """The plan of an all-to-all on one rank.
+
+    Attributes:
+        sends: the messages to other ranks.
+        receives: the messages from other ranks.
+        stays: parts of the results that need no data from other ranks.
+        comes: parts of the results that are unpacked after the receive.
+        shapes: the shapes `(B, n, T, H)` of the results.
+    """
 
     sends: Mail
     receives: Mail
     stays: tuple[Arrival, ...]
-    """Parts of the results that need no data from other ranks."""
     comes: tuple[Arrival, ...]
-    """Parts of the results that are unpacked after the receive."""
     shapes: tuple[tuple[int, int, int, int], ...]
-    """The shapes of the results."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, in bytes, an estimate."""
+        """Estimate the host memory of this plan, in bytes."""
         mails = self.sends, self.receives
         return 1000 + 600 * sum(len(x.copies) + len(x.messages) for x in mails)
 
@@ -55,17 +65,17 @@ def traded(
     shapes: tuple[TensorShape, ...],
     is_back: bool = False,
 ) -> Traded:
-    """The exchange of tensors; 16 MiB are kept.
+    """Plan the all-to-all of tensors; a cache of 16 MiB keeps the plans.
 
     Args:
-        exchange: of tokens.
-        num_heads: of each tensor, on the side that has all of them.
-        num_key_heads: that heads are dealt by.
-        shapes: of the tensors.
-        is_back: whether it goes back.
+        exchange: the plan for tokens.
+        num_heads: the number of heads of each tensor, on the side that has all heads.
+        num_key_heads: the number of key heads, which decides how heads are sharded.
+        shapes: the shapes of the tensors.
+        is_back: whether the tensors return, from sharded heads to sharded tokens.
 
     Raises:
-        ValueError: if the heads cannot be dealt.
+        ValueError: if the heads cannot be sharded over the ranks.
     """
 
     def heads(rank: int) -> tuple[Span, ...]:
@@ -88,7 +98,7 @@ def traded(
 
 
 def _split(tokens: TokenSplit, heads: tuple[Span, ...]) -> Split:
-    """These tokens of all tensors, each with its heads."""
+    """Return these tokens of all tensors, each tensor with its span of heads."""
     parts = (TensorPart(number, tokens.cols, span) for number, span in enumerate(heads))
     return Split(tokens.peer, tuple(parts))
 
@@ -110,7 +120,7 @@ def _traded(
         if split.peer == rank:
             found |= {(rank, part.number): part for part in split.parts}
     sources = dict[TensorPart, list[int | TensorPart]]()
-    for split in coming:  # on the way back, copies of a key head come from several
+    for split in coming:  # on the way back, a key head has copies from several ranks
         for part in split.parts:
             sources.setdefault(part, []).append(found[split.peer, part.number])
     arrivals = [Arrival(part, tuple(of)) for part, of in sources.items()]
@@ -122,15 +132,15 @@ def _traded(
 def exchange_tensors(
     tensors: Sequence[Tensor], plan: Traded, transport: Transport, label: Label
 ) -> list[Tensor]:
-    """The tensors after the exchange, `(B, n, T, H)`, fresh and token-major.
+    """Return the tensors after the all-to-all: new, token-major, `(B, n, T, H)`.
 
-    What stays on this rank is copied while the messages travel.
+    The parts that stay on this rank are copied while the messages travel.
 
     Args:
         tensors: `(B, N, L, H)`, on one device; dtypes and head dims may differ.
-        plan: what leaves, and what comes.
-        transport: what moves the messages.
-        label: of the exchange, in a profile.
+        plan: the plan of the all-to-all.
+        transport: moves the messages.
+        label: names the all-to-all in a profile.
     """
     transport.prepare(tensors[0].device)
     transport.at(label)
@@ -156,7 +166,7 @@ def exchange_tensors(
 
 
 def _buffer(mail: Mail, tensors: Sequence[Tensor], transport: Transport) -> Tensor:
-    """Memory for the messages of a side; a transport is not asked for none."""
+    """Return memory for the messages of a side; the transport allocates it unless it is empty."""
     if mail.num_bytes:
         return transport.allocate(mail.num_bytes, tensors[0].device)
     return tensors[0].new_empty(0, dtype=torch.uint8)
@@ -168,14 +178,14 @@ def _unpack(
     tensors: Sequence[Tensor],
     copies: Sequence[Tensor],
 ) -> None:
-    """Copy what came, and what stays of the tensors, to where it belongs."""
+    """Sum the sources of each arrival, and copy the sum into the results."""
     for part, sources in arrivals:
         found = [copies[x] if isinstance(x, int) else _taken(x, tensors) for x in sources]
         unpack(part.heads_of(results), _sum(found), part.cols)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """The sum in the order of the ranks, rounded once."""
+    """Return the sum in the order of the ranks, rounded once."""
     first, *others = parts
     if not others:
         return first
@@ -186,7 +196,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _taken(part: TensorPart, tensors: Sequence[Tensor]) -> Tensor:
-    """A part side by side: a view if it lies so."""
+    """Return a part of a tensor: a view if its columns are one span, else a packed copy."""
     x, cols = part.heads_of(tensors), part.cols
     if len(cols.spans) == 1:
         return columns(x, cols.spans[0])

@@ -1,7 +1,6 @@
-"""The messages of an exchange on one rank: one for each peer, all of a side packed in one buffer.
+"""The messages of an all-to-all on one rank: one per peer, packed in one buffer per side.
 
-Where each part of a message is in the buffer is planned once: on 8 ranks one call has dozens of
-them.
+The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.transport.transport import P2P
 
+# Messages begin at a multiple of this many bytes, so a view of any dtype can begin there.
 ALIGNED = 16
-"""Messages begin at a multiple of so many bytes: any dtype can be there."""
 
 
 def aligned(num_bytes: int) -> int:
-    """The bytes that a message takes in the buffer, rounded up to `ALIGNED`."""
+    """Round the bytes of a message up to a multiple of `ALIGNED`."""
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
 class TensorShape(NamedTuple):
-    """What a token of a head takes in one of the tensors `(B, N, L, H)`."""
+    """The facts of a tensor `(B, N, L, H)` that decide the bytes of one token of one head."""
 
     batch: int
     head_dim: int
@@ -35,57 +34,71 @@ class TensorShape(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> TensorShape:
-        """The shape of a tensor."""
+        """Return the facts of a tensor."""
         return cls(x.shape[0], x.shape[3], x.itemsize)
 
 
 class TensorPart(NamedTuple):
-    """Tokens of some heads of one of the tensors."""
+    """Tokens of some heads of one tensor.
+
+    Attributes:
+        number: the index of the tensor.
+        cols: the tokens.
+        heads: the span of heads.
+    """
 
     number: int
-    """The index of the tensor."""
     cols: Cols
     heads: Span
 
     def heads_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All tokens of these heads, `(B, n, L, H)`."""
+        """Return all tokens of these heads, `(B, n, L, H)`."""
         x, (begin, end) = tensors[self.number], self.heads
         return x if end - begin == x.shape[1] else x.narrow(1, begin, end - begin)
 
 
 class Split(NamedTuple):
-    """What goes to a peer, or comes from it: a part of each tensor."""
+    """A part of each tensor that goes to a peer, or comes from it."""
 
     peer: int
     parts: tuple[TensorPart, ...]
 
 
 class Copy(NamedTuple):
-    """A part of a tensor in the buffer, dense and token-major."""
+    """A part of a tensor in the buffer, dense and token-major.
+
+    Attributes:
+        peer: the first peer that gets it, or the peer that sends it.
+        part: the part of the tensor.
+        shape: `(B, n, C, H)`.
+        span: its bytes in the buffer.
+    """
 
     peer: int
-    """The first peer that gets it, or the one that it comes from."""
     part: TensorPart
     shape: tuple[int, int, int, int]
     span: Span
-    """Its bytes in the buffer."""
 
 
 class Mail(NamedTuple):
-    """The messages of one side of an exchange, packed in one buffer."""
+    """The messages of one side of an all-to-all, packed in one buffer.
+
+    Attributes:
+        num_bytes: the size of the buffer.
+        copies: the parts in the buffer.
+        messages: each peer, and the bytes of its message in the buffer, without empty messages.
+    """
 
     num_bytes: int
-    """The size of the buffer."""
     copies: tuple[Copy, ...]
     messages: tuple[tuple[int, Span], ...]
-    """Each peer, and the bytes of its message in the buffer; empty messages are left out."""
 
     def started(self, buffer: Tensor) -> list[P2P]:
-        """The messages in the buffer, as a transport starts them."""
+        """Return the messages in the buffer, for `Transport.start`."""
         return [P2P(buffer[slice(*span)], peer, source=peer) for peer, span in self.messages]
 
     def views(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The copies in the buffer, `(B, n, C, H)`, with the dtypes of their tensors."""
+        """Return the copies in the buffer, `(B, n, C, H)`, with the dtypes of their tensors."""
         dtypes = {x.dtype for x in tensors}
         # One view for each dtype: a view costs the host as much as a small copy.
         typed = {dtype: buffer[: self.num_bytes].view(dtype) for dtype in dtypes}
@@ -98,11 +111,11 @@ class Mail(NamedTuple):
 
 
 def mail_of(splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: bool) -> Mail:
-    """Pack the messages of one side, one after the other.
+    """Plan the buffer of one side: its messages follow each other.
 
     Args:
-        splits: what each peer gets, or sends.
-        shapes: of the tensors.
+        splits: the parts that each peer gets, or sends.
+        shapes: the shapes of the tensors.
         is_sent: whether the messages leave; then peers that get the same parts share one copy.
     """
     copies, messages, known, end = list[Copy](), list[tuple[int, Span]](), dict[Hashable, Span](), 0
@@ -119,9 +132,9 @@ def mail_of(splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: boo
 
 
 def _packed(split: Split, shapes: Sequence[TensorShape], begin: int) -> list[Copy]:
-    """The copies of one message, which begins there in the buffer."""
+    """Return the copies of the message that begins at byte `begin` of the buffer."""
     copies = []
-    # Wide dtypes first: then each begins where it may without gaps.
+    # Wide dtypes come first, so each part is aligned for its dtype without gaps.
     for part in sorted(split.parts, key=lambda part: -shapes[part.number].itemsize):
         batch, head_dim, itemsize = shapes[part.number]
         shape = batch, length(part.heads), len(part.cols), head_dim

@@ -1,4 +1,4 @@
-"""The dtypes in which messages travel, and what is kept of the results between them."""
+"""The policy of a ring: the dtypes of its messages, and the number of partial results it keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dtensor_ring.planning.ranges import as_count
 
 @dataclass(frozen=True, slots=True)
 class TransferPolicy:
-    """The dtypes in which a ring's messages travel, and how many results a rank keeps.
+    """The dtypes of a ring's messages, and the number of partial results that a rank keeps.
 
-    All ranks of an axis have one policy.
+    All ranks of an axis use the same policy.
 
     Args:
         kv_dtype: dtype of keys and values, by default their own. A narrower one sends fewer bytes
@@ -21,10 +21,10 @@ class TransferPolicy:
         grad_dtype: dtype of the sums of key and value gradients. `torch.bfloat16` halves their
             bytes and rounds them at each hop; docs/rounding.md has the errors. float16 overflows
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
-        num_parts: outputs of steps, and gradients of the query, that are kept until one pass puts
-            them together; each is as large as the query. On GPUs more of them save time, most with
-            as many as there are ranks. By default as many as take about the memory of a float32
-            sum: two of 16 bits on a GPU, else one.
+        num_parts: the number of partial outputs, or partial gradients of the query, that are kept
+            until one pass merges them. Each is as large as the query. On GPUs more of them save
+            time, up to one per rank. The default takes about the memory of a float32 sum: two of
+            16 bits on a GPU, else one.
 
     Raises:
         TypeError: if a dtype is not a `torch.dtype`, or `num_parts` is not an integer.
@@ -54,8 +54,8 @@ class TransferPolicy:
             object.__setattr__(self, "num_parts", as_count("num_parts", self.num_parts, 1))
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of keys and values of `dtype` are summed and travel."""
-        # float32 stands for wide, so that float64 gradients are not rounded by default.
+        """Return the dtype in which gradients of keys and values of `dtype` are summed and sent."""
+        # The default float32 means "at least float32": float64 gradients are not rounded.
         is_default = self.grad_dtype == torch.float32
         return torch.promote_types(dtype, torch.float32) if is_default else self.grad_dtype
 

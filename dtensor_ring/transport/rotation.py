@@ -1,15 +1,15 @@
-"""The packets of keys, values and gradients, as they go from rank to rank.
+"""Move packets of keys, values and gradients from rank to rank.
 
-Note [Life of a packet]: a packet is in flight during one hop, then it is resident under its source
-until no step computes on it and no hop forwards it, as `Hop.releases` says. Its buffer serves the
-next packet then. So a route may bring packets long before they are used, or all at once; the usual
-ring needs two buffers, direct messages three, and so do packets that leave columns behind. Their
-sums leave in two parts, which takes two more.
+Note [Life of a packet]: a packet is in flight during one hop. Then it is resident under its source
+until `Hop.releases` names the source: no later step computes on it, and no later hop forwards it.
+The next packet reuses its buffer. So a route may bring packets long before they are used, or all at
+once. The usual ring needs two buffers. Direct messages need three, and so do packets that lose
+columns on their way; the sums of those leave in two parts and need two more buffers.
 
-Note [Messages of a packet]: a large key and value go from where they lie, as two messages, and
-arrive side by side in one buffer. From there they go on as one message. Both ranks must know how
-many messages there are: it depends on the size, and on who sends, not on how tensors lie. What does
-not lie in one piece is packed first.
+Note [Messages of a packet]: the owner sends a large key and value in place, as two messages, which
+arrive next to each other in one buffer. Later ranks forward them as one message. Both ranks must
+expect the same number of messages, so it depends on the size and the sender only, and not on
+strides. Tensors that are not contiguous are packed first.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
 from dtensor_ring.transport.transport import P2P, Transport, Work
 
+# The owner sends key and value of a packet of at least this many bytes as two messages, in place.
+# Each message wakes a thread on a core that computes: below this size, a copy of both into one
+# message is faster.
 LARGE = 1 << 23
-"""Bytes of a packet from which its owner sends key and value apart, each from where it lies.
-
-Another message is another thread to wake, on a core that computes: below, that takes longer than to
-copy both into one message.
-"""
 
 
 def goes_apart(num_bytes: int) -> bool:
-    """Whether the owner sends keys and values of this size as two messages.
+    """Return whether the owner sends keys and values of this size as two messages.
 
-    Both ranks of a message ask this, so it knows of nothing that only one of them has.
+    Both ranks of a message call this, so it uses only facts that both of them have.
     """
     return num_bytes >= LARGE
 
@@ -52,7 +50,8 @@ class Packet:
     Args:
         cols: the columns, counted in the whole shard.
         pair: the columns of both tensors.
-        buffer: uint8, that has both side by side; `None` if they are the tensors of a user.
+        buffer: the uint8 tensor that holds both, next to each other; `None` if they are views of a
+            user's tensors.
     """
 
     def __init__(self, cols: Cols, pair: Pair, buffer: Tensor | None = None) -> None:
@@ -60,13 +59,13 @@ class Packet:
 
     @classmethod
     def within(cls, buffer: Tensor, like: Pair, cols: Cols, dtype: torch.dtype) -> Packet:
-        """A packet of any content.
+        """Return a packet in a buffer; its content is undefined.
 
         Args:
             buffer: uint8, at least as large as the columns.
-            like: the whole pair, whose batch, heads and head dims the columns have.
+            like: the whole pair; the packet has its batch, heads and head dims.
             cols: the columns, counted in the whole shard.
-            dtype: in which they travel.
+            dtype: the dtype of the packet.
         """
         flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         tensors, offset = [], 0
@@ -82,7 +81,7 @@ class Packet:
 
     @classmethod
     def lying(cls, pair: Pair, cols: Cols) -> Packet | None:
-        """These columns where a pair has them, if each tensor has them in one piece of memory."""
+        """Return a packet that views columns of a pair, or `None` if they are not contiguous."""
         if len(cols.spans) != 1:
             return None
         at = region(None, cols.spans[0])
@@ -92,17 +91,17 @@ class Packet:
 
     @property
     def num_bytes(self) -> int:
-        """Of both tensors."""
+        """Return the bytes of both tensors."""
         key, value = self.pair
         return key.nbytes + value.nbytes
 
     def fill(self, pair: Pair, at: Cols) -> None:
-        """Copy columns out of a pair: as many as the packet has, from where the pair has them."""
+        """Copy the columns `at` of a pair into the packet, which has the same number of columns."""
         for view, x in zip(self.pair, pair, strict=True):
             pack(view, x, at)
 
     def messages(self, is_apart: bool) -> list[Tensor]:
-        """Flat tensors: key and value, or both in one, which takes a buffer."""
+        """Return flat tensors: key and value apart, or the buffer that holds both."""
         if is_apart:
             return [x.permute(TOKEN_MAJOR).view(-1) for x in self.pair]
         assert self.buffer is not None, "what lies somewhere else is not one message"
@@ -111,14 +110,14 @@ class Packet:
 
 
 class Rotation:
-    """Moves packets by a list of hops. As a context, it gives its buffers back at the end.
+    """Moves packets along a list of hops. As a context manager, it frees its buffers on exit.
 
     Args:
-        transport: what moves the messages.
-        plan: of this rank.
-        hops: by step, what it sends and receives.
-        like: the whole pair that packets hold columns of.
-        dtype: in which packets travel.
+        transport: moves the messages.
+        plan: the plan of this rank.
+        hops: by step, the packets that this rank sends and receives.
+        like: the whole pair whose columns packets hold.
+        dtype: the dtype of packets.
     """
 
     def __init__(
@@ -146,8 +145,8 @@ class Rotation:
     def __exit__(self, *error: object) -> None:
         if not (self._resident or self._idle):
             return
-        # What is still in flight, as when a kernel raised, may be written to at any time: such a
-        # buffer goes to nobody else.
+        # After an error, messages may still write to the buffers in flight, so nobody else may
+        # reuse those.
         in_flight = _buffers(self._sent + [packet for _, packet in self._arriving])
         kept = _buffers(self._resident.values())
         for buffer in self._idle + [x for key, x in kept.items() if key not in in_flight]:
@@ -155,20 +154,20 @@ class Rotation:
         self._resident, self._idle = {}, []
 
     def _packet(self, cols: Cols) -> Packet:
-        """A packet for these columns, in a buffer that nothing else is in."""
+        """Return a packet for these columns in an idle buffer; allocate one if there is none."""
         if not self._idle:
             self._idle.append(self._allocate())
         return Packet.within(self._idle.pop(), self._like, cols, self._dtype)
 
     def _allocate(self) -> Tensor:
-        # As large as the largest packet, so that any buffer serves any; a sum is as large as the
-        # packet of keys that it belongs to, though it may leave in parts.
+        # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
+        # as large as its packet of keys and values, though it may leave in parts.
         hops = self._plan.shards + self._plan.sums
         num_cols = max([len(x.cols) for hop in hops for x in hop.sends + hop.receives])
         return self._transport.allocate(num_cols * self._col_bytes, self._like[0].device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
-        """These columns of a packet that is here: as it came, or a copy of them."""
+        """Return these columns of a resident packet: the packet itself, or a copy of a part."""
         resident = self._resident[source]
         if resident.cols == cols:
             return resident
@@ -178,7 +177,7 @@ class Rotation:
         return packet
 
     def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
-        """Start a hop, with a packet for each of its sends; nothing empty travels."""
+        """Start a hop, with one packet for each of its sends."""
         self._sent = outgoing
         self._arriving = [(x.source, self._packet(x.cols)) for x in hop.receives]
         receives = [
@@ -194,7 +193,7 @@ class Rotation:
         self._works = self._transport.start(receives, sends)
 
     def _messages(self, transfer: Transfer, packet: Packet, sender: int) -> list[P2P]:
-        """The messages of a transfer; nothing empty travels."""
+        """Return the messages of a transfer that are not empty."""
         is_apart = transfer.source == sender and goes_apart(self._num_bytes(transfer.cols))
         flats = packet.messages(is_apart)
         return [P2P(x, transfer.peer, source=transfer.source) for x in flats if x.numel()]
@@ -203,9 +202,9 @@ class Rotation:
         return len(cols) * self._col_bytes
 
     def _finish(self, hop: Hop) -> list[Packet]:
-        """Wait for the hop; its packets are resident now, but those that are returned.
+        """Wait for the hop. Packets of other sources become resident; the others are returned.
 
-        Returned are sums for this rank's own shard, whose buffers are the caller's to give back.
+        The returned packets are sums for this rank's own shard; the caller frees their buffers.
         """
         for work in self._works:
             work.wait()
@@ -220,12 +219,12 @@ class Rotation:
 
 
 def _buffers(packets: Iterable[Packet]) -> dict[int, Tensor]:
-    """The buffers that packets are in, by their id."""
+    """Return the buffers of packets by their `id`; several packets may share one buffer."""
     return {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
 
 
 class ShardRotation(Rotation):
-    """Moves keys and values; `kv_dtype` is the dtype in which they travel, by default their own."""
+    """Moves keys and values, in the dtype `kv_dtype` or, by default, their own."""
 
     def __init__(
         self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: torch.dtype | None = None
@@ -235,10 +234,10 @@ class ShardRotation(Rotation):
 
     @contextmanager
     def moving(self, step: Step, label: Label) -> Iterator[Pair]:
-        """Keys and values of a step, while the messages for later steps are in flight."""
+        """Yield the keys and values of a step, while messages for later steps are in flight."""
         self._transport.at(label)
         hop = self._hops[step.number]
-        moves = any(hop)  # nothing does in the last step
+        moves = any(hop)  # false in the last step
         outgoing = self._outgoing(hop.sends, label) if moves else []
         with label("send"):
             if moves:
@@ -254,14 +253,14 @@ class ShardRotation(Rotation):
         if packet is None:
             return self._shard
         key, value = packet.pair
-        # Narrow packets are widened here, so that kernels see one dtype.
+        # Packets of a narrower dtype are widened here: kernels see one dtype.
         dtype = self._shard[0].dtype
-        return key.to(dtype), value.to(dtype)  # no copy where they travel as they are
+        return key.to(dtype), value.to(dtype)  # no copy if the dtype is the same
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
-        """The packet of each transfer; columns that go to several peers are packed once."""
+        """Return the packet of each transfer; columns for several peers are packed once."""
         packets: dict[tuple[int, Cols], Packet] = {}
-        # A message reads a packet, so several peers may read one.
+        # Messages only read their packet, so several may share one.
         for source, cols, _ in sends:
             if (source, cols) not in packets:
                 packets[source, cols] = self._packed(source, cols, label)
@@ -281,44 +280,44 @@ class ShardRotation(Rotation):
 
 
 class SumRotation(Rotation):
-    """Moves sums of key and value gradients; adding to them is the loop's part."""
+    """Moves sums of key and value gradients; the backward loop adds to them."""
 
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
         super().__init__(transport, plan, plan.sums, shard, dtype)
         self._hop = Hop()
         sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
-        # Known before, so that the last sum is added in the narrow dtype at once.
+        # Counted ahead: the caller adds the last sum directly in the narrow dtype.
         self._num_own = sources.count(plan.rank)  # still to come
 
     def post(self, step: Step, label: Label) -> None:
-        """Start the hop after a step, whose sums are complete."""
+        """Start the hop after a step; the sums that it sends are complete."""
         self._hop = self._hops[step.number]
         outgoing = [self._part(x.source, x.cols, label) for x in self._hop.sends]
         for source in {x.source for x in self._hop.sends}:
             whole = self._resident.pop(source)
-            if whole not in outgoing:  # it was copied, in parts
+            if whole not in outgoing:  # its parts were copied
                 self._idle += _buffers([whole]).values()
         with label("send sums"):
             self._start(self._hop, outgoing)
         self._transport.at(label)
 
     def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:
-        """Wait for the last hop; the sums for this rank's own shard, and whether it is the last.
+        """Wait for the last hop; yield each sum for this rank's own shard, and whether it is last.
 
-        Each is valid until the next is asked for.
+        A sum is valid until the next one is yielded.
         """
         with label("wait for sums"):
             own = self._finish(self._hop)
         self._hop = Hop()
         for packet in own:
             self._num_own -= 1
-            # The caller adds it before it asks for the next, so its buffer is free then.
+            # The caller has added the sum when the generator resumes: its buffer is idle then.
             yield packet, not self._num_own
             self._idle += _buffers([packet]).values()
 
     def sum_of(self, step: Step) -> tuple[Packet, bool]:
-        """The sum that a step's gradients belong to, and whether it is new, without content."""
-        # The first rank after a source starts its sum; the others add to what arrived.
+        """Return the sum that a step adds to, and whether it is new, with undefined content."""
+        # The first rank after a source starts its sum; later ranks add to the sum that arrived.
         is_new = step.source not in self._resident
         if is_new:
             self._resident[step.source] = self._packet(step.cols)

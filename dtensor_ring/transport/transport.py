@@ -1,4 +1,4 @@
-"""The transport of messages: its protocol, its buffers, and the process group's own."""
+"""The transport of messages: the protocol, the buffer pool, and the process group's transport."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 
+# The buffers of a backward pass. Around the ring: two for shards, two for sums of gradients, and
+# one for a sum that returns to its owner. On the direct route: three for shards, two for sums.
 MAX_SPARES = 5
-"""Buffers of a backward pass: around the ring, two for shards, two for sums of gradients, and one
-for a sum that returns to its owner; on the direct route, three for shards and two for sums."""
 
 
 class BufferPool:
-    """Keeps the last few buffers that were given back.
+    """Keeps the last few CPU buffers that were given back.
 
-    Fresh memory costs a page fault every 4 KiB, which on a CPU is more than all else that a ring
-    adds to its kernels. The allocators of other devices do this themselves. At most `MAX_SPARES`
-    buffers are kept, each of the size of a key and value shard, or of their gradients.
+    New memory costs a page fault every 4 KiB, which on a CPU is more than all other costs that a
+    ring adds to its kernels. The allocators of other devices keep memory themselves. At most
+    `MAX_SPARES` buffers are kept, each as large as a key and value shard, or its gradients.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class BufferPool:
         self._lock = Lock()  # backward may run in a thread of its own
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """At least that many bytes, of any content."""
+        """Return a buffer of at least `num_bytes` bytes; its content is undefined."""
         with self._lock:
             fitting = [i for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
             if device.type == "cpu" and fitting:
                 # The smallest that fits: larger ones stay for larger messages.
                 return self._spares.pop(min(fitting, key=lambda i: self._spares[i].numel()))
-        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+        with torch.inference_mode(False):  # tensors made in it are read-only outside
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        """Give a buffer back, once nothing reads or writes it."""
+        """Give a buffer back that nothing reads or writes any more."""
         if buffer.device.type == "cpu":
             with self._lock:
                 self._spares.append(buffer)
-                # The oldest go first: calls of another size may be over.
+                # The oldest are dropped first: no call may need their size any more.
                 del self._spares[:-MAX_SPARES]
 
 
@@ -56,10 +56,13 @@ BUFFERS = BufferPool()
 
 
 class P2P(NamedTuple):
-    """A flat tensor that goes to a peer, or comes from it; peers count along the axis.
+    """A flat tensor that goes to a peer, or comes from it.
 
-    `source` is the rank on the axis whose shard it has columns of, and `tag` a number that both
-    sides of a message have, and messages of other calls have not.
+    Attributes:
+        flat: the tensor.
+        peer: the rank of the other side, counted along the axis.
+        tag: a number that both sides of a message share, and other calls do not use.
+        source: the rank on the axis whose shard the message has columns of.
     """
 
     flat: Tensor
@@ -69,26 +72,29 @@ class P2P(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Messages that go along the ranks and not around them, between two calls of one order."""
+    """Messages along a line of ranks, which does not close to a ring.
+
+    Attributes:
+        step: 1 to send to the next rank, -1 to the previous one; the rank at the end sends nothing.
+        tag: the tag of the messages; one call sends them, and another call receives them.
+    """
 
     step: int
-    """1 to the next rank, -1 to the one before; the last and the first have no neighbour there."""
     tag: int
-    """Of the messages: what one call sends, another one receives."""
 
 
 class Work(Protocol):
     """A message in flight."""
 
     def wait(self) -> object:
-        """Return once the next kernels may read or overwrite the message's tensor."""
+        """Return when the next kernels may read or overwrite the message's tensor."""
 
 
 class Transport(ABC):
     """Allocates the buffers of messages, and starts the messages of a hop.
 
-    A subclass has to provide `start` only. One that wants registered memory (NCCL user buffers,
-    symmetric memory) overrides `allocate` and `free`, too. Pass it as `SequenceAxis(transport=)`.
+    A subclass must define `start` only. To use registered memory (NCCL user buffers, symmetric
+    memory), it also overrides `allocate` and `free`. Pass it as `SequenceAxis(transport=)`.
 
     >>> class Alone(Transport):
     ...     def start(self, receives, sends):
@@ -98,27 +104,27 @@ class Transport(ABC):
     """
 
     def keeps_tags(self, device: torch.device) -> bool:
-        """Whether messages of that device with other tags never meet; else ranks agree first."""
+        """Return whether tags separate messages of that device; if not, ranks agree before them."""
         return False
 
     def at(self, label: Label) -> None:  # noqa: B027 - most need not know
-        """Every step of a loop begins with it, and goes on with it after each start of messages.
+        """Note that a loop is at `label`; called at each step, and after each start of messages.
 
-        Ranks that have been asked as often have started the same messages.
+        Two ranks with the same number of `at` calls have started the same messages.
         """
 
     def abort(self) -> None:  # noqa: B027 - most are closed with the group
-        """Let nobody wait for this rank any more: after an error, no call follows."""
+        """End all waits for this rank after an error; no call follows."""
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to prepare
-        """Get ready for tensors of that device; every rank calls it before a loop's first hop.
+        """Prepare for tensors of that device; every rank calls it before a loop's first hop.
 
         Raises:
             ValueError: if this transport cannot move tensors of that device.
         """
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A uint8 buffer of at least `num_bytes` bytes, with any content."""
+        """Return a uint8 buffer of at least `num_bytes` bytes; its content is undefined."""
         return BUFFERS.take(num_bytes, device)
 
     def free(self, buffer: Tensor) -> None:
@@ -130,24 +136,24 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        """Start the messages of a hop; between two ranks they match in the order given here.
+        """Start the messages of a hop; two ranks match their messages in the order of the lists.
 
         Each `Work` keeps the tensor of its message alive until the message is complete.
         """
 
 
+# The tag of call records, and of a message that nobody sends. All other tags are smaller.
 WORD_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE
-"""Of messages that hold words, and of one that nobody sends; the others have smaller tags."""
 
 
 class ProcessGroupTransport(Transport):
-    """Point-to-point messages of `torch.distributed`, batched by hop."""
+    """Sends point-to-point messages of `torch.distributed`, batched by hop."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def prepare(self, device: torch.device) -> None:
-        """Connect the ranks: NCCL wants all of them in its first call, a hop may concern two.
+        """Connect all ranks: NCCL needs all of them in its first call, and a hop may have only two.
 
         Raises:
             ValueError: if the tensors are on a GPU and the group is gloo's.
@@ -164,14 +170,14 @@ class ProcessGroupTransport(Transport):
         _CONNECTED.add(self._group)
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        # Receives go first: of two ranks that both post a send first, gloo lets only one send at
-        # a time, and the hop takes twice as long.
+        # Receives go first: if two ranks both post a send first, gloo sends one after the other,
+        # and the hop takes twice as long.
         if any(message.flat.is_cuda for message in receives + sends):
-            # NCCL deadlocks unless it gets all of them together.
+            # NCCL deadlocks unless all messages of the hop are in one batch.
             operations = [self._operation(dist.irecv, message) for message in receives]
             operations += [self._operation(dist.isend, message) for message in sends]
             return dist.batch_isend_irecv(operations)
-        # Without the checks of `dist`, which take longer than the rest.
+        # The checks of `dist.isend` take longer than the rest, so the group is called directly.
         works = [self._group.recv([x.flat], x.peer, x.tag) for x in receives]
         return works + [self._group.send([x.flat], x.peer, x.tag) for x in sends]
 
@@ -180,21 +186,21 @@ class ProcessGroupTransport(Transport):
         return dist.P2POp(what, flat, group=self._group, tag=tag, group_peer=peer)
 
     def keeps_tags(self, device: torch.device) -> bool:
-        return device.type == "cpu"  # gloo does, NCCL does not look at them
+        return device.type == "cpu"  # gloo matches tags, NCCL ignores them
 
     def receive_word(self, message: P2P) -> Work:
-        """Start to receive a message on the CPU that has the tag of words."""
+        """Start to receive a call record, on the CPU."""
         return self._group.recv([message.flat], message.peer, WORD_TAG)
 
     def send_word(self, message: P2P) -> Work:
-        """Start to send a message on the CPU that has the tag of words."""
+        """Start to send a call record, on the CPU."""
         return self._group.send([message.flat], message.peer, WORD_TAG)
 
     def abort(self) -> None:
-        """Close the connections of this rank, so that those who wait for it get an error."""
+        """Close the connections of this rank: ranks that wait for it get an error."""
         group = self._group
         with suppress(RuntimeError):  # closed already
-            # Gloo has no abort, but closes all connections of a rank once it has waited in vain.
+            # Gloo has no abort, but a wait that times out closes all connections of the rank.
             unsent = torch.empty(1, dtype=torch.uint8)
             late = group.recv([unsent], (group.rank() + 1) % group.size(), ABORT_TAG)
             late.wait(timedelta(milliseconds=1))
@@ -203,21 +209,21 @@ class ProcessGroupTransport(Transport):
 
 
 def is_plain(transport: Transport, device: torch.device) -> bool:
-    """Whether messages of that device are the process group's own, and nobody changed how they go.
+    """Return whether the process group itself moves messages of that device, and keeps tags.
 
-    Then words may carry them.
+    If so, call records may carry messages.
     """
     return type(transport) is ProcessGroupTransport and transport.keeps_tags(device)
 
 
 def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None:
-    """Options of a new group for the messages of an axis; `None` where NCCL does not connect ranks.
+    """Return options of a new group for an axis; `None` where NCCL does not connect the ranks.
 
-    Its kernels take the next multiprocessor that attention leaves, before attention's own blocks
-    do. So a hop begins while the tile runs, and not after it.
+    A stream of high priority gets a free multiprocessor before attention's own blocks do. So a hop
+    begins while the tile runs, and not after it.
 
     Args:
-        device_type: of the mesh, `"cuda"` or `"cpu"`.
+        device_type: the device type of the mesh, `"cuda"` or `"cpu"`.
     """
     world = dist.group.WORLD
     if device_type != "cuda" or world is None:
@@ -226,22 +232,22 @@ def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None
     if of_all.name() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = of_all.options._timeout  # of a mesh's group, they decide it
+    options._timeout = of_all.options._timeout  # in a mesh, options set the timeout
     return options
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
-    """The transport of a group: the one that was set for it, else point-to-point messages."""
+    """Return the transport of a group: the one set by the user, else point-to-point messages."""
     found = _TRANSPORTS.get(group)
     return ProcessGroupTransport(group) if found is None else found
 
 
 def set_transport(group: dist.ProcessGroup, transport: Transport) -> None:
-    """Move the messages of a group by that transport from now on, on this rank.
+    """Set the transport of a group on this rank.
 
     Raises:
         TypeError: if it is not a `Transport`.
-        ValueError: if the group has another one.
+        ValueError: if the group has another transport.
     """
     if not isinstance(transport, Transport):
         raise TypeError(
@@ -255,8 +261,8 @@ def set_transport(group: dist.ProcessGroup, transport: Transport) -> None:
         )
 
 
+# Groups whose ranks NCCL has connected. An entry ends with its group.
 _CONNECTED: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose ranks NCCL has connected; entries die with their group."""
 
+# Transports that users set. An entry ends with its group, unless the transport references that.
 _TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary()
-"""Transports that users passed. An entry dies with its group, unless the transport holds that."""

@@ -1,4 +1,4 @@
-"""Context parallelism of a module by annotation."""
+"""The parallel style that makes a module attend over a ring."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ContextParallel(ParallelStyle):
     that of all ranks (`sum_over_sequence`), averages over the axis, as over data-parallel ranks.
 
     Args:
-        layout: order in which the tokens are dealt; a layout or its spelling.
+        layout: the order in which the tokens are sharded; a layout or its spelling.
         strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
@@ -76,7 +76,7 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         how = {"strategy": strategy, "kernel": kernel, "policy": policy}
         self.layout, self.how = as_layout(layout), how
-        # Refused here, where the user wrote them, and not where the plan is applied.
+        # Refuse options here, where the user wrote them, and not when the style is applied.
         check_axis_options(self.layout, **how)
         self.inputs = _names(inputs)
 
@@ -87,7 +87,7 @@ class ContextParallel(ParallelStyle):
             return shard_multihead(module, SequenceAxis(device_mesh, self.layout, **self.how))
         _check_parts(module)
         parameters = signature(module.forward).parameters
-        # A forward that takes anything may take the inputs, too.
+        # A forward with `*args` or `**kwargs` may take the inputs, too.
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
         if not (is_open or set(self.inputs) <= set(parameters)):
             raise ValueError(
@@ -109,7 +109,7 @@ class ContextParallel(ParallelStyle):
 
 
 def _check_parts(module: nn.Module) -> None:
-    """Refuse a module whose attention is that of a module in it."""
+    """Refuse a module whose attention is a submodule."""
     found = [name for name, x in module.named_modules() if isinstance(x, nn.MultiheadAttention)]
     if found:
         raise ValueError(
@@ -119,7 +119,7 @@ def _check_parts(module: nn.Module) -> None:
 
 
 def _names(inputs: Any) -> tuple[str, ...]:
-    """The names of inputs, in a tuple."""
+    """Return the names of inputs as a tuple."""
     is_listed = isinstance(inputs, Collection) and not isinstance(inputs, (str, Tensor))
     if not is_listed or not inputs or not all(isinstance(name, str) for name in inputs):
         raise TypeError(f"inputs must be names of arguments, such as {INPUTS}, got {inputs!r}")
@@ -127,9 +127,9 @@ def _names(inputs: Any) -> tuple[str, ...]:
 
 
 def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> dict[int, str]:
-    """The inputs by where they are if given by position.
+    """Return the index of each input among positional arguments.
 
-    Those without a name follow those with one, by `*args`; if none has, they come first.
+    Inputs that `*args` takes follow the named ones; if none is named, they come first.
     """
     kinds = {p.name: p.kind for p in parameters}
     by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -151,7 +151,7 @@ def _shard_inputs(
     positions: dict[int, str],
     names: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not torch.compiler.is_compiling():  # a graph would be one of this layer only
+    if not torch.compiler.is_compiling():  # a name in the graph would compile each layer separately
         CALLER.layer = layer_of(module)
     sharded = tuple(shard(positions[i], x) if i in positions else x for i, x in enumerate(args))
     named = {name: shard(name, kwargs[name]) for name in names if name in kwargs}
@@ -165,7 +165,7 @@ def _shard_inputs(
 
 def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -> Any:
     if not isinstance(x, Tensor):
-        # What may be left out may be given so, and what has no name may be anything.
+        # Optional inputs may be given as their default, and unnamed ones may be anything.
         if x is defaults.get(name, x):
             return x
         raise TypeError(
@@ -174,7 +174,7 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
         )
     check_strided(name, x)
     if isinstance(x, DTensor):
-        # Sharded by another style already, as heads are by tensor parallelism.
+        # Already sharded by another style, such as heads by tensor parallelism.
         if Shard(SEQUENCE) not in x.placements:
             raise ValueError(
                 f"{name}, a DTensor, must be Shard({SEQUENCE}) over a mesh with the axis of the "
@@ -189,12 +189,12 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
             "torch.export cannot make DTensors of local tensors, as ContextParallel does; call "
             "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"
         )
-    # Comparing shapes over the ranks would cost a collective for each tensor.
+    # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return DTensor.from_local(x, axis.mesh, [Shard(SEQUENCE)], run_check=False)
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.compiler.is_compiling():
         CALLER.layer = ""
-    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
+    # A lambda, because a compiler can trace `x.to_local()`, but not the unbound function.
     return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

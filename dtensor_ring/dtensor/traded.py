@@ -1,8 +1,8 @@
-"""Attention for which ranks trade tokens for heads: an exchange, the ring op, and an exchange.
+"""Runs attention with an all-to-all: an exchange to heads, the ring op, and an exchange back.
 
-Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of such ranks,
-Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are ops of their own, so that autograd keeps what
-came by one, and backward exchanges gradients only.
+Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of these ranks,
+Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are separate ops, so autograd keeps the exchanged
+tensors, and backward exchanges only gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
 
 def traded_heads(strategy: str, group_name: str) -> int:
-    """Ranks of a group that trades tokens for heads, 1 if none does."""
+    """Return the number of ranks that share the heads after the all-to-all, 1 without one."""
     return as_strategy(strategy, group_named(group_name).size()).heads
 
 
@@ -32,8 +32,8 @@ def _rank(group_name: str) -> int:
     return group_named(group_name).rank()
 
 
-# A compiler takes their results for constants, which they are while the group lives. So says
-# `torch.compiler.assume_constant_result`, which would load the compiler here.
+# Their results are constant while the group is alive, so dynamo may fold them.
+# `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
 for _function in (traded_heads, _rank):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -204,11 +204,11 @@ def _call(bound: dict[str, Any]) -> Call:
 
 
 def _decode_call(bound: dict[str, Any]) -> DecodeCall:
-    """The decode call for the arguments of an aten attention, which has no gradient."""
+    """Return the decode call for the arguments of an aten attention; it has no gradient."""
     tensors = bound["query"], bound["key"], bound["value"]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(NO_GRADIENT)
-    # A causal mask of PyTorch begins at the first query and the first key.
+    # PyTorch aligns a causal mask at the first query and the first key.
     starts = torch.zeros(1, dtype=torch.int32)
     return DecodeCall(DecodeBatch(query_starts=starts), _scores(bound), DecodePlace())
 

@@ -84,9 +84,9 @@ def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> 
 
 
 def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """The DTensor of `seq_len` tokens whose part on this rank is `local`."""
+    """Make the DTensor of `seq_len` tokens whose local shard is `local`."""
     dim %= local.ndim
-    # Given, as `from_local` would take the shards to be of equal length.
+    # Pass the global shape: `from_local` would assume shards of equal length.
     shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
     return DTensor.from_local(
         local,

@@ -57,7 +57,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
 
 
 def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
-    """List the DTensors whose local length here is not the one that their global length implies."""
+    """List the DTensors whose local length does not follow from their global length."""
     given = {name: call[name] for name in ("query", "key", "value")}
     rank, size = group.rank(), group.size()
     return [

@@ -89,7 +89,7 @@ def scores_of(
     """Check the options of the scores and collect them.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if scores cannot be computed with one of the numbers.
     """
     if not isinstance(mask, Mask):

@@ -119,8 +119,8 @@ def ring_attention(
             boundary see nothing, and their output is 0. Best on the CPU, where the ring is planned:
             the host waits for the copy of a GPU tensor in each call.
         sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
-            The gradient of a plain tensor is partial, and the ranks have to sum it: it is from
-            this rank's queries, or heads if those are sharded. A DTensor gets a `Partial` one.
+            The gradient of a plain tensor must be summed over the ranks: it comes from this rank's
+            queries, or its heads if those are sharded. A DTensor gets a `Partial` one.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of

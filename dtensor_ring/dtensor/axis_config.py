@@ -91,7 +91,7 @@ def check_axis_options(
     """Refuse options that no axis accepts, before there is an axis; `None` is the default.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if one is unknown.
     """
     configured(layout, strategy=strategy, kernel=kernel, policy=policy)
@@ -101,7 +101,7 @@ def configured(layout: Layout, **how: Any) -> AxisConfig:
     """Make the configuration of a layout, strategy, kernel and policy; `None` is the default.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if one is unknown.
     """
     return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})

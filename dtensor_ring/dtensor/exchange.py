@@ -40,8 +40,8 @@ def exchange(
     reverse exchange. For attention, use the strategy "ulysses" instead, see `SequenceAxis`.
 
     Args:
-        tensors: local shards `(B, N, L, H)`, such as query, key and value, of one batch size and
-            one length; or what `to="heads"` made of them. Head dims and dtypes may differ.
+        tensors: local shards `(B, N, L, H)`, such as query, key and value, with equal batch size
+            and length; or the results of `to="heads"`. Head dims and dtypes may differ.
         mesh: the 1-D mesh of the axis. Its layout is that of its `SequenceAxis`, contiguous if
             there is none.
         to: what this rank gets, "heads" or "tokens".
@@ -121,7 +121,7 @@ def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
 
 def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_back: bool) -> None:
     """Refuse heads that cannot be sharded, and a way back that would return copies of heads."""
-    shard = head_shard_of(0, num_sharing, num_key_heads)  # rank 0 stands for all
+    shard = head_shard_of(0, num_sharing, num_key_heads)  # no rank splits a key head more
     for count in counts:
         try:
             shard.span(count, num_key_heads)

@@ -32,16 +32,17 @@ class ContextParallel(ParallelStyle):
 
     The module gets local shards `(B, N, L, H)`, as all modules around it do. Inside, query, key
     and value are DTensors sharded in dimension 2, so its `F.scaled_dot_product_attention` or
-    `ring_attention` runs over the axis; what it returns becomes local again.
+    `ring_attention` runs over the axis. Its outputs become local again.
 
-    `nn.MultiheadAttention` gets and returns its own shape, `(B, L, E)` or `(L, B, E)`, and takes
-    `is_causal` for the whole sequence: plan those in `nn.TransformerEncoderLayer` and its like.
+    `nn.MultiheadAttention` takes and returns its own shape, `(B, L, E)` or `(L, B, E)`, and applies
+    `is_causal` to the whole sequence. In `nn.TransformerEncoderLayer` and similar layers, apply the
+    style to this submodule.
 
-    Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
-    of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
-    `parallelize_module`. Shards are taken to be of one length on all ranks: pad the sequence to a
-    multiple of twice the ranks. The gradient of a loss that is the mean over a rank's tokens, or
-    that of all ranks (`sum_over_sequence`), averages over the axis, as over data-parallel ranks.
+    All data of a token must be sharded in the same order: tokens, labels, and the positions of
+    rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
+    `parallelize_module`. Shards must have equal length on all ranks: pad the sequence to a multiple
+    of twice the number of ranks. If the loss is the mean over a rank's tokens, or over those of all
+    ranks (`sum_over_sequence`), gradients average over the axis, as over data-parallel ranks.
 
     Args:
         layout: the order in which the tokens are sharded; a layout or its spelling.
@@ -51,7 +52,7 @@ class ContextParallel(ParallelStyle):
         inputs: names of the arguments of `forward` that become DTensors.
 
     Raises:
-        TypeError: if an argument is of another type, or an input is not a tensor.
+        TypeError: if an argument has a wrong type, or an input is not a tensor.
         ValueError: if a value is unknown, or `forward` has no arguments of these names.
 
     Example:

@@ -203,7 +203,7 @@ class _SumFunction(_SingleLevelFunction):
         inputs = local, group_name, *place
         total = below_autograd(sum_ranks_op, sum_ranks, keyset, *inputs, of_node=True)
         ctx.place = group_name, place, 0
-        if is_plain_call(keyset):  # while a compiler traces, no call is made and has a number
+        if is_plain_call(keyset):  # a compiler only traces: there is no call, and no number of it
             group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
             ctx.place = group_name, place, session_of(group).number
         return total

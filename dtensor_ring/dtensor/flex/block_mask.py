@@ -156,10 +156,10 @@ def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
 
 
 def _grid(blocks: Blocks, row: int) -> Tensor:
-    """What is seen of each block, `(blocks of queries, blocks of keys)`, nothing on both sides."""
+    """Return what is seen of each block, `(query blocks, key blocks + 2)`, NONE at both ends."""
     sizes = zip(blocks.lengths, blocks.block_size, strict=True)
     height, width = (-(-length // size) for length, size in sizes)
-    # One column more, for the indices that are not counted.
+    # One extra column takes the writes of indices that are not counted.
     grid = torch.full((height, width + 3), NONE, dtype=torch.int8)
     for counts, indices, kind in (
         (blocks.partial_counts, blocks.partial_indices, PARTIAL),

@@ -1,15 +1,15 @@
 """Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
 
-Note [How a call of flex_attention gets here]: outside of a compiled graph PyTorch compiles the call
-by itself. Dynamo traces `score_mod` and the mask's function into small graphs, and puts a
-higher-order op into its own graph, which runs eagerly or is compiled on. That op asks its kernel
-for autograd first: ours takes the call over there, with the DTensors of the user, so that the
-ring's own autograd holds. In inference mode the op asks for a rule for the tensor subclass.
+Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
+call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
+higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
+its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
+applies. In inference mode the op asks for a rule for the tensor subclass instead.
 
-Dynamo traces both functions with indices that it makes by `query.new_empty([])`. Of a DTensor that
-is a DTensor, which cannot index the plain tensors that mask functions capture, such as the number
-of each token's document. So while a compiler traces, that call returns a plain tensor. No graph has
-it: Dynamo discards it.
+Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor this
+is a DTensor, which cannot index the plain tensors that mask functions capture, such as the document
+number of each token. So this call returns a plain tensor while a compiler traces. It is in no
+graph, because Dynamo discards it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether all ranks of a ring do the same: otherwise it would hang, or be wrong."""
+"""Checks that all ranks of a ring make the same call; otherwise it would hang or be wrong."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.options import Batch
 from dtensor_ring.planning.layout import shard_length
 
+# The largest number of characters of a description that an error quotes.
 MAX_QUOTED = 200
-"""Characters of a description that an error quotes."""
 
 
 def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
-    """Compare a call of `ring_attention`, its arguments by name, with those of the other ranks.
+    """Compare the arguments of `ring_attention`, by name, with those of the other ranks.
 
     Raises:
         ValueError: on every rank, if they differ; or here, if the call is being compiled.
@@ -43,7 +43,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
     else:
         groups = [axis_group(mesh)] if mesh is not None else []
     kernels = [name for name, missing in available_kernels().items() if missing is None]
-    # A sequence over several axes is an error, which the ranks of all of them must raise alike.
+    # A sequence over several axes is an error, which the ranks of all these axes must raise.
     for group in groups:
         axis = annotation_of(group)
         how = axis.config_or_default
@@ -57,7 +57,7 @@ def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
 
 
 def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
-    """Which DTensors hold more or fewer tokens here than their length says."""
+    """List the DTensors whose local length does not follow from their global length."""
     given = {name: call[name] for name in ("query", "key", "value")}
     rank, size = group.rank(), group.size()
     return [
@@ -70,14 +70,14 @@ def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
 
 
 def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
-    """Compare the arguments of a call of `ring_attention`, by name, over the ranks of a group.
+    """Compare the arguments of `ring_attention`, by name, over the ranks of a group.
 
-    Of query, key, value and sinks only what they are is compared, of other tensors the content.
+    Query, key, value and sinks are compared by their properties, other tensors by their content.
 
     Raises:
-        ValueError: on every rank, if some ranks pass something else; says who passes what.
+        ValueError: on every rank, if ranks pass different arguments; says which rank passes what.
     """
-    # Where runs say the lengths of the shards, they differ by rank.
+    # With `key_runs`, the lengths of shards may differ by rank.
     has_lengths = call.get("key_runs") is None
     here = {name: _describe(name, x, has_lengths) for name, x in call.items()}
     here |= {"gradients": _wants_gradients(call), "autocast": _autocast(call["query"])}
@@ -85,19 +85,19 @@ def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
 
 
 def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:
-    """Compare descriptions, by name, over the ranks of a group, which must do what that says.
+    """Compare descriptions, by name, over the ranks of a group; `what` names the call in errors.
 
     Raises:
-        ValueError: on every rank, if they differ; says which ranks of the world have which.
-        RingError: on every rank, if some make another call, or one ended.
+        ValueError: on every rank, if they differ; says which global ranks have which.
+        RingError: on every rank, if some ranks make another call, or a rank ended.
     """
     with _meeting(group, "a comparison", {}):
-        pass  # a rank that is in another call, where a collective would hang, is told so
+        pass  # raises if a rank is in another call, where the collective below would hang
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, here, group)
     differing = []
-    # Names in the order of the call; a rank may lack some that others have.
+    # Names keep the order of the call; a rank may lack names that others have.
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         ranks_by_text: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, everyone, strict=True):
@@ -114,7 +114,7 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
 def _describe(name: str, x: Any, has_length: bool) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
-    if x.layout is not torch.strided or x.is_nested:  # refused later; there may be no shape to read
+    if x.layout is not torch.strided or x.is_nested:  # refused later; it may have no shape
         return f"{x.layout} {x.dtype}"
     shape = tuple(x.shape)
     if x.ndim == 4 and not has_length:
@@ -122,7 +122,7 @@ def _describe(name: str, x: Any, has_length: bool) -> str:
     kind = f"{str(x.dtype).removeprefix('torch.')} {shape} {x.device.type}"
     if isinstance(x, DTensor):
         return f"{kind} {tuple(x.placements)}"
-    # Boundaries decide the plan, so their content must agree; comparing all tensors would cost.
+    # Integers are boundaries, which decide the plan. Comparing other content would cost too much.
     is_readable = x.device.type != "meta" and x.dtype in INTEGERS
     has_content = is_readable and name in Batch._fields
     return f"{kind} {x.tolist()}" if has_content else kind
@@ -134,23 +134,22 @@ def _wants_gradients(call: dict[str, Any]) -> str:
 
 
 def _autocast(query: Any) -> str:
-    """The dtype that the op casts to, if it does."""
+    """Describe the dtype that autocast casts to, if it is on."""
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
     return str(autocast_dtype(device_type) or "off")
 
 
 @contextmanager
 def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterator[None]:
-    """A context at whose end the ranks of a group meet, and compare descriptions.
+    """Return a context at whose end the ranks of a group compare descriptions.
 
-    A rank that is in an attention then, or ends this with an error, is found as if it were a call
-    of the ring: nobody waits for a rank that does something else. A group without words (NCCL's
-    alone) only compares the descriptions: there the others wait for such a rank until the time
-    limit of the group.
+    The comparison is checked like a call of the ring: if a rank is in an attention instead, or
+    leaves the context with an error, no rank waits for it. A group without call records (pure NCCL)
+    only compares the descriptions, and ranks wait until the time limit of the group.
 
     Raises:
         RingError: on every rank, if ranks differ, or some raise.
-        ValueError: on every rank, if ranks of a group without words differ.
+        ValueError: on every rank, if ranks of a group without call records differ.
     """
     with _meeting(group, direction, here):
         yield
@@ -161,19 +160,19 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
 def _meeting(
     group: ProcessGroup, direction: str, here: dict[str, str]
 ) -> AbstractContextManager[Any]:
-    """Words at the end of a context, if the group has any."""
+    """Return a context that compares call records at its end, if the group has them."""
     if group.size() == 1 or not session_of(group).has_words:
         return nullcontext()
     word = Word({"direction": direction} | here)
-    # Words to all, not to the next one only: each rank shall know.
+    # Send to all ranks, not only to the next, so that every rank detects a mismatch.
     return agreed_transport(group, word, direction, torch.device("cpu"), first_bytes=0)
 
 
 def _begin(texts: list[str]) -> int:
-    """Where to begin to quote them: at the beginning, unless they differ only far after it."""
+    """Return where a quote begins: at 0, unless the texts differ only far behind it."""
     columns = enumerate(zip(*texts, strict=False))
     num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
-    # Descriptions may be long: quote some of the common part, then the difference.
+    # Long descriptions: quote the end of the common part, then the difference.
     return max(0, num_alike - MAX_QUOTED // 4) if num_alike > MAX_QUOTED // 2 else 0
 
 

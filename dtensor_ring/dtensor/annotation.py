@@ -22,19 +22,25 @@ from dtensor_ring.planning.strategy import as_strategy
 
 @dataclass
 class Annotation:
-    """The record of one axis; `config` is `None` until it is configured or used."""
+    """The record of one axis.
+
+    Attributes:
+        ranks: the global ranks of the axis, in order.
+        config: how attention runs over the axis; `None` until it is configured or used.
+        is_assumed: whether the config is a default that the first use assumed.
+        group_name: the group that was last used over these ranks.
+        num_layers: the number of modules that attend over the axis; ranks call them by number.
+    """
 
     ranks: tuple[int, ...]
     config: AxisConfig | None = None
     is_assumed: bool = False
     group_name: str | None = None
-    """Of the group that was last seen over these ranks."""
     num_layers: int = 0
-    """Modules that were told to attend over it, which ranks call by their number."""
 
     @property
     def how(self) -> str:
-        """How the axis got its layout, as the words before the layout's name."""
+        """How the axis got its layout, as the words of an error before the layout's name."""
         return "was used unannotated, which makes it" if self.is_assumed else "is annotated"
 
     def __str__(self) -> str:
@@ -42,38 +48,38 @@ class Annotation:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout that the axis was annotated with, `None` if its first use assumed one."""
+        """The layout that the axis was annotated with; `None` if the first use assumed one."""
         return None if self.config is None or self.is_assumed else self.config.layout
 
     @property
     def config_or_default(self) -> AxisConfig:
-        """The configuration for a call that says itself where its tokens are: nothing is assumed.
+        """The configuration for a call that says where its tokens are; assumes nothing.
 
-        The layout has no say in such a call, the strategy, kernel and policy have.
+        Such a call ignores the layout but uses the axis's strategy, kernel and policy.
         """
         return self.config or UNANNOTATED
 
     def assumed(self, config: AxisConfig = UNANNOTATED) -> AxisConfig:
-        """The configuration; an axis that has none gets that of its first use for good."""
+        """Return the configuration; without one, record that of the first use for good."""
         if self.config is None:
             self.config, self.is_assumed = config, True
         return self.config
 
 
+# By the axis's global ranks, in order. Entries die with the default process group that numbers the
+# ranks. Not by mesh or group: DTensor treats meshes over the same ranks as equal, and may replace
+# one by the other.
 _AXES: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Annotation]] = WeakKeyDictionary()
-"""Keyed by the axis's global ranks, in order. Entries die with the default process group that
-numbers them. Not keyed by mesh or group: DTensor takes meshes of the same ranks for one, and puts
-either in place of the other."""
 
+# The same records by group, so that a call looks one up without listing its ranks.
 _BY_GROUP: WeakKeyDictionary[ProcessGroup, Annotation] = WeakKeyDictionary()
-"""The same records by group: a call looks one up without listing its ranks."""
 
+# The default process group that numbers the ranks of the last record, if there is one.
 _LAST: list[ref[ProcessGroup]] = []
-"""The default process group that numbered the ranks of the last record, if there is one."""
 
 
 def annotation_of(group: ProcessGroup) -> Annotation:
-    """The record of the axis that this group spans."""
+    """Return the record of the axis that a group spans."""
     found = _BY_GROUP.get(group)
     if found is None:
         world = dist.group.WORLD
@@ -81,13 +87,13 @@ def annotation_of(group: ProcessGroup) -> Annotation:
         _begin(world)
         ranks = tuple(dist.get_process_group_ranks(group))
         found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
-        # Two meshes of the same ranks have two groups, but are one axis.
+        # Two meshes over the same ranks have two groups, but are one axis.
         _BY_GROUP[group], found.group_name = found, group.group_name
     return found
 
 
 def _begin(world: ProcessGroup) -> None:
-    """Drop the graphs of an earlier world, once no compiler is at work."""
+    """Drop the graphs of an earlier world, if no compiler is tracing."""
     if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
         return
     if _LAST and _LAST[0]() is not world:
@@ -96,19 +102,20 @@ def _begin(world: ProcessGroup) -> None:
 
 
 def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
-    """Record layout, strategy, kernel and policy of a 1-D mesh; `None` is as recorded, or default.
+    """Record the layout, strategy, kernel and policy of a 1-D mesh.
 
-    A layout that belongs to a batch is recorded anew for each batch.
+    `None` stands for the recorded value, or the default. A layout that belongs to a batch is
+    recorded again for each batch.
 
     Raises:
-        ValueError: if the mesh is not 1-D, a value is unknown, or another one was recorded.
+        ValueError: if the mesh is not 1-D, a value is unknown, or another value was recorded.
     """
     here = annotation_of(axis_group(mesh))
     before = here.config
     given = {name: value for name, value in how.items() if value is not None}
-    if "strategy" in given:  # spelled in one way, so that equal ones are equal
+    if "strategy" in given:  # normalize the spelling, because strategies are compared by it
         given["strategy"] = as_strategy(given["strategy"], len(here.ranks)).spec
-    # Checks the values before anything is recorded.
+    # This checks the values, so it runs before anything is recorded.
     config = configured(layout, **_recorded(before) | given)
     if before is not None:
         _check_same(mesh, here, before, config)
@@ -119,9 +126,9 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
 
 
 def tag_compiled() -> None:
-    """Tell torch's caches on disk what graphs have as constants; call it while a compiler traces.
+    """Add the constants of this rank's axes to the keys of torch's caches on disk.
 
-    After that, and in the same thread, torch looks for a graph that it knows.
+    Call it while a compiler traces: afterwards, in the same thread, torch looks up a cached graph.
     """
     world = dist.group.WORLD
     if world is not None:  # else no rank has an axis
@@ -129,18 +136,18 @@ def tag_compiled() -> None:
         tag_caches(world.rank(), [(ranks, *constants_of(here)) for ranks, here in axes])
 
 
-# A compiler runs it while it traces. `torch.compiler.assume_constant_result` would load one here.
+# Evaluated while tracing. `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
 tag_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def constants_of(here: Annotation) -> tuple[Any, ...]:
-    """What compiled graphs have of an axis; what is equal has an equal `repr` in each process."""
+    """Return the constants that graphs have of an axis; equal ones have equal `repr` everywhere."""
     config = here.config or UNANNOTATED
     return here.group_name, config.spec, config.strategy, config.kernel, config.policy
 
 
 def _recorded(config: AxisConfig | None) -> dict[str, Any]:
-    """The recorded options without the layout."""
+    """Return the recorded options without the layout."""
     names = ("strategy", "kernel", "policy")
     return {} if config is None else {name: getattr(config, name) for name in names}
 
@@ -153,7 +160,7 @@ def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisCo
             f"{mesh} {here}, it cannot become {new.layout.spec}: tensors may already be sharded in "
             f"that order; {again}"
         )
-    # An assumed configuration was nobody's choice, so any other may replace it.
+    # An assumed configuration was not chosen by the user, so any other may replace it.
     for name, value in {} if here.is_assumed else _recorded(old).items():
         if getattr(new, name) != value:
             raise ValueError(
@@ -164,15 +171,15 @@ def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisCo
 
 
 def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:
-    """Whether tokens cannot be in both orders; a single rank has them in order in any layout."""
-    # Two batches have two layouts of this kind, which is no contradiction.
+    """Return whether tokens cannot be in both orders; on a single rank all orders are the same."""
+    # Layouts of different batches do not contradict each other.
     if one.per_batch or other.per_batch:
         return one.per_batch != other.per_batch
     return one != other and num_ranks > 1
 
 
 def sequence_layout(mesh: DeviceMesh) -> Layout | None:
-    """The layout a 1-D mesh was annotated with, `None` if it was not.
+    """Return the layout that a 1-D mesh was annotated with, `None` if it was not.
 
     Raises:
         ValueError: if the mesh is not 1-D or does not contain this rank.
@@ -189,25 +196,25 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
 
 
 def config_of_call(group: ProcessGroup, with_runs: bool) -> AxisConfig:
-    """The configuration for a call over the axis, whose batch brings runs or not.
+    """Return the configuration for a call over the axis; `with_runs` if its batch has runs.
 
     Raises:
-        ValueError: if the layout belongs to a batch and there are no runs, or the opposite.
+        ValueError: if the layout belongs to a batch and there are no runs, or vice versa.
     """
     here = annotation_of(group)
     if here.config is None:
-        # Constants: a compiler cannot follow how a configuration is made.
+        # Module constants, because a compiler cannot trace how a configuration is made.
         return here.assumed(PER_BATCH if with_runs else UNANNOTATED)
     here.config.check_runs(with_runs, here.how)
     return here.config
 
 
 def axis_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of a 1-D mesh.
+    """Return the group of a 1-D mesh.
 
     Raises:
-        ValueError: if the mesh has more axes, of which `mesh["cp"]` picks one, or does not contain
-            this rank.
+        ValueError: if the mesh has several axes (`mesh["cp"]` picks one), or does not contain this
+            rank.
         TypeError: if `mesh` is not a DeviceMesh.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -225,18 +232,18 @@ def axis_group(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
-    """The group of an axis of a mesh that contains this rank.
+    """Return the group of an axis of a mesh that contains this rank.
 
-    DTensor keeps meshes, and takes those of the same ranks for one another. So one may come back
-    whose group was destroyed: the group that was last used over the same ranks takes its place.
+    DTensor caches meshes and treats meshes over the same ranks as equal. So a mesh may come back
+    whose group was destroyed. The group that was last used over the same ranks then replaces it.
 
     Raises:
-        ValueError: if the group was destroyed, and there is no other one over its ranks.
+        ValueError: if the group was destroyed, and there is no other group over its ranks.
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
-        return mesh.get_group(axis)  # an input of the graph
-    # The mesh keeps what was found: to find a name takes longer than to find the group of a name.
+        return mesh.get_group(axis)  # the mesh is an input of the graph
+    # Cached on the mesh: looking up the name takes longer than resolving its group.
     kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
     if axis in kept:
         name, known = kept[axis]
@@ -249,14 +256,14 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
 
 
 class _Groups(dict[int, tuple[str, Any]]):
-    """By axis, name and weak reference of its group, which does not travel with the mesh."""
+    """Maps an axis to the name and a weak reference of its group; it is not pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Groups, ()
 
 
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
-    """The layout that an axis was annotated with, `None` if it was not or its group is gone."""
+    """Return the layout that an axis was annotated with, `None` without one or without a group."""
     try:
         return annotation_of(group_of(mesh, axis)).layout
     except ValueError:
@@ -264,7 +271,7 @@ def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
 
 
 def _registered(name: str) -> ProcessGroup | None:
-    """The group of that name, if there is one."""
+    """Return the group of a name, if there is one."""
     try:
         return _resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
     except RuntimeError:
@@ -272,7 +279,7 @@ def _registered(name: str) -> ProcessGroup | None:
 
 
 def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
-    """A group over the ranks of an axis: the mesh's own, else the one that was last used."""
+    """Return a group over the ranks of an axis: the mesh's own, else the last one used."""
     index: list[Any] = list(mesh.get_coordinate() or ())
     index[axis] = slice(None)
     with _disable_current_modes():  # a compiler's tensors have no values
@@ -282,7 +289,7 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         here = _AXES.get(world, {}).get(ranks)
         for name in (mesh._dim_group_names[axis], None if here is None else here.group_name):
             group = None if name is None else _registered(name)
-            # Names are given again in a new world.
+            # A new world reuses names, so compare the ranks, too.
             if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
                 return group
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The arguments of an attention as users give them: refused in words, before the op sees them."""
+"""Checks the arguments of an attention as users give them, before they reach the op."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
+# Bounds of `scale` and `softcap`, unless tensors are float64.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""Of the numbers that scores are computed with, unless tensors are float64."""
 
 
 def mask_of(mask: Mask | None, slices: Slices | Tensor | None) -> Mask:
-    """The mask that was given, or the default: causal, unless slices say what is seen."""
+    """Return the given mask, or the default: causal without slices, full with them."""
     if mask is not None:
         return mask
     return CAUSAL if slices is None else FULL
@@ -35,10 +35,10 @@ def batch_of(
     slices: Slices | Tensor | None,
     key_runs: Tensor | None = None,
 ) -> Batch:
-    """The options that differ from batch to batch.
+    """Collect the options that differ from batch to batch.
 
     Raises:
-        TypeError: if slices are an object where a compiler has to follow.
+        TypeError: if slices are not a tensor while a compiler traces.
     """
     if isinstance(slices, Slices):
         if torch.compiler.is_compiling():
@@ -46,15 +46,15 @@ def batch_of(
                 "slices must be a tensor in a compiled function, whose argument it is: make it "
                 "outside, by sequence_slices(slices, num_slices)"
             )
-        slices = torch.from_numpy(slices.numbers)  # its memory: what was made of it is found by it
+        slices = torch.from_numpy(slices.numbers)  # shares memory: the cache looks it up by address
     return Batch(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
 
 
 def as_flag(name: str, given: Any) -> bool:
-    """Whether an argument is true, of any type that can say so.
+    """Convert an argument of any type with a truth value to a bool.
 
     Raises:
-        TypeError: if it cannot, as a tensor of several elements; names the argument.
+        TypeError: if it has none, like a tensor of several elements; names the argument.
     """
     try:
         return bool(given)
@@ -63,7 +63,7 @@ def as_flag(name: str, given: Any) -> bool:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse what is not a tensor of four dims.
+    """Refuse arguments that are not tensors of four dims.
 
     Raises:
         TypeError: if one is not a tensor.
@@ -72,7 +72,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
-        if x.is_nested:  # it has no shape to read
+        if x.is_nested:  # a nested tensor has no shape to read
             check_strided(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
@@ -86,22 +86,22 @@ def scores_of(
     sinks: Tensor | None,
     kernel: str | None,
 ) -> Scores:
-    """How queries are scored against keys, once the values are seen to be possible.
+    """Check the options of the scores and collect them.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if scores cannot be computed with one of the numbers.
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a dtensor_ring.Mask, such as Mask.causal(), got {mask!r}")
-    # One comparison for what is usual; everything else is looked at below.
+    # Fast path: usual values take one comparison, all others are checked below.
     if type(softcap) is not float or (softcap and not SMALLEST <= softcap <= LARGEST):
         softcap = _softcap(softcap, query.dtype)
     if scale is None:
         scale = default_scale(query.shape[-1])
     elif type(scale) is not float or not SMALLEST <= abs(scale) <= LARGEST:
         scale = _number("scale", scale, query.dtype)
-        # Kernels round it to 0 in the end, and multiply -inf by it unless they know.
+        # Kernels would round it to 0 anyway; as a known 0, they do not multiply -inf by it.
         scale = scale if abs(scale) >= _limits(query.dtype)[0] else 0.0
     if sinks is not None and not isinstance(sinks, Tensor):
         raise TypeError(
@@ -109,15 +109,15 @@ def scores_of(
             "use torch.tensor(sinks)"
         )
     if kernel is not None and type(kernel) is not str:
-        check_kernel(kernel)  # the op would take bytes for a name
+        check_kernel(kernel)  # the op would accept bytes as a name
     return Scores(mask, scale, softcap, sinks, kernel)
 
 
 def check_options(query: Tensor, call: Call | DecodeCall) -> None:
-    """Refuse tensors of another kind than the op takes beside query, key and value.
+    """Refuse tensors, besides query, key and value, of a kind that the op does not take.
 
     Raises:
-        TypeError: if boundaries or runs are no plain tensors, or sinks are a DTensor alone.
+        TypeError: if boundaries or runs are not plain tensors, or only sinks are a DTensor.
         ValueError: if one is not strided.
     """
     batch, sinks = call.batch, call.scores.sinks
@@ -151,9 +151,9 @@ def _softcap(given: Any, dtype: torch.dtype) -> float:
 
 
 def _number(name: str, given: Any, dtype: torch.dtype) -> float:
-    """A float that scores can be computed with."""
+    """Convert a number to a float that scores can be computed with."""
     try:
-        # A string would be parsed, and the one element of a vector taken for a number.
+        # `float()` would parse a string, and accept a vector of one element.
         if isinstance(given, (str, bytes, bytearray)) or getattr(given, "ndim", 0):
             raise TypeError
         number = float(given)
@@ -170,7 +170,7 @@ def _number(name: str, given: Any, dtype: torch.dtype) -> float:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores of that dtype are computed."""
+    """Return the dtype in which scores of tensors of a dtype are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -99,62 +99,63 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded over the ranks of a mesh axis.
 
-    Exact softmax attention (Liu et al., 2023, arXiv 2310.01889): keys and values travel between
-    the ranks while each rank works on those it has, and partial results are merged in float32.
+    This is exact softmax attention (Liu et al., 2023, arXiv 2310.01889): keys and values travel
+    between the ranks while each rank computes on those it has. Partial results are merged in
+    float32.
     Layout, strategy and transfer policy are those of the axis, see `SequenceAxis`.
 
     Args:
-        query: `(B, N, S, H)`, either DTensors or local shards `(B, N, L, H)` with `mesh`; a `(B, S,
-            N, H)` of flash-attn is `x.transpose(1, 2)`, without a copy. As a DTensor it is
+        query: `(B, N, S, H)`, either DTensors or local shards `(B, N, L, H)` with `mesh`; for the
+            `(B, S, N, H)` of flash-attn pass `x.transpose(1, 2)`, no copy. As a DTensor it is
             `Shard(2)` over exactly one mesh axis, the ring; over other axes it may be `Shard(0)`
             (batch), `Shard(1)` (heads) or `Replicate`.
         key: `(B, Nkv, S, H)`, placed as the query; `Nkv` divides `N` (grouped-query attention), and
-            nothing is repeated: query head i sees key head `i // (N / Nkv)`. Another length than
-            the query's makes it cross attention.
+            nothing is repeated: query head i sees key head `i // (N / Nkv)`. If its length is not
+            the query's, this is cross attention.
         value: `(B, Nkv, S, Hv)`, placed as the query.
-        mask: which keys a query sees; causal by default, unless `slices` say it.
+        mask: which keys a query sees; causal by default, full with `slices`.
         cu_seqlens: boundaries of packed documents in global positions, int32 or int64, shape
-            `(D+1,)` or `(B, D+1)`. A query sees its own document only; tokens after the last
+            `(D+1,)` or `(B, D+1)`. A query sees only its own document; tokens after the last
             boundary see nothing, and their output is 0. Best on the CPU, where the ring is planned:
-            a tensor on a GPU is copied in each call, for which the host waits.
-        sinks: `(N,)`, one logit per query head which takes part in the softmax without a value.
-            A plain tensor gets a part of the gradient, which the ranks have to sum: that of this
-            rank's queries, or of its heads where those are dealt. A DTensor gets a `Partial` one.
+            the host waits for the copy of a GPU tensor in each call.
+        sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
+            The gradient of a plain tensor must be summed over the ranks: it comes from this rank's
+            queries, or its heads if those are sharded. A DTensor gets a `Partial` one.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of
-            `available_kernels()` that can.
-        mesh: the 1-D mesh of the ring, for local shards, of equal length without `key_runs`. Its
-            layout is that of `SequenceAxis`, contiguous without.
+            `available_kernels()` that supports the call.
+        mesh: the 1-D mesh of the ring, for local shards, which have equal length unless `key_runs`
+            are given. Its layout is that of its `SequenceAxis`, contiguous if there is none.
         return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, S)`, float32
-            (float64 for float64), -inf for a row that sees nothing. Differentiable; with head dims
-            that are the largest of a kernel by `reference`, see `docs/rounding.md`. If lse leaves a
-            compiled function or a reentrant checkpoint and you do not need its gradient, return
+            (float64 for float64), -inf for a row that sees nothing. Differentiable; at a kernel's
+            largest head dims by `reference`, see `docs/rounding.md`. If lse leaves a compiled
+            function or a reentrant checkpoint and you do not need its gradient, return
             `lse.detach()`, which saves some of the backward pass. `merge_attention` takes both.
         key_cu_seqlens: boundaries of the keys' and values' documents, for cross attention: the
             queries of document number d see the keys of number d. The number of keys is
             arbitrary, and the mask must be full.
-        runs: which tokens each rank holds, where that depends on the batch, see `sequence_runs`;
-            integers as `cu_seqlens`, `(W, R, 2)`, ascending in each row. By default the layout of
-            the mesh says.
+        runs: which tokens each rank holds, if this depends on the batch, see `sequence_runs`;
+            integers like `cu_seqlens`, `(W, R, 2)`, ascending in each row. By default the layout
+            of the mesh decides.
         slices: what queries see, in place of mask and boundaries: `Slices`, or under a compiler the
             tensor that `sequence_slices` makes of them, `(N, 6)` or `(B, N, 6)`.
-        key_runs: which positions the local keys of each rank have, as `ShardedCache.key_runs`, in
-            the form of `runs`, which then says it of the queries: the last tokens of one sequence,
-            such as a turn at its end. Ranks may hold any number of either, and none. Mask,
-            boundaries and slices are in positions of the sequence.
-        strategy: how this attention is made parallel, see `SequenceAxis`; by default as the axis
-            says. So layers with windows may have another one than the rest.
+        key_runs: the positions of each rank's local keys, such as `ShardedCache.key_runs`, in the
+            form of `runs`. Then `runs` are the positions of the queries, which are the last tokens
+            of the same sequence, such as a new turn. Ranks may hold any number of either, or none.
+            Mask, boundaries and slices are in positions of the sequence.
+        strategy: how this attention is made parallel, see `SequenceAxis`; by default the axis's.
+            So layers with windows may use a different one.
         validate: first compare this call with those of the other ranks, and raise on every rank
-            if they differ, where a ring would hang or be wrong. Costs a few small messages; for
-            eager calls. A call that is not a ring (no sharded sequence, a mesh of several axes)
-            raises on its own rank only; the others still wait.
+            if they differ; a ring could hang or be wrong. Costs a few small messages; for eager
+            calls. A call that is not a ring (no sharded sequence, a mesh of several axes) raises on
+            its own rank only; the others still wait.
 
     Returns:
         `out` `(B, N, S, Hv)`, placed as the query, or `(out, lse)`.
 
     Raises:
-        TypeError: if an argument is of another type, or DTensors and tensors are mixed.
+        TypeError: if an argument has a wrong type, or DTensors and tensors are mixed.
         ValueError: if the shapes, placements, boundaries, numbers or kernel do not allow it.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
@@ -188,10 +189,10 @@ def ring_attention(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`(out, lse)` of a call, whose tensors are checked to be of the right kinds."""
+    """Return `(out, lse)` of a call, after a check of the kinds of its tensors."""
     check_options(query, call)
     if torch.compiler.is_compiling():
-        tag_compiled()  # a SequenceAxis looks for no group, where others do it
+        tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)
     return called_from(sys._getframe(1), _attend, query, key, value, call, with_lse)
 
@@ -203,8 +204,8 @@ def _attend(
     if place.group_name is not None:
         if traded_heads(place.strategy, place.group_name) > 1:
             return traded_attention(query, key, value, call, with_lse)
-    # A compiler cannot follow what DTensors are, so the op on DTensors does it; and so it does for
-    # transforms of torch.func, which have them inside.
+    # A compiler cannot trace how DTensors are read, and transforms of `torch.func` wrap them. In
+    # both cases the op's DTensor handler does it.
     elif not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         strategy = place.strategy or strategy_of(query)
         if strategy is not None and is_traded(strategy):
@@ -215,7 +216,7 @@ def _attend(
 def _placed(
     query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch, strategy: str | None
 ) -> tuple[Place, str | None]:
-    """The place of local shards, and the axis's kernel; the op reads both off DTensors."""
+    """Return the place of local shards and the axis's kernel; for DTensors the op finds both."""
     if dtensor_of(query) is not None:
         if mesh is not None:
             raise ValueError(
@@ -228,7 +229,7 @@ def _placed(
             "shard over; or pass DTensors, see shard_sequence"
         )
     group = axis_group(mesh)
-    if batch.key_runs is not None:  # the layout of the axis has no say
+    if batch.key_runs is not None:  # the layout of the axis is not used
         config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()

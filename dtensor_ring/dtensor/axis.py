@@ -1,4 +1,4 @@
-"""One axis of a mesh, configured once and called often."""
+"""The public `SequenceAxis`: an axis of a mesh, configured once and called often."""
 
 from __future__ import annotations
 
@@ -38,34 +38,35 @@ from dtensor_ring.transport.transport import Transport, set_transport
 class SequenceAxis:
     """A mesh axis that sequences are sharded over: layout, strategy, kernel and transfer policy.
 
-    To make one configures the axis: from then on `ring_attention`, `ContextParallel` and the plans
-    for models run as it says, and so does `torch.nn.functional.scaled_dot_product_attention` on
-    DTensors whose dimension 2 is sharded over it, of this mesh or of the one it was sliced from;
-    that refuses `attn_mask` and dropout. Make the object before the first tensor is sharded over
-    the axis. Tokens have to be dealt in its order, as `shard` does: `distribute_tensor` and
-    `redistribute` know contiguous shards only.
+    The object configures the axis for `ring_attention`, `ContextParallel` and the plans for models.
+    It also applies to `torch.nn.functional.scaled_dot_product_attention` on DTensors whose
+    dimension 2 is sharded over the axis, of this mesh or of the one it was sliced from; `attn_mask`
+    and dropout are refused there. Make the object before the first tensor is sharded over the axis.
+    Tokens must be sharded in its order, as `shard` does: `distribute_tensor` and `redistribute`
+    know only contiguous shards.
 
     Args:
-        mesh: a 1-D mesh, or one axis of a larger one, as `mesh["cp"]`.
-        layout: how tokens are dealt: a layout or its spelling ("contiguous", "striped", "zigzag",
-            "block_cyclic:128"); "balanced", or a `Balanced` one, if it belongs to a batch: then
-            attention is `ring_attention(..., runs=...)` or `attention` with `runs` only.
-        strategy: how attention is made parallel. Keys and values travel: "ring" takes whichever of
-            "around" (from neighbour to neighbour) and "direct" (straight to the ranks that see
-            them) moves less, "all_gather" brings all that is seen at once. "ulysses" trades tokens
-            for heads over all ranks, "ulysses:4" over groups of four, with a ring among the groups,
+        mesh: a 1-D mesh, or one axis of a larger one, such as `mesh["cp"]`.
+        layout: how tokens are sharded: a layout or its spelling ("contiguous", "striped", "zigzag",
+            "block_cyclic:128"); "balanced", or a `Balanced` layout, if it belongs to a batch: then
+            only `ring_attention` and `attention` with `runs` can be called.
+        strategy: how attention is made parallel. Keys and values travel: "ring" uses "around" (from
+            neighbour to neighbour) or "direct" (straight to the ranks that see them), whichever
+            moves less; "all_gather" first gathers all that is seen. "ulysses" is an all-to-all of
+            heads over all ranks, "ulysses:4" over groups of four, with a ring among the groups,
             "ulysses:4+all_gather" with an all-gather. See `docs/strategies.md`.
-        kernel: name of the block kernel; by default the first of `available_kernels()` that can.
+        kernel: name of the block kernel; by default the first of `available_kernels()` that
+            supports the call.
         policy: the dtypes in which messages travel.
         transport: what moves the messages; by default the mesh's process group.
 
-    Options that are left out are as another object of the same axis has them, else the default,
-    which binds later objects like one that was given.
+    An omitted option is taken from another object of the same axis, else from the default. Later
+    objects of the axis must agree with it.
 
     Raises:
         ValueError: if the mesh is not 1-D, a value is unknown, or another object configured the
             axis differently.
-        TypeError: if the mesh, the layout or the policy is of another type.
+        TypeError: if the mesh, the layout or the policy has a wrong type.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -96,23 +97,23 @@ class SequenceAxis:
         self._group_name, self._size = group.group_name, group.size()
 
     def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
-        """An axis that is loaded elsewhere configures it there."""
+        """Pickle the arguments: loading the object configures the axis there."""
         how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
         return partial(SequenceAxis, **how), (self.mesh, self.layout)
 
     @property
     def layout(self) -> Layout:
-        """How tokens are dealt to the ranks."""
+        """The layout: which tokens each rank holds."""
         return self._config.layout
 
     @property
     def strategy(self) -> str:
-        """How attention is made parallel."""
+        """The strategy that makes attention parallel."""
         return self._config.strategy
 
     @property
     def kernel(self) -> str | None:
-        """Name of the block kernel, `None` for the first that can."""
+        """Name of the block kernel, `None` for the first that supports a call."""
         return self._config.kernel
 
     @property
@@ -142,14 +143,14 @@ class SequenceAxis:
         key_runs: Tensor | None = None,
         strategy: str | None = None,
     ) -> Tensor:
-        """`ring_attention` over this axis; see there for arguments and errors.
+        """Run `ring_attention` over this axis; see there for arguments and errors.
 
         Args:
             query: `(B, N, S, H)` as a DTensor, or this rank's shard `(B, N, L, H)`; likewise key
                 and value.
             key: `(B, Nkv, S, H)`.
             value: `(B, Nkv, S, Hv)`.
-            mask: which keys a query sees; causal by default, unless `slices` say it.
+            mask: which keys a query sees; causal by default, full with `slices`.
             cu_seqlens: boundaries of documents.
             sinks: one logit per query head.
             scale: factor of the scores.
@@ -157,12 +158,12 @@ class SequenceAxis:
             key_cu_seqlens: boundaries of the keys' documents.
             runs: the runs of this batch, for a layout that belongs to it.
             slices: what queries see, in place of mask and boundaries.
-            seq_len: S of local shards, if not all ranks have as many tokens, as it does not divide.
-            key_runs: which positions the keys of each rank have, where `runs` says it of queries.
-            strategy: how this attention is made parallel; by default as the axis says.
+            seq_len: S of local shards, if ranks hold different numbers of tokens.
+            key_runs: the positions of each rank's keys; then `runs` are those of the queries.
+            strategy: how this attention is made parallel; by default the axis's.
 
         Returns:
-            `(B, N, S, Hv)`, or `(B, N, L, Hv)`, as the query is.
+            `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
         """
         check_tensors(query, key, value)
         if strategy is not None:
@@ -176,12 +177,12 @@ class SequenceAxis:
                 "leave it out"
             )
         if dtensor_of(query) is not None:
-            # The kernel is that of the axis that the tensors are sharded over.
+            # No kernel here: the op takes that of the axis that the DTensors are sharded over.
             scores = scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
         scores = scores_of(query, mask, scale, softcap, sinks, self.kernel)
         lengths: tuple[int | None, int | None] = (None, None)
-        if key_runs is None:  # else the layout has no say
+        if key_runs is None:  # with `key_runs`, the layout is not used
             self._config.check_runs(runs is not None)
             lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:
@@ -201,22 +202,22 @@ class SequenceAxis:
     ) -> None:
         """Plan the attention of a batch before its first call, which then finds the plan.
 
-        To hide what that takes, let a thread of this process do it while the batch before is
-        computed: `executor.submit(axis.prepare, ...)`. Nothing is sent. Plans are found by content,
-        so the call may bring other tensors that hold the same. Processes of a data loader can make
-        the layout and `sequence_runs` of it, which travel with the batch.
+        To hide the planning time, call this in a thread of this process while the previous batch is
+        computed: `executor.submit(axis.prepare, ...)`. Nothing is sent. Plans are looked up by
+        content, so the call may pass other tensors with equal content. Processes of a data loader
+        can make the layout and its `sequence_runs`, and pass them on with the batch.
 
         Args:
             seq_len: global length of queries and keys, S, in tokens.
-            mask: which keys a query sees; causal by default, unless `slices` say it.
+            mask: which keys a query sees; causal by default, full with `slices`.
             cu_seqlens: boundaries of documents, `(D+1,)`, or `(B, D+1)` of this rank's batch rows.
             runs: the runs of this batch, for a layout that belongs to it.
             slices: what queries see, in place of mask and boundaries.
-            strategy: of the attention; by default the axis's.
+            strategy: the strategy of the attention; by default the axis's.
 
         Raises:
-            TypeError: if an argument is of another type.
-            ValueError: if the axis cannot run such an attention.
+            TypeError: if an argument has a wrong type.
+            ValueError: if the axis cannot run this attention.
 
         Example:
             >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -246,16 +247,16 @@ class SequenceAxis:
         return unshard_sequence(dtensor, dim, layout)
 
     def sum(self, local: Tensor) -> Tensor:
-        """The sum of a tensor of each rank, such as its loss, see `sum_over_sequence`."""
+        """Sum a tensor over the ranks, such as the loss of each rank, see `sum_over_sequence`."""
         return sum_over_sequence(local, self.mesh)
 
     def positions(self, seq_len: int) -> Tensor:
-        """Global positions of this rank's tokens of a sequence of `seq_len`, int64, `(L,)`.
+        """Return the positions of this rank's tokens in a sequence of `seq_len`, int64, `(L,)`.
 
         Raises:
-            ValueError: if the layout cannot deal that length, or belongs to a batch.
+            ValueError: if the layout cannot shard that length, or belongs to a batch.
         """
         seq_len = as_count("seq_len", seq_len)
-        # One batch's layout would answer for another batch.
+        # The layout of one batch would be wrong for another one; `PerBatch` refuses.
         layout = PerBatch() if self.layout.per_batch else self.layout
         return local_positions(self.mesh, layout, seq_len)

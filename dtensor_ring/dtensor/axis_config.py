@@ -15,14 +15,21 @@ from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
 @dataclass(frozen=True)
 class AxisConfig:
-    """How attention over an axis runs; the same on all of its ranks."""
+    """How attention over an axis runs; the same on all ranks of the axis.
+
+    Attributes:
+        layout: how tokens are sharded.
+        strategy: the spelling of the strategy.
+        kernel: name of the block kernel.
+        policy: the dtypes in which messages travel.
+        spec: the spelling of the layout for the ops, computed once.
+    """
 
     layout: Layout
     strategy: str = "ring"
     kernel: str | None = None
     policy: TransferPolicy = DEFAULT_POLICY
     spec: str = field(init=False, repr=False, compare=False)
-    """The layout's spelling, which the ops take; not computed in each call."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -40,18 +47,18 @@ class AxisConfig:
         key_seq_len: int | None,
         strategy: str | None = None,
     ) -> Place:
-        """Where the tokens of a call are; lengths are global, `None` if runs say them.
+        """Return the place of a call; lengths are global, `None` if they follow from runs.
 
-        A call may have a strategy of its own.
+        The call's own strategy, if given, replaces that of the axis.
         """
         strategy = strategy or self.strategy
         return Place(self.spec, strategy, seq_len, key_seq_len, group_name, self.policy)
 
     def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
-        """Refuse a call whose batch brings runs that the layout does not ask for, or the opposite.
+        """Refuse runs for a layout that needs none, and missing runs for one that needs them.
 
         Raises:
-            ValueError: saying how the axis got its layout.
+            ValueError: says how the axis got its layout.
         """
         if are_given and not self.layout.per_batch:
             raise ValueError(
@@ -67,11 +74,11 @@ class AxisConfig:
             )
 
 
+# The configuration of an axis that nobody configured.
 UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
-"""How attention runs over an axis that nobody configured."""
 
+# The same for calls with the runs of their batch.
 PER_BATCH: AxisConfig = AxisConfig(PerBatch())
-"""The same, where the call brings the runs of its batch."""
 
 
 def check_axis_options(
@@ -81,20 +88,20 @@ def check_axis_options(
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
 ) -> None:
-    """Refuse options that no axis takes, before there is one; `None` is the default.
+    """Refuse options that no axis accepts, before there is an axis; `None` is the default.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if one is unknown.
     """
     configured(layout, strategy=strategy, kernel=kernel, policy=policy)
 
 
 def configured(layout: Layout, **how: Any) -> AxisConfig:
-    """The configuration of a layout, strategy, kernel and policy, where `None` is the default.
+    """Make the configuration of a layout, strategy, kernel and policy; `None` is the default.
 
     Raises:
-        TypeError: if one is of another type.
+        TypeError: if one has a wrong type.
         ValueError: if one is unknown.
     """
     return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Attention on DTensors: what the ops do with them."""
+"""Runs the ops on DTensors: reads the call's place off them and wraps the local results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from dtensor_ring.planning.layout import shard_length
 def ring_forward_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: Call
 ) -> tuple[DTensor, DTensor]:
-    """The ring op on DTensors, whose placements and axis say the call's place."""
+    """Run the ring op on DTensors, whose placements and axis give the call's place."""
     ring = _ring(query, key, value, call)
     tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
     local = _local_call(call, query, key, ring)
     results: Any
     if _trades(local):
-        # Under no_grad too, for leaves: nothing keeps lse then, nor what it holds.
+        # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
         inputs = query, key, value, call.scores.sinks
         keep = any(x is not None and x.requires_grad for x in inputs)
         results = traded_attention(*tensors, call=local, keep=keep)
@@ -71,7 +71,7 @@ def ring_backward_dtensor(
     lse: DTensor,
     call: Call,
 ) -> tuple[DTensor, DTensor, DTensor, Any]:
-    """The ring's backward op on DTensors."""
+    """Run the ring's backward op on DTensors."""
     ring, sinks = _ring(query, key, value, call), call.scores.sinks
     tensors: list[Any] = [
         local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
@@ -91,7 +91,7 @@ def ring_backward_dtensor(
 
 
 def _of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
-    """Placements of the gradient: each rank has summed over its own tokens, or heads, only."""
+    """Return the placements of the gradient: each rank sums over only its own tokens or heads."""
     return tuple(
         Partial() if where in (Shard(BATCH), Shard(SEQUENCE)) else of_sinks
         for where, of_sinks in zip(ring.placements, sinks.placements, strict=True)
@@ -101,9 +101,9 @@ def _of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
 def traded_dtensors(
     query: DTensor, key: DTensor, value: DTensor, call: Call, with_lse: bool
 ) -> tuple[DTensor, DTensor | None]:
-    """Attention on DTensors by exchanges that autograd sees.
+    """Run attention on DTensors with exchanges that are visible to autograd.
 
-    The ring op on DTensors keeps local tensors of both kinds for backward: own and exchanged ones.
+    The ring op on DTensors instead keeps both the own and the exchanged tensors for backward.
     """
     ring = _ring(query, key, value, call)
     local, sinks = _local_call(call, query, key, ring), call.scores.sinks
@@ -120,7 +120,7 @@ def traded_dtensors(
 
 
 def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
-    """As `wrap`, for autograd."""
+    """Wrap a local tensor like `wrap`, but differentiably."""
     stride = strides(shape, order_of(local))
     return DTensor.from_local(
         *(local, ring.mesh, ring.placements),
@@ -136,7 +136,7 @@ def _trades(call: Call) -> bool:
 def decode_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: DecodeCall
 ) -> tuple[DTensor, DTensor]:
-    """The decode op on DTensors, whose placements and axis say the call's place."""
+    """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
     ring = ring_of_keys(query, key, value, batch.key_runs is not None)
     starts = batch.query_starts
@@ -153,7 +153,7 @@ def decode_dtensor(
             *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge)
         ),
     )
-    # The query is not sharded over the axis, but its own local tensor is whole there.
+    # The query is not sharded over the axis: its local tensor has all query tokens.
     tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)
     out, lse = decode_op(*tensors, *flatten_decode(local))
     shape, placements = tuple(query.shape[:3]), without(ring.placements)
@@ -164,7 +164,7 @@ def decode_dtensor(
 
 
 def _ring(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
-    """The ring of a call."""
+    """Return the ring of a call."""
     if call.batch.key_runs is not None:
         raise ValueError(
             "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
@@ -174,7 +174,7 @@ def _ring(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
 
 
 def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
-    """The call on this rank's tensors: its rows of the boundaries, and the sinks of its heads."""
+    """Return the call on local tensors, with this rank's rows of boundaries and its own sinks."""
     batch, config = call.batch, ring.config
     bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
     key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
@@ -188,7 +188,7 @@ def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
 
 
 def _local_scores(scores: Scores, ring: Ring) -> Scores:
-    """The sinks of this rank's heads, and the axis's kernel."""
+    """Return the scores with the sinks of this rank's heads and the axis's kernel."""
     of_axis = ring.config.kernel
     if scores.sinks is None and (scores.kernel is not None or of_axis is None):
         return scores
@@ -196,7 +196,7 @@ def _local_scores(scores: Scores, ring: Ring) -> Scores:
 
 
 def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
-    """This rank's batch rows of a tensor, which has them if it has `ndim` dims."""
+    """Return this rank's batch rows of a tensor; it has a batch dim if it has `ndim` dims."""
     if given is None or given.ndim != ndim:
         return given
     if len(given) != query.shape[BATCH]:
@@ -206,7 +206,7 @@ def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2
             f"({query.shape[BATCH]},{rows}), got {tuple(given.shape)}"
         )
     start, length = _batch_rows(query, ring)
-    # The same object where it can be: what was made of it is found by its address.
+    # Return the same object if possible: the cache of converted tensors looks it up by address.
     if (start, length) == (0, len(given)):
         return given
     return on_host(given)[start : start + length]
@@ -227,8 +227,8 @@ def _local_sinks(sinks: Any, ring: Ring) -> Any:
 
 
 def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
-    """First row and number of rows of the batch that this rank holds."""
-    # Axes shard the batch one after the other, each what the one before left.
+    """Return the first batch row and the number of batch rows that this rank holds."""
+    # Several axes may shard the batch, each the shard of the axis before it.
     start, length = 0, query.shape[BATCH]
     coordinate = ring.mesh.get_coordinate()
     assert coordinate is not None, "this rank has a ring in the mesh"
@@ -241,7 +241,7 @@ def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
 
 
 def arguments_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, including defaults."""
     names, defaults = _signature(op)
     return defaults | dict(zip(names, args, strict=False)) | kwargs
 
@@ -257,7 +257,7 @@ def _handle(
     num_leaves: int = len(LEAVES),
     build: Callable[[tuple[Any, ...]], Any] = unflatten,
 ) -> Callable[..., Any]:
-    """A handler for an op of ours, whose options are its last arguments."""
+    """Return a handler for one of our ops, whose options are its last arguments."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run(*args[:-num_leaves], build(args[-num_leaves:]))

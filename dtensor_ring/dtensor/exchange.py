@@ -1,4 +1,4 @@
-"""Tokens of each rank for heads of all tokens, as users call it."""
+"""The public all-to-all between tokens and heads."""
 
 from __future__ import annotations
 
@@ -31,35 +31,34 @@ def exchange(
     seq_len: int | None = None,
     runs: Tensor | None = None,
 ) -> list[Tensor]:
-    """Trade tokens for heads among the ranks of an axis, or heads for tokens.
+    """Shard by heads instead of tokens over the ranks of an axis, or back: an all-to-all.
 
-    With `to="heads"`, a rank gives the tokens of its shard and gets all tokens of its group, in the
-    order of their positions, with a part of the heads: what a layer needs that mixes tokens by head
-    and is no attention (Jacobs et al., 2023, arXiv 2309.14509). `to="tokens"` is the way back. Each
-    rank sends one message to each other rank of its group. Differentiable: backward is the exchange
-    the other way round. For attention, the strategy "ulysses" does it all, see `SequenceAxis`.
+    With `to="heads"`, a rank sends the tokens of its shard and gets all tokens of its group, in the
+    order of their positions, with a part of the heads. Layers other than attention that mix tokens
+    within a head need this (Jacobs et al., 2023, arXiv 2309.14509). `to="tokens"` is the way back.
+    Each rank sends one message to each other rank of its group. Differentiable: backward is the
+    reverse exchange. For attention, use the strategy "ulysses" instead, see `SequenceAxis`.
 
     Args:
-        tensors: local shards `(B, N, L, H)`, such as query, key and value, of one batch size and
-            one length; or what `to="heads"` made of them. Head dims and dtypes may differ.
-        mesh: the 1-D mesh of the axis. Its layout is that of `SequenceAxis`, contiguous
-            without.
+        tensors: local shards `(B, N, L, H)`, such as query, key and value, with equal batch size
+            and length; or the results of `to="heads"`. Head dims and dtypes may differ.
+        mesh: the 1-D mesh of the axis. Its layout is that of its `SequenceAxis`, contiguous if
+            there is none.
         to: what this rank gets, "heads" or "tokens".
-        heads: consecutive ranks of a group, which share the heads; all ranks by default.
-        num_heads: N of each tensor, for the way back; by default as if they were dealt evenly.
-        num_key_heads: heads that are dealt, with as many heads of each tensor as there are for one
-            of them: grouped query heads stay with their key head. By default the fewest of all
-            tensors; the way back takes what the way there took. A tensor with fewer heads than
-            ranks is copied to several.
-        seq_len: tokens of all ranks, if they do not have equally many.
+        heads: the number of consecutive ranks that share the heads; all ranks by default.
+        num_heads: N of each tensor, for the way back; by default for evenly sharded heads.
+        num_key_heads: the number of key heads to shard. The query heads of a group stay with their
+            key head. By default the smallest number of heads of all tensors; pass the same number
+            on the way back. A tensor with fewer heads than ranks is copied to several ranks.
+        seq_len: the global length, if ranks hold different numbers of tokens.
         runs: which tokens each rank has, for a layout that belongs to a batch, see `sequence_runs`.
 
     Returns:
-        The tensors after it, in new memory, the head of a token next to its other heads.
+        The exchanged tensors in new memory, with the heads of each token adjacent.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if the heads cannot be dealt so, or lengths do not fit.
+        TypeError: if an argument has a wrong type.
+        ValueError: if the heads cannot be sharded this way, or lengths do not fit.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
     Example:
@@ -109,7 +108,7 @@ def _check_tensors(tensors: Any) -> None:
 
 
 def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
-    """All heads of each tensor, of which it has one in `factor` if they are dealt evenly."""
+    """Return the global number of heads of each tensor, `factor` times its own if not given."""
     if given is None:
         return [x.shape[1] * factor for x in tensors]
     if not isinstance(given, (list, tuple)) or len(given) != len(tensors):
@@ -121,8 +120,8 @@ def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
 
 
 def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_back: bool) -> None:
-    """Refuse heads that cannot be dealt to ranks, or copies that would come back."""
-    shard = head_shard_of(0, num_sharing, num_key_heads)  # no rank has more parts of a key head
+    """Refuse heads that cannot be sharded, and a way back that would return copies of heads."""
+    shard = head_shard_of(0, num_sharing, num_key_heads)  # no rank splits a key head more
     for count in counts:
         try:
             shard.span(count, num_key_heads)

@@ -1,4 +1,4 @@
-"""Gathers and sums over an axis whose backward sums, so that gradients average over the axis."""
+"""Gathers and sums over an axis; their backward sums, so gradients average over the axis."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dtensor_ring.planning.layout import Contiguous
 
 
 def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of a tensor of each rank over the axis, such as the loss of its tokens.
+    """Sum a tensor over the ranks of the axis, such as the loss of each rank's tokens.
 
     Args:
-        local: of one shape on all ranks.
+        local: this rank's summand, with the same shape on all ranks.
         mesh: the axis.
 
     Returns:
-        The sum, on every rank. Backward sums too, as that of `unshard_sequence`: if all ranks
-        compute one loss of it, gradients of parameters average over the axis.
+        The sum, on every rank. Backward sums too, like that of `unshard_sequence`: if all ranks
+        compute the same loss of it, gradients of parameters average over the axis.
 
     Raises:
         TypeError: if `local` is not a plain tensor.
@@ -60,35 +60,35 @@ def gathered(
     layout: str = Contiguous.name,
     runs: Tensor | None = None,
 ) -> Tensor:
-    """All tokens of an axis in the order of their positions; the gradient is summed over it.
+    """Gather the tokens of an axis in the order of their positions; backward sums over the axis.
 
     Args:
         local: this rank's tokens, in `dim`.
         dim: the dimension of the sequence, from the front.
-        group: of the axis.
-        seq_len: tokens of all ranks.
-        layout: how they are dealt, as `Layout.spec` says it.
-        runs: if that belongs to a batch, see `sequence_runs`.
+        group: the group of the axis.
+        seq_len: the global length in tokens.
+        layout: the spelling of the layout, `Layout.spec`.
+        runs: the runs, for a layout that belongs to a batch, see `sequence_runs`.
 
     Raises:
-        ValueError: if this rank has another number of tokens.
+        ValueError: if this rank's number of tokens is not that of the layout.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
     """
-    # One head, of which each rank gets a copy: then what each has comes to all.
+    # Model the gather as an exchange with a single head that is replicated to all ranks.
     trade = Trade(
         *(Dealt(runs, runs), layout, layout, group.size(), (1,), 1, seq_len, None),
         group.group_name,
         is_compiled=torch.compiler.is_compiling(),
     )
     whole = exchanged(local, dim, trade)
-    # A compiled graph defines its gradients itself.
+    # A compiled graph defines all gradients by itself.
     return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
 
 
 def exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
-    """A tensor of any shape after an exchange of the tokens in `dim`."""
+    """Exchange the tokens in `dim` of a tensor of any shape."""
     before, (length, *after) = local.shape[:dim], local.shape[dim:]
-    # As one head, with whatever belongs to a token as its features.
+    # Flatten to one head; all other dims of a token become its features.
     flat = local.reshape(prod(before), 1, length, prod(after))
     run: Any = exchange_op
     (result,) = run([flat], *flatten_trade(trade))
@@ -96,7 +96,7 @@ def exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
 
 
 def whole_of(dtensor: DTensor, axis: int, local: Tensor) -> Tensor:
-    """The global tensor, of which `local` has all that is sharded over one axis of the mesh."""
+    """Return the global tensor, where `local` is already gathered over one axis of the mesh."""
     if dtensor.device_mesh.ndim == 1:
         return local
     mesh, placements = _mesh_in_use(dtensor.device_mesh), [*dtensor.placements]
@@ -107,7 +107,7 @@ def whole_of(dtensor: DTensor, axis: int, local: Tensor) -> Tensor:
 
 
 def _mesh_in_use(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh, or another one if the group of an axis was destroyed: see `group_of`."""
+    """Return the mesh, or an equal one if the group of an axis was destroyed: see `group_of`."""
     if torch.compiler.is_compiling():
         return mesh
     groups = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -118,9 +118,9 @@ def _mesh_in_use(mesh: DeviceMesh) -> DeviceMesh:
 
 
 class _DefinedGradient(torch.autograd.Function):
-    """The identity, whose gradient is zero where autograd has none.
+    """The identity, with a zero gradient where autograd has none.
 
-    DDP gives no gradient to outputs that nobody used, which the backward of a DTensor cannot take.
+    DDP gives no gradient to unused outputs, which the backward of a DTensor cannot handle.
     """
 
     generate_vmap_rule = True
@@ -131,9 +131,9 @@ class _DefinedGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        # Autograd has made zeros of what it lacks.
+        # Autograd has already replaced a missing gradient by zeros.
         return grads[0]

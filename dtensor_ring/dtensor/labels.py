@@ -1,4 +1,4 @@
-"""Labels of a language model, made before its tokens are dealt."""
+"""Makes the labels of a language model, before its tokens are sharded."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dtensor_ring.ops.check import check_strided
 from dtensor_ring.planning.ranges import as_int
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# The label of a token without a target, as in `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
-"""The label of a token that has none, as in `torch.nn.functional.cross_entropy`."""
 
 
 def next_token_labels(
     tokens: Tensor, cu_seqlens: Tensor | None = None, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """The token after each token, of the same document.
+    """Return the next token of each token within its document.
 
     Shift the whole sequence, then shard it: the next token may be on another rank.
 
     Args:
-        tokens: `(B, S)` or `(S,)`, whole.
-        cu_seqlens: boundaries of packed documents in tokens, `(D+1,)` or `(B, D+1)`, as those of
-            `ring_attention`; without, each row is one document.
-        ignore_index: the label of a token that has no next one.
+        tokens: `(B, S)` or `(S,)`, the whole sequence.
+        cu_seqlens: boundaries of packed documents in tokens, `(D+1,)` or `(B, D+1)`, as in
+            `ring_attention`; without them, each row is one document.
+        ignore_index: the label of the last token of a document.
 
     Returns:
         The labels, of the same shape and dtype.
 
     Raises:
         TypeError: if `tokens` or `cu_seqlens` are not tensors of integers.
-        ValueError: if they are of another shape, or a boundary is not in the sequence.
+        ValueError: if they have a wrong shape, or a boundary is not in the sequence.
 
     Example:
         >>> next_token_labels(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 4]))
@@ -42,7 +42,7 @@ def next_token_labels(
     labels = torch.nn.functional.pad(tokens, (0, 1), value=ignore_index)[..., 1:]
     if cu_seqlens is None:
         return labels
-    # The token before a boundary is the last of its document; of empty ones it is so twice.
+    # The token before a boundary is the last of its document; empty documents repeat a boundary.
     ends = cu_seqlens[..., 1:].to(tokens.device, torch.int64)
     rows, seq_len = tokens.shape[:-1], tokens.shape[-1]
     is_last = tokens.new_zeros(*rows, seq_len + 1, dtype=torch.bool)
@@ -51,7 +51,7 @@ def next_token_labels(
 
 
 def _check_label(tokens: Tensor, ignore_index: int) -> None:
-    """Refuse a label that tokens of that dtype cannot hold: it would become another one."""
+    """Refuse a label that the dtype of the tokens cannot hold: it would wrap around."""
     bounds = torch.iinfo(tokens.dtype)
     if not bounds.min <= ignore_index <= bounds.max:
         raise ValueError(

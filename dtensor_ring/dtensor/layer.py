@@ -1,4 +1,4 @@
-"""Names of modules that attend over an axis, by which ranks tell their calls apart."""
+"""Names the modules that attend over an axis, so that ranks can tell their calls apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtensor_ring.ops.caller import name_layer
 def number_layer(module: nn.Module, mesh: DeviceMesh) -> None:
     """Name a module by its number among those that attend over a 1-D mesh.
 
-    All ranks have to make them in one order, as they call them.
+    All ranks must make these modules in the same order, as they must call them.
     """
     here = annotation_of(axis_group(mesh))
     name_layer(module, f"{type(module).__name__} {here.num_layers}")

@@ -16,23 +16,23 @@ from dtensor_ring.ops.merge import merge_op
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge attentions of the same queries over disjoint keys into that over all of these keys.
+    """Merge attentions of the same queries over disjoint keys into the attention over all of them.
 
-    What no single mask says can be several calls: each gives `out` and `lse`, and with `lse =
-    log(sum of exp(lse_i))` the whole output is `out = sum of exp(lse_i - lse) * out_i` (Milakov and
-    Gimelshein, 2018, arXiv 1805.02867; ring attention itself merges so, Liu et al., 2023, arXiv
-    2310.01889). Exact, and differentiable: gradients go to each `out_i` and `lse_i`. No key may be
-    seen by a query in two parts: it would count twice. Pass sinks to one of the calls only.
+    An attention that no single mask describes can be split into several calls. Each returns `out`
+    and `lse`. With `lse = log(sum of exp(lse_i))`, the whole output is `out = sum of exp(lse_i -
+    lse) * out_i` (Milakov and Gimelshein, 2018, arXiv 1805.02867; ring attention merges in the same
+    way, Liu et al., 2023, arXiv 2310.01889). Exact and differentiable: gradients go to each `out_i`
+    and `lse_i`. No query may see a key in two parts, or it counts twice. Pass sinks to one call.
 
     Args:
         parts: `(out, lse)` pairs, as `ring_attention(..., return_lse=True)` returns them: `out`
             `(B, N, S, Hv)`; `lse` natural log, `(B, N, S)`, float32 or wider, -inf in rows that
-            see nothing there. Plain tensors, or DTensors that are all placed alike.
+            see nothing there. Plain tensors, or DTensors with equal placements.
 
     Returns:
-        The merged `(out, lse)`, shaped, typed and placed as each part; summed in float32 or wider,
-        and rounded once. A row that no part has seen is 0 with an lse of -inf, and has gradients
-        of 0.
+        The merged `(out, lse)`, with the shape, dtype and placements of each part; summed in
+        float32 or wider, and rounded once. A row that sees nothing in any part is 0 with an lse of
+        -inf, and has gradients of 0.
 
     Raises:
         TypeError: if `parts` are not pairs of tensors.
@@ -64,13 +64,13 @@ def _local(x: Any) -> Tensor:
 
 
 def _placed(local: Tensor, like: Any) -> DTensor:
-    # Said, not derived: shards of the ranks may differ in length.
+    # Pass the global shape: shards may differ in length, so it cannot be derived.
     how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, **how)
 
 
 def _checked(parts: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """All out and all lse, if they can be merged."""
+    """Return all out and all lse, or raise if they cannot be merged."""
     if not isinstance(parts, (list, tuple)):
         raise TypeError(f"parts must be a list of (out, lse) pairs, got {type(parts).__name__}")
     if not parts:
@@ -87,7 +87,7 @@ def _checked(parts: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _check_part(number: int, part: Any) -> None:
-    """Refuse what is not an output and its lse."""
+    """Refuse a part that is not an output and its lse."""
     if not isinstance(part, (list, tuple)) or len(part) != 2:
         raise TypeError(
             f"parts must be (out, lse) pairs, got {type(part).__name__} in parts[{number}]; call "
@@ -105,7 +105,7 @@ def _check_part(number: int, part: Any) -> None:
 
 
 def _fault(out: Tensor, lse: Tensor) -> tuple[str, str] | None:
-    """What a pair should have, and how to get there."""
+    """Return what a faulty pair should be and a hint, `None` if nothing is wrong."""
     if out.ndim != 4 or lse.shape != out.shape[:3]:
         is_swapped = out.ndim == 4 and lse.shape == out.transpose(1, 2).shape[:3]
         return "out (B, N, S, Hv) and lse (B, N, S)", "; transpose(1, 2)" if is_swapped else ""
@@ -120,12 +120,12 @@ def _fault(out: Tensor, lse: Tensor) -> tuple[str, str] | None:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Device and, of a DTensor, placements and mesh."""
+    """Return the device and, for a DTensor, the placements and the mesh."""
     return (x.device, x.placements, x.device_mesh) if isinstance(x, DTensor) else (x.device, ())
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
-    """What parts have in common."""
+    """Return the properties that all parts must share."""
     return x.shape, x.dtype, _place(x)
 
 

@@ -1,4 +1,4 @@
-"""A model without weights, as a plan describes it to the command `estimate`."""
+"""A model without weights, which a plan makes for the command `estimate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class ModelRequest(NamedTuple):
-    """What a model is to be run on.
+    """The input and the axis options that a model is estimated for.
 
     Attributes:
         seq_len: the global length, in tokens.
@@ -42,8 +42,6 @@ class MetaModel(NamedTuple):
     loss: Callable[[], Tensor]
 
 
+# Makes the model that a spelling names. Raises ValueError if the spelling is unknown, or context
+# parallelism does not support the model.
 LoadModel = Callable[[str, DeviceMesh, ModelRequest], MetaModel]
-"""Makes the model of a spelling.
-
-It raises ValueError if that is none, or one that context parallelism does not serve.
-"""

@@ -24,7 +24,7 @@ NO_MASK = (
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
-    """What `ContextParallel` makes of `nn.MultiheadAttention`; its parameters are as before."""
+    """The class that `ContextParallel` gives to `nn.MultiheadAttention`; parameters stay."""
 
     axis: SequenceAxis
 
@@ -39,17 +39,17 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of this rank's tokens, `(B, L, E)`, or `(L, B, E)` as the module says.
+        """Attend with this rank's tokens, `(B, L, E)`, or `(L, B, E)` without `batch_first`.
 
         Args:
             query: local shard; likewise key and value.
-            key: as many tokens on each rank.
-            value: as many tokens as the key.
+            key: must have the same number of tokens on each rank.
+            value: must have the same number of tokens as the key.
             key_padding_mask: must be `None`.
             need_weights: must be `False`.
-            attn_mask: not looked at beside `is_causal`; without, it must be `None`.
+            attn_mask: ignored with `is_causal`; otherwise it must be `None`.
             average_attn_weights: ignored.
-            is_causal: whether a token sees none after it, of the whole sequence.
+            is_causal: whether tokens see no later token of the whole sequence.
 
         Returns:
             The output, and `None`.
@@ -57,7 +57,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: if attention over a sharded sequence cannot do what is asked.
         """
-        # In inference `nn.TransformerEncoder` makes a nested tensor by a mask of padding.
+        # In inference, `nn.TransformerEncoder` turns a padding mask into a nested tensor.
         is_padded = key_padding_mask is not None or query.is_nested
         self._refuse(is_padded, need_weights, attn_mask is not None and not is_causal)
         inputs = query, key, value
@@ -83,7 +83,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), None
 
     def _projections(self) -> tuple[Any, Any]:
-        """Weights and biases of query, key and value."""
+        """Return the weights and the biases of query, key and value."""
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
@@ -111,7 +111,7 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
     """Make the module attend over an axis.
 
     Raises:
-        ValueError: if it is of another class, or adds keys to those of the tokens.
+        ValueError: if it is a subclass, or has keys that belong to no token.
     """
     if type(module) is not nn.MultiheadAttention:
         raise ValueError(
@@ -126,10 +126,10 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
     module.__class__ = ShardedMultiheadAttention
     vars(module)["axis"] = axis
     number_layer(module, axis.mesh)
-    # Layers around it compute attention by themselves in inference, unless a part has a hook.
+    # In inference, the layers around it skip this module, unless one of their parts has a hook.
     module.register_forward_pre_hook(_no_fast_path)
     return module
 
 
 def _no_fast_path(module: nn.Module, args: Any) -> None:
-    """Do nothing; its presence turns the fast path off."""
+    """Do nothing; the presence of a hook turns the fast path off."""

@@ -1,4 +1,4 @@
-"""The ring of DTensors: the mesh axis that their sequence is sharded over."""
+"""Finds the ring of DTensors: the mesh axis that their sequence is sharded over."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from dtensor_ring.dtensor.axis_config import AxisConfig
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
+# The largest number of specs that are cached on a mesh; a model has a few.
 MAX_SPECS = 256
-"""Specs that a mesh keeps; a model has a few."""
 
 Placements = tuple[Placement, ...]
 
@@ -51,16 +51,16 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
         query: a DTensor `(B, N, S, H)`; key and value have its placements.
         key: `(B, Nkv, S, H)`.
         value: `(B, Nkv, S, Hv)`.
-        with_runs: whether the call brings the runs of its batch.
+        with_runs: whether the call has the runs of its batch.
 
     Raises:
         TypeError: if some are DTensors and others are not.
-        ValueError: if they are not sharded alike, as a ring needs it.
+        ValueError: if their placements are not equal, or not possible in a ring.
     """
     check_kinds(query, key, value)
     tensors, spec = (query, key, value), query._spec
     for x in (key._spec, value._spec):
-        # Most often they are the same objects: comparing meshes costs more than all the rest.
+        # Fast path for identical objects: comparing meshes costs more than all other checks.
         is_same = x.mesh is spec.mesh and x.placements is spec.placements
         if not is_same and (x.mesh != spec.mesh or x.placements != spec.placements):
             raise ValueError(
@@ -74,7 +74,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
 
 
 def dtensor_of(x: Any) -> DTensor | None:
-    """The DTensor that it is, or that transforms of `torch.func` have made it of."""
+    """Return `x` if it is a DTensor, or the DTensor inside the wrappers of `torch.func`."""
     if isinstance(x, DTensor):
         return x
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
@@ -85,14 +85,14 @@ def dtensor_of(x: Any) -> DTensor | None:
 
 
 def strategy_of(x: DTensor) -> str | None:
-    """The strategy of the axis that a DTensor's sequence is on, `None` if nobody configured it.
+    """Return the strategy of the axis of a DTensor's sequence, `None` if it is not configured.
 
     Raises:
         ValueError: if it is not on one axis.
     """
     spec = x._spec
     axis, _ = _axes(spec.placements)
-    if spec.mesh.get_coordinate() is None:  # the op says what is wrong
+    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh; the op raises
         return None
     config = annotation_of(group_of(spec.mesh, axis)).config
     return None if config is None else config.strategy
@@ -109,7 +109,7 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
 
     Raises:
         TypeError: if some are DTensors and others are not.
-        ValueError: if they are not placed so.
+        ValueError: if they have other placements.
     """
     check_kinds(query, key, value)
     tensors, spec = (query, key, value), key._spec
@@ -127,14 +127,14 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
 
 
 def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Ring:
-    """The ring of a call, which a compiler may trace."""
+    """Make the ring of a call; a compiler may trace this."""
     if isinstance(query._local_tensor, FakeTensor):
         tag_compiled()
     return Ring(spec.mesh, spec.placements, group, config)
 
 
 def on_annotated_axis(x: Any, dim: int) -> bool:
-    """Whether `x` is a DTensor, sharded in that dimension over an axis that has a layout."""
+    """Return whether `x` is a DTensor, sharded in `dim` over an axis that has a layout."""
     dtensor = dtensor_of(x)
     if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
         return False
@@ -146,15 +146,15 @@ def on_annotated_axis(x: Any, dim: int) -> bool:
 
 
 def without(placements: Placements) -> Placements:
-    """Placements of a tensor that is not sharded along the sequence, and else as that is."""
+    """Return the placements with `Replicate` in place of the sharded sequence."""
     return tuple(Replicate() if where == Shard(SEQUENCE) else where for where in placements)
 
 
 def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
-    """The configuration for a call over the axis; runs of keys may lie in any way.
+    """Return the configuration for a decode call; runs of keys are allowed with any layout.
 
     Raises:
-        ValueError: if there are no runs, and the layout belongs to a batch.
+        ValueError: if there are no runs, but the layout belongs to a batch.
     """
     if with_runs:
         return annotation_of(group).config_or_default
@@ -162,14 +162,14 @@ def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
 
 
 def check_kinds(query: Any, key: Any, value: Any) -> None:
-    """Refuse tensors of which some are DTensors, and others are not."""
+    """Refuse a mix of DTensors and plain tensors."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         kinds = _by_name(lambda x: type(x).__name__, (query, key, value))
         raise TypeError(f"query, key and value must all be DTensors or none, got {kinds}")
 
 
 def _checked_axis(tensors: tuple[DTensor, DTensor, DTensor], spec: DTensorSpec) -> int:
-    """The axis that the sequence is on, if attention over it is possible and this rank is there."""
+    """Return the axis of the sequence; raise if attention over it is not possible here."""
     axis, by_head = _axes(spec.placements)
     if by_head:
         _check_heads(tensors, prod(map(spec.mesh.size, by_head)))
@@ -180,7 +180,7 @@ def _checked_axis(tensors: tuple[DTensor, DTensor, DTensor], spec: DTensorSpec) 
 
 @lru_cache(maxsize=256)
 def _axes(placements: Placements) -> tuple[int, tuple[int, ...]]:
-    """The mesh axis that the sequence is on, and those that the heads are on."""
+    """Return the mesh axis of the sequence, and the axes of the heads."""
     axes = [axis for axis, where in enumerate(placements) if where == Shard(SEQUENCE)]
     if len(axes) != 1:
         over = "no axis" if not axes else f"{len(axes)} axes"
@@ -198,7 +198,7 @@ def _axes(placements: Placements) -> tuple[int, tuple[int, ...]]:
 
 
 def _by_name(say: Callable[[Any], str], tensors: tuple[Any, Any, Any]) -> str:
-    """What there is to say of each tensor, for an error."""
+    """Describe each of the three tensors by name, for an error."""
     names = "query", "key", "value"
     return ", ".join(f"{name} {say(x)}" for name, x in zip(names, tensors, strict=True))
 
@@ -214,23 +214,23 @@ def _check_heads(tensors: tuple[DTensor, DTensor, DTensor], ways: int) -> None:
 
 
 def describe(x: DTensor) -> str:
-    """Where a DTensor is, for an error."""
+    """Describe the placements of a DTensor, for an error."""
     return f"{tuple(x.placements)} on {x.device_mesh}"
 
 
 def wrap(
     local: Tensor, shape: tuple[int, ...], ring: Ring, placements: Placements | None = None
 ) -> DTensor:
-    """A DTensor of that global shape around a dense local tensor."""
+    """Wrap a dense local tensor in a DTensor of a global shape."""
     return wrap_on(ring.mesh, local, shape, placements or ring.placements)
 
 
 def wrap_on(
     mesh: DeviceMesh, local: Tensor, shape: tuple[int, ...], placements: Placements
 ) -> DTensor:
-    """A DTensor of that global shape on a mesh around a dense local tensor."""
+    """Wrap a dense local tensor in a DTensor of a global shape on a mesh."""
     what = placements, shape, order_of(local), local.dtype
-    # A compiler, whose tensors are of other types, wants a spec for each tensor.
+    # A compiler's tensors have other types, and each of them needs its own spec.
     spec = _known_spec(mesh, *what) if type(local) is Tensor else _spec(mesh, *what)
     return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
 
@@ -242,16 +242,16 @@ def _spec(
     order: Order,
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """DTensor's description of a tensor."""
+    """Make the spec of a DTensor."""
     meta = TensorMeta(torch.Size(shape), strides(shape, order), dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def _known_spec(mesh: DeviceMesh, *what: Any) -> DTensorSpec:
-    """The same, made once for a mesh: DTensor shares the specs of its own results, too.
+    """Return a spec that is made once per mesh: DTensor shares the specs of its results, too.
 
-    They are kept on the mesh itself. Meshes compare equal across process groups that were destroyed
-    and made anew, so a table by mesh would hand out a mesh of the past.
+    Specs are cached on the mesh itself. Meshes compare equal even if their process group was
+    destroyed and created again, so a table keyed by mesh would return specs of an old mesh.
     """
     known = mesh.__dict__.setdefault("_dtensor_ring_specs", {})
     if what not in known:
@@ -262,7 +262,7 @@ def _known_spec(mesh: DeviceMesh, *what: Any) -> DTensorSpec:
 
 
 def local_of(x: Any, ring: Ring) -> Any:
-    """The local tensor of a DTensor, sharded as the ring is; other values as they are."""
+    """Return the local tensor of a DTensor with the ring's placements, other values unchanged."""
     if not isinstance(x, DTensor):
         return x
     if x._spec.placements is not ring.placements and tuple(x.placements) != ring.placements:

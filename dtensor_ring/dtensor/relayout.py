@@ -1,4 +1,4 @@
-"""Tokens from the order of one layout to that of another."""
+"""Moves the tokens of a sharded tensor from one layout to another."""
 
 from __future__ import annotations
 
@@ -32,34 +32,31 @@ def relayout(
     layout: Layout | str | None = None,
     seq_len: int | None = None,
 ) -> Tensor:
-    """Deal the tokens of a sharded tensor anew, in the order of another layout.
+    """Reshard the tokens of a sharded tensor in the order of another layout.
 
-    For models in which some layers need neighbouring tokens on a rank, as convolutions and
-    recurrent layers do, and attention wants its work balanced. Only tokens that change their rank
-    travel, in one message to each rank that gets some. Differentiable: backward brings the
-    gradients back.
+    For models whose convolutions or recurrent layers need neighbouring tokens on one rank, while
+    attention needs a balanced layout. Only tokens that change their rank travel, in one message
+    per pair of ranks. Differentiable: backward sends the gradients back.
 
     Args:
         tensor: a local shard with this rank's tokens in `dim`, of any number of dimensions; or a
-            DTensor that is `Shard(dim)` over the axis, and in any way over others.
-        mesh: the 1-D mesh of the axis, which stays as it is annotated: attention takes tokens in
-            that layout.
+            DTensor that is `Shard(dim)` over the axis, with any placements over other axes.
+        mesh: the 1-D mesh of the axis. Its annotation does not change: attention still takes
+            tokens in that layout.
         dim: the dimension of the sequence.
-        to: the layout that the tokens come in; a layout or its spelling, or the `Balanced` one of
-            this batch.
-        layout: the layout that they are in now; by default that of the mesh, contiguous if it has
-            none.
-        seq_len: tokens of all ranks, for local shards that are not of one length.
+        to: the new layout; a layout or its spelling, or the `Balanced` layout of this batch.
+        layout: the present layout; by default that of the mesh, contiguous if it has none.
+        seq_len: the global length, for local shards of different lengths.
 
     Returns:
-        A tensor of the same kind. A DTensor has the same placements: they do not say the order, and
-        `unshard_sequence` takes it to be that of the mesh. The tensor itself, if it is in that
-        layout already.
+        A tensor of the same kind, or the tensor itself if both layouts are the same. A DTensor has
+        the same placements: they do not say the order, and `unshard_sequence` assumes that of the
+        mesh.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a layout cannot deal the length, belongs to another batch, or the DTensor is
-            not sharded so.
+        TypeError: if an argument has a wrong type.
+        ValueError: if a layout cannot shard the length or belongs to another batch, or the DTensor
+            has other placements.
         IndexError: if the tensor has no such dimension.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
@@ -105,13 +102,13 @@ def relayout(
 
 
 def _of_axis(group: ProcessGroup) -> Layout:
-    """The layout of the axis; the last batch's would answer for another batch."""
+    """Return the layout of the axis; refuse one of a batch, which may not be this batch."""
     layout = annotation_of(group).config_or_default.layout
     return PerBatch() if layout.per_batch else layout
 
 
 class _Side(NamedTuple):
-    """A layout, as the op takes it."""
+    """A layout in the form that the op takes."""
 
     layout: Layout
     runs: Tensor | None
@@ -122,11 +119,11 @@ class _Side(NamedTuple):
 
 
 def _side(name: str, given: Any, seq_len: int, group: ProcessGroup) -> _Side:
-    """The layout that an argument says.
+    """Convert the argument `name` to a layout for the op.
 
     Raises:
-        TypeError: if it is none.
-        ValueError: if it is unknown, or of another batch.
+        TypeError: if it is not a layout.
+        ValueError: if it is unknown, or belongs to another batch.
     """
     try:
         layout = as_layout(given)
@@ -152,7 +149,7 @@ def _check_placed(tensor: DTensor, dim: int, group: ProcessGroup, seq_len: int |
         raise ValueError("seq_len is for local shards, and tensor is a DTensor, which has its own")
     mesh = tensor.device_mesh
     axes = [axis for axis, where in enumerate(tensor.placements) if where == Shard(dim)]
-    # Meshes of the same ranks are one axis, whatever their groups are.
+    # Meshes over the same ranks are one axis, even with different groups.
     if len(axes) != 1 or annotation_of(group_of(mesh, axes[0])) is not annotation_of(group):
         raise ValueError(
             f"tensor must be Shard({dim}) over the axis of mesh and no other, got "

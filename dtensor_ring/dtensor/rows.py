@@ -1,4 +1,4 @@
-"""Rows of which each rank of a mesh axis has made some, gathered on all of them."""
+"""Gathers rows that the ranks of a mesh axis have computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtensor_ring.ops.parts import gather_parts_op
 
 
 def gather_rows(part: Tensor, rows: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    """The rows that all ranks of a 1-D mesh have made, below one another in the order of the ranks.
+    """Concatenate the rows of all ranks of a 1-D mesh, in the order of the ranks.
 
     Args:
         part: this rank's rows, `(rows[rank], H)`; there may be none.

@@ -53,17 +53,17 @@ Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def install_sdpa() -> None:
-    """Let DTensor's dispatcher ask us first about attention; what is not ours goes on as before."""
+    """Let DTensor's dispatcher ask us first about attention; other calls continue as before."""
     add_handlers(FORWARD_OPS, _forward_handler)
     add_handlers(BACKWARD_OPS, _backward_handler)
     _serve_unfused()
 
 
 def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Handler]) -> None:
-    """Put handlers into DTensor's table, made of those that are there, to which they chain."""
+    """Put handlers into DTensor's table; `make` gets the previous handler, to chain to it."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for op in ops:
-        # Once: a second handler would chain to the first.
+        # Install once: a second handler would chain to the first.
         if getattr(handlers.get(op), "is_ours", False):
             continue
         handlers[op] = handler = make(handlers.get(op))
@@ -97,7 +97,7 @@ def _backward_handler(previous: Handler | None) -> Handler:
         if not on_annotated_axis(query, SEQUENCE):
             return as_before(previous, op, args, kwargs)
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
-        # The lse that our forward returned: natural and of the whole row.
+        # `logsumexp` is the lse of our forward: natural log, over all keys.
         tensors = (query, key, value, bound["out"], bound["logsumexp"])
         *grads, _ = ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
         return (*grads, None)[: len(op._schema.returns)]
@@ -106,20 +106,20 @@ def _backward_handler(previous: Handler | None) -> Handler:
 
 
 def _serve_unfused() -> None:
-    """Run what PyTorch would compute op by op as a ring, too.
+    """Run attention that PyTorch would compute op by op as a ring, too.
 
-    It does so for dropout, head dims that differ and other reasons, or if a context says so, and
-    adds a causal mask that is no DTensor before any op of attention gets to DTensor's dispatcher.
+    PyTorch does this for dropout, different head dims and other reasons, or if a context asks for
+    it. It adds a causal mask that is not a DTensor, before DTensor's dispatcher sees an attention.
     """
     for device in ("CPU", "CUDA", "Meta"):
         key = f"Autograd{device}"
-        # Registered once: PyTorch has no kernel there.
+        # PyTorch has no kernel there, so an existing one is ours.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(UNFUSED_OP.name(), key):
             torch.library.impl(UNFUSED_OP.name(), key, _unfused)
 
 
 def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    # Plain tensors come here, too: no more than a look at them. The first three have no default.
+    # Plain tensors come here, too, so check cheaply. The first three arguments have no default.
     if not _is_sharded(args[:3]):
         return UNFUSED_OP.decompose(*args, **kwargs)
     bound = arguments_of(UNFUSED_OP, args, kwargs)
@@ -128,7 +128,7 @@ def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def _fused(bound: dict[str, Any]) -> Any:
-    """Attention by an op that DTensor hands to us, whatever the number of dims."""
+    """Call an op that DTensor dispatches to us, for any number of dims."""
     inputs, shape = [bound[name] for name in INPUTS], bound["query"].shape
     if len(shape) != 4:
         inputs = [x.reshape(-1, *(1, *x.shape)[-3:]) for x in inputs]
@@ -137,13 +137,13 @@ def _fused(bound: dict[str, Any]) -> Any:
 
 
 def _is_sharded(inputs: Iterable[Any]) -> bool:
-    """Whether a sequence is sharded over an axis that has a layout."""
-    # Any of the three: if only keys are sharded, the error is ours.
+    """Return whether a sequence is sharded over an axis that has a layout."""
+    # One of the three suffices: if only keys are sharded, our error says it.
     return any(on_annotated_axis(x, x.ndim - 2) for x in inputs)
 
 
 def _is_decoding(query: Any, key: Any) -> bool:
-    """Whether few queries, whole on each rank of an axis, attend to keys sharded over it."""
+    """Return whether a few replicated queries attend to keys that are sharded over an axis."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor)):
         return False
     return (
@@ -164,7 +164,7 @@ def as_before(
     try:
         dispatcher.sharding_propagator.propagate(info)
     except NotImplementedError as error:
-        # Inference mode shows composite ops, which DTensor takes apart where it has no rule.
+        # In inference mode composite ops arrive, which DTensor decomposes if it has no rule.
         parts = op.decompose(*args, **kwargs)
         if parts is NotImplemented:
             placed = [x.placements for x in args if isinstance(x, DTensor)]
@@ -189,7 +189,7 @@ def _refuse(bound: dict[str, Any]) -> None:
             f"dropout cannot be served over a sharded sequence, got dropout_p="
             f"{bound['dropout_p']}; set it to 0"
         )
-    if bound.get("enable_gqa") is not False:  # only the composite op says it
+    if bound.get("enable_gqa") is not False:  # only the composite op has this argument
         return
     if bound["query"].shape[-3:-2] != bound["key"].shape[-3:-2]:
         raise ValueError(
@@ -199,16 +199,16 @@ def _refuse(bound: dict[str, Any]) -> None:
 
 
 def _call(bound: dict[str, Any]) -> Call:
-    """The ring's call for the arguments of an aten attention."""
+    """Return the ring call for the arguments of an aten attention."""
     return Call(Batch(), _scores(bound), ON_DTENSORS)
 
 
 def _decode_call(bound: dict[str, Any]) -> DecodeCall:
-    """The decode call for the arguments of an aten attention, which has no gradient."""
+    """Return the decode call for the arguments of an aten attention; it has no gradient."""
     tensors = bound["query"], bound["key"], bound["value"]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(NO_GRADIENT)
-    # A causal mask of PyTorch begins at the first query and the first key.
+    # PyTorch aligns a causal mask at the first query and the first key.
     starts = torch.zeros(1, dtype=torch.int32)
     return DecodeCall(DecodeBatch(query_starts=starts), _scores(bound), DecodePlace())
 
@@ -222,7 +222,7 @@ def _scores(bound: dict[str, Any]) -> Scores:
 
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:
-    """The results in the op's form: out, lse, and the state of a dropout that did not happen."""
+    """Return the results in the op's form: out, lse, and an unused dropout state."""
     rest = _rest_of_returns(op)
     if rest is None:
         return out
@@ -231,7 +231,7 @@ def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:
 
 @cache
 def _rest_of_returns(op: OpOverload) -> tuple[bool, ...] | None:
-    """Whether each return after out and lse is a length; `None` if out is the only one."""
+    """Return, for each result after out and lse, whether it is a length; `None` for out alone."""
     returns = op._schema.returns
     if len(returns) == 1:
         return None

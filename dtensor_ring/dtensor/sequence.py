@@ -1,4 +1,4 @@
-"""Tokens into the order of a layout, and back."""
+"""Shards tokens in the order of a layout, and gathers them again."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from dtensor_ring.planning.slices import Slices
 def shard_sequence(
     tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout | str | None = None
 ) -> DTensor:
-    """Shard a tensor that every rank holds whole, its tokens in layout order.
+    """Shard a tensor that every rank holds whole, with its tokens in layout order.
 
-    `distribute_tensor` would deal them contiguously, whatever the layout of the mesh.
+    `distribute_tensor` would shard them contiguously, whatever the layout of the mesh.
 
     Args:
         tensor: the global tensor, the same on every rank of the mesh, with S tokens in `dim`.
         mesh: the 1-D mesh of the ring.
         dim: the dimension of the sequence.
         layout: annotates the mesh, see `SequenceAxis`. By default the mesh's own layout,
-            contiguous if it has none. A `Balanced` one is for this tensor, the next may differ, so
-            it has to be given each time.
+            contiguous if it has none. A `Balanced` layout is valid for this tensor only, so it must
+            be given each time.
 
     Returns:
         A DTensor with `Shard(dim)` over the mesh. Backward gives each rank the gradient of its own
@@ -46,7 +46,7 @@ def shard_sequence(
 
     Raises:
         TypeError: if `tensor` is not a plain tensor.
-        ValueError: if the mesh is not 1-D or has another layout, the layout cannot deal the
+        ValueError: if the mesh is not 1-D or has another layout, the layout cannot shard the
             length, or it belongs to a batch and is not given.
         IndexError: if the tensor has no such dimension.
 
@@ -64,17 +64,17 @@ def shard_sequence(
     dim, group = canonical(dim, "tensor", tensor), axis_group(mesh)
     chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
     local = local_tokens(tensor, mesh, dim, chosen)
-    if layout is not None:  # it can deal the length; if it could not, the axis takes another
+    if layout is not None:  # annotate only now, when the layout is known to fit the length
         annotate(mesh, chosen)
         install_handlers()
     return from_local_tokens(local, mesh, dim, tensor.shape[dim])
 
 
 def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
-    """This rank's tokens of a tensor that it holds whole, contiguous."""
+    """Return this rank's tokens of a whole tensor, in contiguous memory."""
     runs = layout.runs(mesh.get_local_rank(), mesh.size(), tensor.shape[dim])
     parts = [
-        # Runs as strided views: one copy in all, that of `cat`.
+        # Runs are strided views, so `cat` makes the only copy.
         tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
             (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
         ]
@@ -84,9 +84,9 @@ def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> 
 
 
 def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """The DTensor of `seq_len` tokens whose part on this rank is `local`."""
+    """Make the DTensor of `seq_len` tokens whose local shard is `local`."""
     dim %= local.ndim
-    # Given, as `from_local` would take the shards to be of equal length.
+    # Pass the global shape: `from_local` would assume shards of equal length.
     shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
     return DTensor.from_local(
         local,
@@ -99,23 +99,23 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
 
 
 def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
-    """Gather a DTensor whole, its tokens in their original order.
+    """Gather a DTensor whole, with its tokens in their original order.
 
     Args:
-        dtensor: sharded in `dim` over one axis of its mesh, and in any way over the others.
+        dtensor: sharded in `dim` over one axis of its mesh, with any placements over the others.
         dim: the dimension of the sequence.
-        layout: the one that it was sharded with, if that was a `Balanced` one.
+        layout: the layout that it was sharded with, if that was a `Balanced` one.
 
     Returns:
         The global tensor, on every rank. Backward sums the gradients of the ranks of the axis and
-        keeps this rank's tokens of the sum: if all ranks compute one loss of it, gradients of
+        keeps this rank's tokens of the sum: if all ranks compute the same loss of it, gradients of
         parameters *average* over the axis, as over data-parallel ranks. Over other axes of the
         mesh each rank keeps its own part, as `DTensor.full_tensor` does.
 
     Raises:
-        TypeError: if the tensor is not a DTensor, or the given layout not `Balanced`.
+        TypeError: if the tensor is not a DTensor, or the given layout is not `Balanced`.
         ValueError: if `dim` is not sharded over exactly one axis, or its layout belongs to a batch
-            and is not given, or is given and does not.
+            and is not given, or does not belong to one and is given.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
         IndexError: if the tensor has no such dimension.
 
@@ -143,20 +143,20 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
     chosen = _chosen_layout(group, layout)
     seq_len, dealt = dtensor.shape[dim], (chosen.spec, None)
     if layout is not None:
-        layout.runs(group.rank(), group.size(), seq_len)  # which refuses another length
+        layout.runs(group.rank(), group.size(), seq_len)  # refuses another length
         dealt = layout.name, sequence_runs(layout)
     local = gathered(dtensor.to_local(), dim, group, seq_len, *dealt)
     return whole_of(dtensor, axes[0], local)
 
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:
-    """Global positions of this rank's tokens, int64, `(L,)`."""
+    """Return the global positions of this rank's tokens, int64, `(L,)`."""
     runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), seq_len)
     return _positions(runs)
 
 
 def layout_order(layout: Layout, world_size: int, seq_len: int) -> Tensor:
-    """The position of each token, rank after rank, in the order in which they hold them, `(S,)`."""
+    """Return the positions of all tokens, `(S,)`, in the order of the ranks and their shards."""
     ranks = range(world_size)
     return _positions([run for rank in ranks for run in layout.runs(rank, world_size, seq_len)])
 
@@ -167,15 +167,15 @@ def _positions(runs: Sequence[Run]) -> Tensor:
 
 
 def sequence_runs(layout: Balanced) -> Tensor:
-    """The runs of a layout that belongs to one batch, as `ring_attention` takes them.
+    """Return the runs of a layout that belongs to one batch, as `ring_attention` takes them.
 
     Returns:
-        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank; those
-        without a token fill up. R is that of as many runs as there could be for this length, world
-        size and block, so that other documents do not recompile a graph.
+        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank,
+        padded with empty runs. R is the largest number of runs for this length, world size and
+        block, so that other documents do not recompile a graph.
 
     Raises:
-        TypeError: if the layout is not `Balanced`: the others need no runs.
+        TypeError: if the layout is not `Balanced`: other layouts need no runs.
 
     Example:
         >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=4)
@@ -186,7 +186,7 @@ def sequence_runs(layout: Balanced) -> Tensor:
     world_size, table = layout.world_size, []
     for rank in range(world_size):
         dealt = layout.runs(rank, world_size, layout.seq_len)
-        # One shape for all batches, so that a graph is compiled once.
+        # Padding gives all batches one shape, so that a graph is compiled once.
         filling = [(0, 0)] * (layout.max_runs - len(dealt))
         table.append([(run.start, run.length) for run in dealt] + filling)
     runs = torch.tensor(table, dtype=torch.int32, device="cpu")
@@ -194,23 +194,23 @@ def sequence_runs(layout: Balanced) -> Tensor:
 
 
 def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
-    """Slices as a tensor, as `ring_attention` takes them under `torch.compile`.
+    """Convert slices to a tensor, as `ring_attention` takes them under `torch.compile`.
 
-    A compiled function takes slices of one shape without compiling again, so fill them up to as
-    many as the largest batch has.
+    A compiled function recompiles if the shape changes, so pad to the number of slices of the
+    largest batch.
 
     Args:
         slices: what queries see.
-        num_slices: how many slices each batch row is filled up to, with such that are empty; by
-            default as many as the longest row has.
+        num_slices: the number of slices to which each batch row is padded with empty ones; by
+            default that of the longest row.
 
     Returns:
         `(N, 6)`, or `(B, N, 6)` if batch rows differ, int32, on the CPU: begin and end of the
         queries and of the keys, left and right; `Slices.UNBOUNDED` is no bound.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if there are more slices than that, or it is more than can be planned.
+        TypeError: if an argument has a wrong type.
+        ValueError: if there are more than `num_slices`, or it is more than can be planned.
 
     Example:
         >>> sequence_slices(Slices.prefix([0, 5], 2), num_slices=3).tolist()
@@ -218,7 +218,7 @@ def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
     """
     if not isinstance(slices, Slices):
         raise TypeError(f"slices must be dtensor_ring.Slices, got {slices!r}")
-    # A copy: the tensor may be written to.
+    # Copy, because the user may write to the tensor.
     numbers = torch.tensor(slices.numbers, dtype=torch.int32, device="cpu")
     if num_slices is None:
         return numbers
@@ -236,7 +236,7 @@ def _check_balanced(layout: Any) -> None:
 
 
 def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
-    """The given layout of a batch, else that of the axis."""
+    """Return the given layout of a batch, else that of the axis."""
     here = annotation_of(group)
     is_per_batch = here.config is not None and here.config.layout.per_batch
     if given is not None and here.config is not None and not is_per_batch:
@@ -253,7 +253,7 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
 
 
 def canonical(dim: int, name: str, x: Tensor) -> int:
-    """The dimension of a tensor, counted from the front.
+    """Return a dimension of a tensor, counted from the front.
 
     Raises:
         TypeError: if it is not an integer.

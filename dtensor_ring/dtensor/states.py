@@ -1,4 +1,4 @@
-"""States that layers hand over a mesh axis, from the rank with earlier tokens to the next one."""
+"""Passes states of layers along a mesh axis, from the rank with earlier tokens to the next one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dtensor_ring.ops.state import attached, receive_op, send_op
 
 
 def receive_state(anchor: Tensor, rows: int, numbers: int, mesh: DeviceMesh) -> Tensor:
-    """The state that the rank before this one sends by `send_state`; the first rank gets zeros.
+    """Receive the state that the previous rank sends by `send_state`; the first rank gets zeros.
 
     Args:
         anchor: the input of the layer. It decides dtype, device and when the backward runs, and
-            gets no gradient by this.
-        rows: rows of the batch.
-        numbers: numbers of the state of a row.
-        mesh: the axis; its ranks have the tokens in contiguous order.
+            gets no gradient from this.
+        rows: the number of batch rows.
+        numbers: the size of a row's state.
+        mesh: the axis; its ranks must hold the tokens in contiguous order.
 
     Returns:
         `(rows, numbers)`, float32 or wider. Backward sends its gradient to the rank before.
@@ -38,13 +38,12 @@ def send_state(state: Tensor, output: Tensor, mesh: DeviceMesh, *, received: Ten
         received: what `receive_state` returned in this layer.
 
     Returns:
-        The same output. A layer has to return it, since its backward is what receives the
-        gradient of the state.
+        The same output. A layer must return it: its backward receives the gradient of the state.
 
     Raises:
         RingError: on every rank, if calls of ranks differ.
     """
-    # Without it the two have no order in backward where a document begins in between: the state
-    # sent does not depend on the one received.
+    # If a document begins on this rank, the sent state does not depend on the received one.
+    # `attached` then still orders the two in backward.
     token = send_op(attached(state, received), 1, axis_group(mesh).group_name)
     return attached(output, token)

@@ -1,4 +1,4 @@
-"""Context parallelism of a module by annotation."""
+"""The parallel style that makes a module attend over a ring."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ class ContextParallel(ParallelStyle):
 
     The module gets local shards `(B, N, L, H)`, as all modules around it do. Inside, query, key
     and value are DTensors sharded in dimension 2, so its `F.scaled_dot_product_attention` or
-    `ring_attention` runs over the axis; what it returns becomes local again.
+    `ring_attention` runs over the axis. Its outputs become local again.
 
-    `nn.MultiheadAttention` gets and returns its own shape, `(B, L, E)` or `(L, B, E)`, and takes
-    `is_causal` for the whole sequence: plan those in `nn.TransformerEncoderLayer` and its like.
+    `nn.MultiheadAttention` takes and returns its own shape, `(B, L, E)` or `(L, B, E)`, and applies
+    `is_causal` to the whole sequence. In `nn.TransformerEncoderLayer` and similar layers, apply the
+    style to this submodule.
 
-    Whatever belongs to a token has to be dealt in the same order: tokens, labels, and the positions
-    of rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
-    `parallelize_module`. Shards are taken to be of one length on all ranks: pad the sequence to a
-    multiple of twice the ranks. The gradient of a loss that is the mean over a rank's tokens, or
-    that of all ranks (`sum_over_sequence`), averages over the axis, as over data-parallel ranks.
+    All data of a token must be sharded in the same order: tokens, labels, and the positions of
+    rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
+    `parallelize_module`. Shards must have equal length on all ranks: pad the sequence to a multiple
+    of twice the number of ranks. If the loss is the mean over a rank's tokens, or over those of all
+    ranks (`sum_over_sequence`), gradients average over the axis, as over data-parallel ranks.
 
     Args:
-        layout: order in which the tokens are dealt; a layout or its spelling.
+        layout: the order in which the tokens are sharded; a layout or its spelling.
         strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
         inputs: names of the arguments of `forward` that become DTensors.
 
     Raises:
-        TypeError: if an argument is of another type, or an input is not a tensor.
+        TypeError: if an argument has a wrong type, or an input is not a tensor.
         ValueError: if a value is unknown, or `forward` has no arguments of these names.
 
     Example:
@@ -76,7 +77,7 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         how = {"strategy": strategy, "kernel": kernel, "policy": policy}
         self.layout, self.how = as_layout(layout), how
-        # Refused here, where the user wrote them, and not where the plan is applied.
+        # Refuse options here, where the user wrote them, and not when the style is applied.
         check_axis_options(self.layout, **how)
         self.inputs = _names(inputs)
 
@@ -87,7 +88,7 @@ class ContextParallel(ParallelStyle):
             return shard_multihead(module, SequenceAxis(device_mesh, self.layout, **self.how))
         _check_parts(module)
         parameters = signature(module.forward).parameters
-        # A forward that takes anything may take the inputs, too.
+        # A forward with `*args` or `**kwargs` may take the inputs, too.
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
         if not (is_open or set(self.inputs) <= set(parameters)):
             raise ValueError(
@@ -109,7 +110,7 @@ class ContextParallel(ParallelStyle):
 
 
 def _check_parts(module: nn.Module) -> None:
-    """Refuse a module whose attention is that of a module in it."""
+    """Refuse a module whose attention is a submodule."""
     found = [name for name, x in module.named_modules() if isinstance(x, nn.MultiheadAttention)]
     if found:
         raise ValueError(
@@ -119,7 +120,7 @@ def _check_parts(module: nn.Module) -> None:
 
 
 def _names(inputs: Any) -> tuple[str, ...]:
-    """The names of inputs, in a tuple."""
+    """Return the names of inputs as a tuple."""
     is_listed = isinstance(inputs, Collection) and not isinstance(inputs, (str, Tensor))
     if not is_listed or not inputs or not all(isinstance(name, str) for name in inputs):
         raise TypeError(f"inputs must be names of arguments, such as {INPUTS}, got {inputs!r}")
@@ -127,9 +128,9 @@ def _names(inputs: Any) -> tuple[str, ...]:
 
 
 def _positions(parameters: Iterable[Parameter], inputs: tuple[str, ...]) -> dict[int, str]:
-    """The inputs by where they are if given by position.
+    """Return the index of each input among positional arguments.
 
-    Those without a name follow those with one, by `*args`; if none has, they come first.
+    Inputs that `*args` takes follow the named ones; if none is named, they come first.
     """
     kinds = {p.name: p.kind for p in parameters}
     by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -151,7 +152,7 @@ def _shard_inputs(
     positions: dict[int, str],
     names: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not torch.compiler.is_compiling():  # a graph would be one of this layer only
+    if not torch.compiler.is_compiling():  # a name in the graph would compile each layer separately
         CALLER.layer = layer_of(module)
     sharded = tuple(shard(positions[i], x) if i in positions else x for i, x in enumerate(args))
     named = {name: shard(name, kwargs[name]) for name in names if name in kwargs}
@@ -165,7 +166,7 @@ def _shard_inputs(
 
 def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -> Any:
     if not isinstance(x, Tensor):
-        # What may be left out may be given so, and what has no name may be anything.
+        # Optional inputs may be given as their default, and unnamed ones may be anything.
         if x is defaults.get(name, x):
             return x
         raise TypeError(
@@ -174,7 +175,7 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
         )
     check_strided(name, x)
     if isinstance(x, DTensor):
-        # Sharded by another style already, as heads are by tensor parallelism.
+        # Already sharded by another style, such as heads by tensor parallelism.
         if Shard(SEQUENCE) not in x.placements:
             raise ValueError(
                 f"{name}, a DTensor, must be Shard({SEQUENCE}) over a mesh with the axis of the "
@@ -189,12 +190,12 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
             "torch.export cannot make DTensors of local tensors, as ContextParallel does; call "
             "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"
         )
-    # Comparing shapes over the ranks would cost a collective for each tensor.
+    # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return DTensor.from_local(x, axis.mesh, [Shard(SEQUENCE)], run_check=False)
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.compiler.is_compiling():
         CALLER.layer = ""
-    # A call by attribute: a compiler knows `x.to_local()`, and not the function itself.
+    # A lambda, because a compiler can trace `x.to_local()`, but not the unbound function.
     return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)

@@ -1,4 +1,4 @@
-"""The attentions of PyTorch that become ring attention on DTensors of an annotated axis."""
+"""Installs ring attention for PyTorch's attentions on DTensors of an annotated axis."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from dtensor_ring.dtensor.sdpa import install_sdpa
 
 
 def install_handlers() -> None:
-    """Let PyTorch ask us first about attention on DTensors; what is not ours goes on as before."""
+    """Let PyTorch ask us first about attention on DTensors; other calls continue as before."""
     install_sdpa()
     install_flex()

@@ -1,8 +1,8 @@
-"""Attention for which ranks trade tokens for heads: an exchange, the ring op, and an exchange.
+"""Runs attention with an all-to-all: an exchange to heads, the ring op, and an exchange back.
 
-Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of such ranks,
-Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are ops of their own, so that autograd keeps what
-came by one, and backward exchanges gradients only.
+Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of these ranks,
+Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are separate ops, so autograd keeps the exchanged
+tensors, and backward exchanges only gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
 
 def traded_heads(strategy: str, group_name: str) -> int:
-    """Ranks of a group that trades tokens for heads, 1 if none does."""
+    """Return the number of ranks that share the heads after the all-to-all, 1 without one."""
     return as_strategy(strategy, group_named(group_name).size()).heads
 
 
@@ -32,8 +32,8 @@ def _rank(group_name: str) -> int:
     return group_named(group_name).rank()
 
 
-# A compiler takes their results for constants, which they are while the group lives. So says
-# `torch.compiler.assume_constant_result`, which would load the compiler here.
+# Their results are constant while the group is alive, so dynamo may fold them.
+# `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
 for _function in (traded_heads, _rank):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -42,12 +42,12 @@ class Trading:
     """The exchanges of one attention, on the tensors of this rank.
 
     Args:
-        call: of the ring op, as on tensors of all heads.
+        call: the ring op's call on tensors with all heads.
         query: `(B, N, L, H)`.
         key: `(B, Nkv, C, H)`.
 
     Raises:
-        ValueError: if the strategy cannot deal so many heads.
+        ValueError: if the strategy cannot shard the heads.
     """
 
     def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
@@ -64,7 +64,7 @@ class Trading:
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
         (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call, query.shape[0])
-        # Keys of another length, or dealt in another way, are exchanged by themselves.
+        # Keys with another length or layout need an exchange of their own.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
         self._trades = tuple(
             Trade(
@@ -82,7 +82,7 @@ class Trading:
         }
 
     def _dealt(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Runs and global lengths, of queries and of keys."""
+        """Return the runs and the global lengths, each for queries and for keys."""
         runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
         if key_runs is None:
             return (runs, runs), (place.seq_len, place.key_seq_len)
@@ -91,15 +91,15 @@ class Trading:
                 "key_runs say the lengths of what is exchanged, which a compiler has to know: "
                 f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
             )
-        seq_len = call.question(batch).seq_len  # both are of one sequence
+        seq_len = call.question(batch).seq_len  # with `key_runs`, both belong to one sequence
         return (runs, key_runs), (seq_len, seq_len)
 
     def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like query and like key, with the group's tokens and a part of the heads."""
+        """Exchange tensors shaped like query or key to the group's tokens and some of the heads."""
         return self._exchanged(queries, keys, is_back=False)
 
     def to_tokens(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Tensors like query and like key, with the tokens of this rank and all heads."""
+        """Exchange tensors shaped like query or key back to this rank's tokens and all heads."""
         return self._exchanged(queries, keys, is_back=True)
 
     def _exchanged(
@@ -107,7 +107,7 @@ class Trading:
     ) -> list[Tensor]:
         counts = [self._num_heads[0]] * len(queries), [self._num_heads[1]] * len(keys)
         sides = [(queries, counts[0], 0), (keys, counts[1], 1)]
-        if self._are_alike:  # one message has all of them
+        if self._are_alike:  # one exchange for all tensors
             sides = [([*queries, *keys], [*counts[0], *counts[1]], 0)]
         results: list[Tensor] = []
         for tensors, num_heads, side in sides:
@@ -116,20 +116,20 @@ class Trading:
                 trade = self._trades[side]._replace(
                     num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
                 )
-                if side == 0 and not is_back:  # checks what the ring op would find after it
+                if side == 0 and not is_back:  # check now what the ring op would refuse later
                     trade = trade._replace(**self._seen)
                 results += exchange_op(list(tensors), *flatten_trade(trade))
         return results
 
     def with_own_sinks(self, call: Call) -> Call:
-        """The call on the heads of this rank."""
+        """Return the call on this rank's heads."""
         sinks = call.scores.sinks
         if sinks is None:
             return call
         return call._replace(scores=call.scores._replace(sinks=sinks[self._span]))
 
     def all_sinks(self, own: Tensor, sinks: Tensor) -> Tensor:
-        """The gradient of all sinks, which those of this rank's heads have."""
+        """Return the gradient of all sinks from that of this rank's sinks; other entries are 0."""
         grad = torch.zeros_like(sinks)
         grad[self._span] = own
         return grad
@@ -143,18 +143,18 @@ class Trading:
 def traded_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`(out, lse)` of this rank's tokens; without lse it is not exchanged.
+    """Return `(out, lse)` of this rank's tokens.
 
     Args:
         query: `(B, N, L, H)`.
         key: `(B, Nkv, C, H)`.
         value: `(B, Nkv, C, Hv)`.
-        call: of the ring op, as on tensors of all heads.
-        with_lse: whether lse is returned.
-        keep: whether backward is `traded_backward`, for which lse then holds what was exchanged.
+        call: the ring op's call on tensors with all heads.
+        with_lse: whether lse is exchanged and returned.
+        keep: whether `traded_backward` follows; then lse holds the exchanged tensors for it.
 
     Raises:
-        ValueError: if the strategy cannot deal so many heads.
+        ValueError: if the strategy cannot shard the heads.
     """
     query, key, value = _as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
@@ -173,13 +173,13 @@ def traded_attention(
 
 
 class Exchanged(NamedTuple):
-    """What the ring op got and returned between two exchanges.
+    """The inputs and results of the ring op between two exchanges.
 
-    Note [What backward needs]: where autograd sees an op on DTensors, it keeps the tensors of this
-    rank's tokens. Backward would exchange them once more, twice of what it has to send. So the
-    memory of lse, which autograd keeps too, holds these: as an attribute of its storage, which
-    lives exactly as long. Hooks that save another tensor for lse (offloading) let go of them; then
-    all ranks exchange again, as they all have those hooks.
+    Note [What backward needs]: for an op on DTensors, autograd keeps the tensors before the
+    exchange. Backward would exchange them again and send twice the necessary amount. Autograd also
+    keeps lse, so we attach the exchanged tensors to the storage of lse, which lives exactly as
+    long. Hooks that save another tensor for lse (offloading) lose them. Then all ranks exchange
+    again, because all of them have these hooks.
     """
 
     query: Tensor
@@ -190,12 +190,12 @@ class Exchanged(NamedTuple):
 
 
 def _memory_of(lse: Tensor) -> Any:
-    """The storage that all views of a tensor share, also of a tensor that a compiler traces."""
+    """Return the storage that all views of a tensor share, also while a compiler traces."""
     return getattr(lse, "elem", lse).untyped_storage()
 
 
 def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Query, key and value as the ring op casts them, so that they travel in that dtype."""
+    """Cast query, key and value like the ring op under autocast, so they travel in that dtype."""
     device_type = tensors[0].device.type
     dtype = autocast_dtype(device_type)
     return tensors if dtype is None else [cast(x, device_type, dtype) for x in tensors]
@@ -211,7 +211,7 @@ def traded_backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of the ring's backward op, where autograd has kept this rank's tokens."""
+    """Return the results of the ring's backward op from the tensors before the exchange."""
     trading, sinks = Trading(call, query, key), call.scores.sinks
     grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
     kept = getattr(_memory_of(lse), "dtensor_ring_exchanged", None)
@@ -233,5 +233,5 @@ def traded_backward(
 
 
 def _rows(exchanged: Tensor) -> Tensor:
-    """One number of each row, as the ring op has them."""
+    """Return one number for each row, in the form of the ring op's lse."""
     return exchanged.squeeze(-1).contiguous()

@@ -1,8 +1,8 @@
 """Runs `torch.nn.attention.varlen.varlen_attn` on DTensors of an annotated mesh as ring attention.
 
-Its tensors are `(T, N, H)`, the documents of a batch one after the other: the ring takes them as
-one batch row, `(1, N, T, H)`, which is a view. The rules are registered by the names of its ops,
-which exist only after PyTorch's module is imported; importing it takes a second.
+Its tensors are `(T, N, H)`, with the documents of a batch one after another. The ring takes them as
+one batch row, the view `(1, N, T, H)`. The rules are registered by the names of its ops, because
+the ops exist only after the import of PyTorch's module, which takes a second.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
 from dtensor_ring.planning.slices import Slices
 
+# The dims of a tensor `(T, N, H)`.
 TOKENS, HEADS, HEAD_DIM = 0, 1, 2
-"""The dims of a tensor `(T, N, H)`."""
 
 TOKENS_TO_BATCH = {Shard(TOKENS): Shard(2), Shard(HEADS): Shard(1), Shard(HEAD_DIM): Shard(3)}
 BATCH_TO_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
@@ -46,11 +46,11 @@ torch.library.define(
 
 @torch.library.impl(_ALIGNED, "CompositeExplicitAutograd")
 def _aligned_slices(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: int) -> Tensor:
-    """Bands that end at the last query and key of each document, as those of flash-attn."""
+    """Return the bands of flash-attn, aligned at the last query and key of each document."""
     bounds, key_bounds = (on_host(x).numpy() for x in (cu_seqlens, key_cu_seqlens))
     found = Slices.bottom_right(bounds, key_bounds, _band(left, right)).numbers
     table = torch.zeros(len(bounds) - 1, NUM_FIELDS, dtype=torch.int32)
-    table[: len(found)] = torch.from_numpy(found)  # empty documents have none
+    table[: len(found)] = torch.from_numpy(found)  # empty documents have no slice
     return table
 
 
@@ -60,7 +60,7 @@ def _fake_aligned(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: 
 
 
 def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A rule of an op for DTensors, which PyTorch's own rules would refuse."""
+    """Make the rule of an op for DTensors, which PyTorch's own rules would refuse."""
 
     def rule(
         cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
@@ -78,7 +78,7 @@ def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
     out, lse = ring_forward_dtensor(query, key, value, _call(bound))
     lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], BATCH_TO_LSE)
-    # The state of a dropout that does not happen, in the form of the op.
+    # The op returns a dropout state; there is no dropout, so it is unused.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return _tokens_of(out), lse, state
 
@@ -101,30 +101,30 @@ def _into_memory(bound: dict[str, Any]) -> Any:
 
 
 def _batch_of(x: DTensor) -> DTensor:
-    """`(1, N, T, H)` of `(T, N, H)`, without a copy."""
+    """View `(T, N, H)` as `(1, N, T, H)`."""
     num_tokens, num_heads, head_dim = x.shape
     local = x._local_tensor.transpose(0, 1)[None]
     return _moved(x, local, (1, num_heads, num_tokens, head_dim), TOKENS_TO_BATCH)
 
 
 def _tokens_of(x: DTensor) -> DTensor:
-    """The opposite of `_batch_of`."""
+    """View `(1, N, T, H)` as `(T, N, H)`."""
     _, num_heads, num_tokens, head_dim = x.shape
     local = x._local_tensor[0].transpose(0, 1)
     return _moved(x, local, (num_tokens, num_heads, head_dim), BATCH_TO_TOKENS)
 
 
 def _moved(x: DTensor, local: Tensor, shape: Sequence[int], placements: dict[Any, Any]) -> DTensor:
-    """A DTensor of a view of the local tensor, whose dims are elsewhere."""
+    """Wrap a permuted view of the local tensor in a DTensor."""
     where = tuple(placements.get(placement, placement) for placement in x.placements)
     return wrap_on(x.device_mesh, local, tuple(shape), where)
 
 
 def _call(bound: dict[str, Any]) -> Call:
-    """The ring's call for the arguments of the op.
+    """Return the ring call for the arguments of the op.
 
     Raises:
-        ValueError: if keys lie in pages or are used in part, or boundaries are not whole.
+        ValueError: if keys are paged or used only in part, or boundaries are not whole.
     """
     for name in ("seqused_k", "block_table"):
         if bound.get(name) is not None:
@@ -134,7 +134,7 @@ def _call(bound: dict[str, Any]) -> Call:
             )
     bounds, key_bounds = _whole("cu_seq_q", bound), _whole("cu_seq_k", bound)
     window = bound.get("window_size") or (-1, 0 if bound["is_causal"] else -1)
-    left, right = map(int, window)  # a compiler may have them as symbols
+    left, right = map(int, window)  # they may be symbols in a compiler
     scores = scores_of(bound["query"], _band(left, right), bound["scale"], 0.0, None, None)
     if bounds is key_bounds:
         batch = Batch(bounds)
@@ -147,12 +147,12 @@ def _call(bound: dict[str, Any]) -> Call:
 
 
 def _band(left: int, right: int) -> Mask:
-    """The mask of a window of flash-attn, in which -1 is no bound."""
+    """Return the mask of a window of flash-attn, where -1 means no bound."""
     return Mask(None if left < 0 else left, None if right < 0 else right)
 
 
 def _whole(name: str, bound: dict[str, Any]) -> Tensor:
-    """Boundaries, which each rank has whole."""
+    """Return boundaries as a plain tensor; each rank must have all of them."""
     x = bound[name]
     if isinstance(x, DTensor) and all(where == Replicate() for where in x.placements):
         x = x._local_tensor

@@ -1,4 +1,4 @@
-"""Logs what attention over an axis runs as, once for each axis."""
+"""Logs how attention over an axis runs, once for each axis."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def announce(
     """Log the first attention of a group at level INFO, and all of them at DEBUG.
 
     Args:
-        call: what was called.
-        question: what the planner was asked.
-        plan: this rank's.
+        call: the call's options.
+        question: the planner's arguments.
+        plan: this rank's plan.
         kernel: name of the kernel that was chosen.
         key: `(B, Nkv, L, H)`.
         value: `(B, Nkv, L, Hv)`.

@@ -1,4 +1,4 @@
-"""Options of an op as its flat arguments: the schema, and the way there and back."""
+"""Converts the options of an op to the flat arguments of its schema, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
     schema_type: str
 
     def of(self, call: Any) -> Any:
-        """Its value in a call."""
+        """Return the value of this argument in a call."""
         value = call
         for name in self.path.split("."):
             value = getattr(value, name)
@@ -41,29 +41,33 @@ class Leaf(NamedTuple):
 
 
 class Arguments(Generic[T]):
-    """The fields of a value, and of the values in it, as the flat arguments of an op.
+    """Maps a nested value of options to the flat arguments of an op.
 
     Args:
         owner: type of the value.
-        nested: types of the values in it, and in those: named tuples, or values of checked fields.
+        nested: types of all values within it: named tuples, or classes that check their fields.
+
+    Attributes:
+        leaves: the arguments, in the order of `flatten`.
+        schema: the arguments as a schema string, in the same order.
     """
 
     def __init__(self, owner: Callable[..., T], *nested: Any) -> None:
         self._nested = {kind.__name__: kind for kind in nested}
         self.leaves = tuple(self._leaves(owner))
         self.schema = ", ".join(f"{leaf.schema_type} {leaf.name}" for leaf in self.leaves)
-        """The options in a schema string, in the order of `flatten`."""
+
         self._build = self._builder(owner)
         self._get = attrgetter(*(leaf.path for leaf in self.leaves))
 
     def flatten(self, call: T) -> tuple[Any, ...]:
-        """The arguments of the op after its tensors."""
+        """Return the arguments of the op after its tensors."""
         if torch.compiler.is_compiling():  # a compiler follows Python only
             return tuple(leaf.of(call) for leaf in self.leaves)
         return self._get(call)
 
     def unflatten(self, arguments: tuple[Any, ...]) -> T:
-        """The value that `flatten` made the arguments of."""
+        """Return the value from which `flatten` made these arguments."""
         return self._build(arguments)
 
     def _leaves(self, owner: Any, path: str = "") -> Iterator[Leaf]:
@@ -74,8 +78,8 @@ class Arguments(Generic[T]):
                 yield Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
     def _builder(self, owner: Any, start: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-        """A function that builds a value of a type from the leaves, its own from `start` on."""
-        # Values that check themselves are made once: layers pass the same ones in every call.
+        """Return a function that builds an `owner` from the leaves that begin at `start`."""
+        # Checking costs, and layers pass the same values in every call: build each value once.
         make = owner if issubclass(owner, tuple) else lru_cache(maxsize=256)(owner)
         kinds = [kind for _, kind in _members(owner)]
         if not any(kind in self._nested for kind in kinds):
@@ -90,10 +94,10 @@ class Arguments(Generic[T]):
 
 
 def _members(owner: Any) -> list[tuple[str, str]]:
-    """Name and annotated type of each field."""
+    """Return the name and the annotated type of each field."""
     return [(name, _spelled(kind)) for name, kind in owner.__annotations__.items()]
 
 
 def _spelled(kind: Any) -> str:
-    """An annotation as its file spells it, which a `NamedTuple` wraps."""
+    """Return an annotation as the file spells it; `NamedTuple` wraps it in a `ForwardRef`."""
     return getattr(kind, "__forward_arg__", kind)

@@ -51,9 +51,9 @@ _SINKS, _DECODE_SINKS = _place_of_sinks(LEAVES), _place_of_sinks(DECODE_LEAVES)
 class _RingFunction(_SingleLevelFunction):
     """The autograd node of a call.
 
-    Written out because `torch.library.register_autograd` looks at every argument of the schema in
-    the light of every other, which at this many takes longer than all else a call costs the host.
-    For the same reason the options come as one argument; of them only sinks have a gradient.
+    We do not use `torch.library.register_autograd`: it compares every argument of the schema with
+    every other one, and with this many arguments that dominates the host time of a call. For the
+    same reason the options are one argument. Only the sinks among them have a gradient.
     """
 
     @staticmethod
@@ -94,21 +94,21 @@ class _RingFunction(_SingleLevelFunction):
 def below_autograd(
     op: Any, run: Callable[..., T], keyset: Any, *inputs: Any, of_node: bool = False
 ) -> T:
-    """The results of an op, whose implementation on plain tensors is `run`.
+    """Run an op below autograd and return its results.
 
     Args:
         op: the op.
-        run: gets the inputs.
-        keyset: of the call.
-        inputs: of the op.
-        of_node: whether the `forward` of a node calls this.
+        run: the op's implementation on plain tensors.
+        keyset: the dispatch keys of the call.
+        inputs: the inputs of the op.
+        of_node: whether the `forward` of an autograd node makes this call.
     """
     below = keyset & torch._C._after_autograd_keyset
-    # Nor are views tracked. Outputs are views of fresh memory in another order, and autograd
-    # refuses changes in place of a view that a function returns.
+    # View tracking is off, too. Outputs are permuted views of fresh memory, and autograd refuses
+    # in-place changes of a view that a function returns.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        # Plain tensors outside of any mode: the dispatcher would do no more than convert each
-        # argument twice.
+        # For plain tensors outside of any mode, the dispatcher would only convert each argument
+        # twice.
         if is_plain_call(keyset):
             return run(*inputs)
         with under_node() if of_node else nullcontext():
@@ -116,12 +116,12 @@ def below_autograd(
 
 
 def is_plain_call(keyset: Any) -> bool:
-    """Whether a call is on plain tensors outside of any mode."""
+    """Return whether a call is on plain tensors outside of any mode."""
     return (keyset & torch._C._after_autograd_keyset).raw_repr() in _PLAIN
 
 
 def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Result:
-    # Saving tensors costs: not in inference.
+    # Inference needs no node, so it does not pay for saving tensors.
     inputs = query, key, value, options[_SINKS]
     if forward_ad._current_level >= 0:
         refuse_tangents(inputs)
@@ -133,7 +133,7 @@ def _autograd(keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: 
 def _without_gradient(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> Result:
-    """The decode op, which has no gradient."""
+    """Run the decode op, which has no gradient."""
     inputs = query, key, value, options[_DECODE_SINKS]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
@@ -149,7 +149,7 @@ NO_GRADIENT = (
 
 
 class _ExchangeFunction(_SingleLevelFunction):
-    """The autograd node of an exchange, which is linear: backward is the way back."""
+    """The autograd node of an exchange. It is linear: its backward is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,11 +158,11 @@ class _ExchangeFunction(_SingleLevelFunction):
         )
         trade = unflatten_trade(options)
         ctx.save_for_backward(*trade.dealt)
-        # A compiler makes no call now, so that there is no number of it.
+        # While a compiler traces, no call is made, so there is no call number.
         origin = session_of(trade.group).number if is_plain_call(keyset) else 0
         ctx.trade = trade._replace(
             dealt=Dealt(),
-            seen=Seen(),  # was checked
+            seen=Seen(),  # the forward call has checked it
             key_seq_len=None,
             is_back=not trade.is_back,
             num_tokens=tensors[0].shape[2],
@@ -195,7 +195,7 @@ def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
 
 
 def refuse_tangents(inputs: tuple[Any, ...]) -> None:
-    """Without this they would be dropped silently, or refused in the words of autograd."""
+    """Refuse forward-mode tangents, which autograd would drop silently or refuse less clearly."""
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("attention over an axis has no forward-mode derivative")
@@ -228,9 +228,10 @@ for _name in (FORWARD, BACKWARD, DECODE, EXCHANGE):
 
 
 def _autocast(device_type: str) -> None:
-    """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does.
+    """Register the autocast rules of the ops for a device type.
 
-    Nothing is cast below that, nor in backward.
+    Forward casts query, key and value as `scaled_dot_product_attention` does. Autocast is off below
+    the op and in backward.
     """
     name = f"Autocast{device_type.upper()}"
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))

@@ -1,12 +1,12 @@
-"""Tensors that describe a batch, as the planner wants them; each is converted once.
+"""Converts the tensors that describe a batch for the planner, each of them once.
 
-Note [Known tensors]: layers of a model pass the same boundaries again and again. What was made of
-them is found by their address and shape, and used if their content is still the same: memory that
-was written to since, or that belongs to another tensor by now, is converted again. Of boundaries
-that are padded by repeating the last value only the head and that value are compared, so that this
-costs the same for 8,192 tokens and for a million: writing into the padding alone goes unnoticed.
-What is on a GPU is copied to the CPU in each call: nothing tells whether it was written to, as a
-collective does not raise the version of a tensor.
+Note [Known tensors]: the layers of a model pass the same boundaries again and again. The converted
+value is looked up by address and shape, and used if the content is still the same. Memory that was
+written to, or that belongs to another tensor by now, is converted again. If boundaries are padded
+by repeating the last value, only their head and that value are compared. This costs the same for
+8,192 tokens and for a million, but a write into the padding alone goes unnoticed. Tensors on a GPU
+are copied to the CPU in each call: tensor versions would not show every write, because collectives
+do not raise them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 
 class _Known(NamedTuple):
-    """The value made from a tensor, and the part of the tensor's content that decides it."""
+    """The value made from a tensor, and the part of the content that decides it.
+
+    Attributes:
+        width: how many columns of the last dim are compared, besides the last one.
+        content: the compared columns.
+        value: what they were converted to.
+    """
 
     width: int
-    """How many of its last dim's numbers are compared, beside the last one."""
     content: bytes
     value: Any
 
     @property
     def num_bytes(self) -> int:
-        # The objects around them: a key, two tuples, arrays, and an entry of the store.
+        # About 1,500 bytes of overhead: the key, two tuples, the arrays, and the store's entry.
         return 1500 + len(self.content) + self.value.num_bytes
 
     def is_of(self, content: np.ndarray) -> bool:
-        # After these columns, rows that ascend can only repeat their last value.
+        # Behind these columns, ascending rows can only repeat their last value.
         return _compared(content, self.width) == self.content
 
 
@@ -53,12 +58,12 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = False) -> Documents:
-    """The boundaries `(D+1,)` or `(B, D+1)` as the planner wants them; errors use `name`.
+    """Convert boundaries `(D+1,)` or `(B, D+1)` for the planner.
 
     Args:
         cu_seqlens: int32 or int64, in global positions.
-        name: of the argument.
-        batch: the rows B that it may have.
+        name: the argument's name, for errors.
+        batch: the number of batch rows B.
         is_numbered: keep empty documents, because documents of keys are matched by number.
 
     Raises:
@@ -79,12 +84,12 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
 def documents_of_both(
     queries: Tensor | None, keys: Tensor | None, batch: int
 ) -> tuple[Documents | None, Documents | None]:
-    """The boundaries of queries, `cu_seqlens`, and of keys, `key_cu_seqlens`, if there are any.
+    """Convert the boundaries of queries, `cu_seqlens`, and of keys, `key_cu_seqlens`.
 
     Raises:
         ValueError: if they are not int32 or int64, of shape (D+1,) or (batch, D+1).
     """
-    # Documents of queries and keys match by their number, so empty ones count, too.
+    # Documents of queries and keys match by number, so empty ones must stay.
     is_numbered = keys is not None
     return (
         None if queries is None else documents_of(queries, "cu_seqlens", batch, is_numbered),
@@ -98,9 +103,9 @@ def _converted(
     width_of: Callable[[np.ndarray], int],
     convert: Callable[[np.ndarray], Any],
 ) -> Any:
-    """The value made from a tensor, converted if that kind of it is not known; see the Note."""
+    """Return the converted value of a tensor; see Note [Known tensors]."""
     content = on_host(x).numpy()
-    # By address first: reading all content in each call is what this avoids.
+    # Look up by address first, to avoid reading all content in each call.
     key = x.data_ptr(), content.shape, content.strides, kind
     known = _KNOWN.get(key)
     if known is None or not known.is_of(content):
@@ -111,18 +116,18 @@ def _converted(
 
 
 def _width(content: np.ndarray) -> int:
-    """How many columns it takes until all rows have reached their last value."""
+    """Return the number of columns after which each row only repeats its last value."""
     if not content.size:
         return 0
     if (np.diff(content) < 0).any():
-        return content.shape[-1]  # whoever plans with them refuses them
-    # Bisection: the padding is not read.
+        return content.shape[-1]  # the planner refuses them
+    # Bisection does not read the padding.
     ends = [int(np.searchsorted(row, row[-1])) for row in np.atleast_2d(content)]
     return max(ends) + 1
 
 
 def run_table(runs: Tensor, name: str = "runs") -> RunTable:
-    """The positions that each rank holds, of the argument of that name.
+    """Convert the runs of each rank; `name` is the argument's name, for errors.
 
     Raises:
         ValueError: if they are not int32 or int64, of shape (W, R, 2), do not ascend or overlap.
@@ -139,7 +144,7 @@ def run_table(runs: Tensor, name: str = "runs") -> RunTable:
 
 
 def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
-    """The position of the first query, for the whole batch or for each batch row.
+    """Return the position of the first query, for the whole batch or for each batch row.
 
     Raises:
         ValueError: if they are not int32 or int64, of shape (1,) or (batch,), or negative.
@@ -156,7 +161,7 @@ def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
 
 
 def slices_of_table(slices: Tensor, batch: int) -> Slices:
-    """The slices `(N, 6)` or `(B, N, 6)` as the planner wants them, see `sequence_slices`.
+    """Convert slices `(N, 6)` or `(B, N, 6)` for the planner, see `sequence_slices`.
 
     Raises:
         ValueError: if they are not int32 or int64, of shape (N, 6) or (batch, N, 6).
@@ -172,16 +177,16 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
 
 
 def _slices(content: np.ndarray) -> Slices:
-    """One table for rows that are alike: its tiles are one launch for all of them."""
+    """Convert slices; equal rows become one table, whose tiles take one launch for all rows."""
     is_alike = content.ndim == 3 and len(content) > 1 and (content == content[:1]).all()
     return Slices.of_numbers(content[0] if is_alike else content)
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The tensor itself if it is on the CPU, else a copy of it that is.
+    """Return the tensor on the CPU, copied if necessary.
 
     Raises:
-        ValueError: if a CUDA graph is captured, which would go on with the numbers of this moment.
+        ValueError: during the capture of a CUDA graph, which would keep the present content.
     """
     if x.is_cpu:
         return x
@@ -194,7 +199,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def check_integers(x: Tensor, name: str) -> None:
-    """Refuse a tensor that holds no integers to plan the ring with.
+    """Refuse a tensor without integers that the ring can be planned with.
 
     Raises:
         ValueError: if it is not int32 or int64, or has no content.

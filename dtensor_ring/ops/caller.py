@@ -1,4 +1,7 @@
-"""Where a call stands: the line and the layer by which ranks tell calls of one shape apart."""
+"""Records the user's source line and the layer of each call.
+
+Ranks compare them, to tell apart calls of the same shape in a different order.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,23 @@ class _Caller(local):
 
     @property
     def where(self) -> Where:
-        """Both of them, as ranks compare them."""
+        """The place and the layer, as ranks compare them."""
         return Where(self.place, self.layer)
 
 
+# The place and the layer of this thread's call. Empty if unknown, as in a compiled graph.
 CALLER = _Caller()
-"""The place and the layer of this thread's call; empty if not known, as in a compiled graph."""
 
 _WITHIN = "torch.", "dtensor_ring."
+# The attribute of a module that holds its name. Copies of a model keep it.
 _NAME = "dtensor_ring_layer"
-"""The attribute in which a module keeps its name, so that copies of a model have it, too."""
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The line of the user that a frame was called from, as its file has it on every host."""
+    """Return the user's line that called a frame, without folders, which differ by host."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_WITHIN):
         frame = frame.f_back
-    # Code without a file is generated, and numbered by process.
+    # Generated code has no file, and its number differs by process.
     if frame is None or frame.f_code.co_filename.startswith("<"):
         return ""
     file = frame.f_code.co_filename.rpartition("/")[2]
@@ -46,37 +49,37 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
-    """The result of `run`, during which `CALLER` has the place that a frame was called from."""
+    """Call `run` while `CALLER` holds the place that called the frame."""
     CALLER.place = place_of(frame)
     try:
         return run(*arguments)
     except BaseException:
-        CALLER.layer = ""  # no hook after the layer's forward comes to it
+        CALLER.layer = ""  # after an error, no forward hook of the layer resets it
         raise
     finally:
         CALLER.place = ""
 
 
 def name_layer(module: nn.Module, name: str) -> None:
-    """Give a module that attends a name, which is the same on all ranks."""
+    """Name a module that attends. The name must be the same on all ranks."""
     setattr(module, _NAME, name)
 
 
 def layer_of(module: nn.Module) -> str:
-    """The name of a module, empty if it has none."""
+    """Return the name of a module, empty if it has none."""
     return getattr(module, _NAME, "")
 
 
 def within_layer(module: nn.Module) -> AbstractContextManager[object]:
-    """A context in which `CALLER` has the name of a module, if it has one.
+    """Return a context in which `CALLER` holds the name of a module.
 
-    A compiler does not see it: the graph of one layer would be no graph of another one.
+    Compiled code has none: a name in the graph would compile each layer separately.
     """
     return nullcontext() if torch.compiler.is_compiling() else _WithinLayer(module)
 
 
 class _WithinLayer:
-    """The context itself; one made of a generator would take longer."""
+    """The context of `within_layer`; a class is faster than a generator."""
 
     def __init__(self, module: nn.Module) -> None:
         self._layer = layer_of(module)

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Query, key and value.
 Tensors = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
 STRIDED = torch.strided
 
 
 def check_strided(name: str, x: Tensor) -> None:
-    """Refuse tensors whose memory strides do not describe.
+    """Refuse a tensor whose memory is not described by strides.
 
     Raises:
-        ValueError: if it is nested, sparse or of another library's layout.
+        ValueError: if it is nested, sparse or in another library's layout.
     """
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else x.layout
@@ -25,10 +25,10 @@ def check_strided(name: str, x: Tensor) -> None:
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
-    """Refuse what ring attention cannot serve.
+    """Refuse inputs that ring attention does not support.
 
     Raises:
-        ValueError: with what was given and what is supported.
+        ValueError: says what was given and what is supported.
     """
     tensors = query, key, value
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -43,7 +43,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
             check_strided(name, x)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {dtype}")
-    # A shape is made anew whenever it is asked for.
+    # Each access to `shape` builds a new tuple, so read it once.
     batch, num_heads, _, head_dim = query.shape
     key_batch, num_key_heads, _, key_head_dim = key.shape
     if batch != key_batch or key.shape[:3] != value.shape[:3]:
@@ -62,10 +62,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 
 
 def check_exchanged(tensors: Sequence[Tensor]) -> None:
-    """Refuse what cannot be exchanged in one message.
+    """Refuse tensors that cannot be exchanged in one message.
 
     Raises:
-        ValueError: with what was given and what is supported.
+        ValueError: says what was given and what is supported.
     """
     if not tensors or any(x.ndim != 4 for x in tensors):
         found = _listed(tensors) or "none"
@@ -86,10 +86,10 @@ def _listed(tensors: Sequence[Tensor]) -> str:
 
 
 def check_num_queries(query: Tensor, largest: int) -> None:
-    """Refuse queries that are none, or more than a rank should compute as all others do.
+    """Refuse no queries, and more than every rank should compute redundantly.
 
     Raises:
-        ValueError: with the number.
+        ValueError: says the number.
     """
     if not 1 <= query.shape[2] <= largest:
         raise ValueError(
@@ -99,7 +99,7 @@ def check_num_queries(query: Tensor, largest: int) -> None:
 
 
 def check_sinks(query: Tensor, sinks: Tensor) -> None:
-    """Refuse sinks that are not one logit for each head of the query."""
+    """Refuse sinks unless they are one logit for each query head."""
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
             f"sinks must hold one logit per query head, shape ({query.shape[1]},), "
@@ -121,7 +121,7 @@ def _shapes(tensors: Tensors) -> str:
 
 
 def _differ(what: str, tensors: Tensors) -> str:
-    # Named one by one: the error shows which of the three differs.
+    # The error names all three, to show which one differs.
     found = zip(_NAMES, tensors, strict=True)
     listed = ", ".join(f"{name} {getattr(x, what)}" for name, x in found)
     return f"query, key and value must have one {what}, got {listed}; use .to()"

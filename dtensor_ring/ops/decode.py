@@ -1,4 +1,4 @@
-"""The decode op: few queries, the same on every rank, against the columns that each rank holds."""
+"""The decode op: a few queries, equal on all ranks, attend to the keys that each rank holds."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ decode_op = torch.ops.dtensor_ring.decode_attention.default
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """The decode op on plain tensors."""
+    """Run the decode op on plain tensors."""
     call = unflatten_decode(options)
     check_inputs(query, key, value, call.scores.sinks)
     check_num_queries(query, MAX_QUERIES)
     question = call.question(query, key)
     with agreed_decode(call, question, query, value) as combine:
-        # Within the context: what one rank refuses, or has no memory for, is told to the others.
+        # Within the context: an error of this rank is reported to the others.
         step, kernel = question.step(key), call.select(query, value, question)
         query, key, value = loadable(query, key, value)
         return decode(query, (key, value), step, kernel, call.scores, combine)
@@ -45,24 +45,24 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
 def decode(
     query: Tensor, kv: Pair, step: Step, kernel: Kernel, scores: Scores, combine: Combine | None
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of the queries over the columns of all ranks.
+    """Return `(out, lse)` of the queries over the columns of all ranks.
 
     Args:
         query: `(B, N, M, H)`, the same on every rank.
         kv: keys and values that this rank holds.
-        step: what the queries see of them.
+        step: this rank's step, with the tiles that the queries see.
         kernel: the block kernel.
         scores: how a query scores a key.
-        combine: merges the partials of the ranks; `None` if all keys are here.
+        combine: merges the partial results of the ranks; `None` if this rank has all keys.
     """
     label, value_head_dim = Label("decode", 0, step.source), kv[1].shape[3]
     if combine is None:
         partial = Partial(query, value_head_dim, scores.sinks)
     else:
-        # Rounded once, after the last merge; sinks enter then, too.
+        # Partials stay wide: the result is rounded once, after the last merge and the sinks.
         wide = torch.promote_types(query.dtype, torch.float32)
         partial = Partial(query, value_head_dim, dtype=wide)
-    # Without segments: a kernel of those wants keys of a batch in one dimension, so in a copy.
+    # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
     forward_step(step, query, kv, partial, kernel, scores, label, with_segments=False)
     out, lse = partial.result()
     if combine is None:
@@ -85,6 +85,6 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=wide)
-    # Strides as the implementation gives them: compilers rely on those of the fake.
+    # Compilers rely on the fake's strides, so they must be those of the implementation.
     (query,) = unit_stride(query)
     return empty(query, (*query.shape[:3], value.shape[3]), order_of(query)), lse

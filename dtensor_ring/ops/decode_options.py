@@ -1,4 +1,4 @@
-"""The options of the decode op: a call of few queries against the columns of each rank."""
+"""The options of the decode op."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.planning.slices import Slices
 
+# The largest number of query tokens. With more, a ring is as fast, and repeats no work.
 MAX_QUERIES = 64
-"""Query tokens of a call: more are as fast in a ring, which does not repeat their work."""
 
 
 class DecodeBatch(NamedTuple):
-    """Options that differ from call to call: tensors of integers, see `decode_attention`."""
+    """Integer tensors that differ from call to call, see `decode_attention`."""
 
     cu_seqlens: Tensor | None = None
     slices: Tensor | None = None
@@ -34,9 +34,9 @@ class DecodeBatch(NamedTuple):
 
 
 class DecodePlace(NamedTuple):
-    """Where the keys are: over the ranks of a group, or all of them here.
+    """Where the keys are: sharded over the ranks of a group, or all on this rank.
 
-    On DTensors, placements and the axis say it: then only `merge` is given.
+    For DTensors, the placements and the axis decide, and only `merge` is given.
     """
 
     layout: str | None = Contiguous.name
@@ -46,7 +46,7 @@ class DecodePlace(NamedTuple):
 
 
 class DecodeQuestion(NamedTuple):
-    """What the planner is asked, in the order of the arguments of `decode_step`."""
+    """The planner's arguments, in the order of the parameters of `decode_step`."""
 
     layout: Layout
     mask: Mask
@@ -59,10 +59,10 @@ class DecodeQuestion(NamedTuple):
     slices: Slices | None
 
     def step(self, key: Tensor) -> Step:
-        """This rank's step.
+        """Plan this rank's step.
 
         Raises:
-            ValueError: if the rank does not hold as many columns as its runs, or options do not
+            ValueError: if the rank holds more or fewer columns than its runs, or options do not
                 fit.
         """
         step = decode_step(*self)
@@ -80,7 +80,7 @@ class DecodeQuestion(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """A call of the decode op: everything but query, key and value."""
+    """The options of a decode call: all arguments but query, key and value."""
 
     batch: DecodeBatch
     scores: Scores
@@ -88,15 +88,15 @@ class DecodeCall(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the axis, `None` if all keys are here."""
+        """The process group of the axis, `None` if this rank has all keys."""
         name = self.place.group_name
         return None if name is None else _resolve_process_group(name)  # type: ignore[arg-type]
 
     def question(self, query: Tensor, key: Tensor) -> DecodeQuestion:
-        """What the planner is asked.
+        """Build the planner's arguments.
 
         Raises:
-            ValueError: if an option is of another shape, or queries begin before position 0.
+            ValueError: if an option has a wrong shape, or queries begin before position 0.
         """
         (batch_size, _, num_queries, _), group = query.shape, self.group
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
@@ -110,13 +110,13 @@ class DecodeCall(NamedTuple):
         )
 
     def _keys(self, key: Tensor, world_size: int) -> tuple[Layout, int]:
-        """How the keys are dealt, and one more than their last position."""
+        """Return the layout of the keys, and the position after their last one."""
         key_runs, place = self.batch.key_runs, self.place
         if key_runs is not None:
             layout = run_table(key_runs, "key_runs")
             return layout, layout.end
         spelling: Any = place.layout
-        # Shards of one length, unless a DTensor says it.
+        # Shards have equal length unless a DTensor says otherwise.
         seq_len = key.shape[2] * world_size if place.seq_len is None else place.seq_len
         return as_layout(spelling), seq_len
 
@@ -132,7 +132,7 @@ class DecodeCall(NamedTuple):
         return (default,)
 
     def select(self, query: Tensor, value: Tensor, question: DecodeQuestion) -> Kernel:
-        """The kernel to use: the named one, or the first that can."""
+        """Return the named kernel, or the first one that supports the call."""
         is_packed = (
             question.documents is not None
             or question.slices is not None
@@ -143,15 +143,15 @@ class DecodeCall(NamedTuple):
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
+# The decode op's arguments after its tensors, in the order of `flatten_decode`.
 DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
-"""Of the decode op, after its tensors, in the order of `flatten_decode`."""
 
 
 def flatten_decode(call: DecodeCall) -> tuple[Any, ...]:
-    """The arguments of the decode op after its tensors."""
+    """Return the arguments of the decode op after its tensors."""
     return _ARGUMENTS.flatten(call)
 
 
 def unflatten_decode(arguments: tuple[Any, ...]) -> DecodeCall:
-    """The call that `flatten_decode` made the arguments of."""
+    """Return the call from which `flatten_decode` made these arguments."""
     return _ARGUMENTS.unflatten(arguments)

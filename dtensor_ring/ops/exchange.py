@@ -1,4 +1,4 @@
-"""The exchange op: tokens of each rank for heads of all tokens of a group, or for other tokens."""
+"""The exchange op: an all-to-all between tokens and heads in a group, or between layouts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ exchange_op = torch.ops.dtensor_ring.exchange.default
 
 
 def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
-    """The exchange op on plain tensors."""
+    """Run the exchange op on plain tensors."""
     trade = unflatten_trade(options)
     check_exchanged(tensors)
     layouts, rank = trade.layouts(), trade.group.rank()
     with agreed_exchange(trade, layouts, tensors) as transport:
-        # Within the context: what one rank refuses, or has no memory for, is told to the others.
+        # Within the context: an error of this rank is reported to the others.
         trade.check_attention(len(tensors[0]))
         plan = trade.plan(tensors, layouts)
         heads, shapes = tuple(trade.num_heads), tuple(map(TensorShape.of, tensors))
@@ -47,7 +47,7 @@ def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     check_batch(tensors[0], trade.seen)
     group = trade.group
     num_tokens = trade.tokens_after(group.rank(), group.size())
-    # As `exchange_tensors` makes them: compilers rely on the strides.
+    # Compilers rely on the strides, so they must be those of `exchange_tensors`.
     return [
         empty(x, (x.shape[0], heads, num_tokens, x.shape[3]), TOKEN_MAJOR)
         for x, heads in zip(tensors, trade.heads_after(group.rank()), strict=True)

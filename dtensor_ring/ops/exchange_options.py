@@ -22,14 +22,14 @@ from dtensor_ring.planning.tile import FULL
 
 
 class Dealt(NamedTuple):
-    """Runs of a batch, whose layouts belong to it: before the exchange, and after it."""
+    """The runs before and after the exchange, for layouts that belong to a batch."""
 
     runs: Tensor | None = None
     to_runs: Tensor | None = None
 
 
 class Seen(NamedTuple):
-    """What queries see in an attention that the exchange is for, beside the mask."""
+    """What queries see in the attention that the exchange is part of, besides the mask."""
 
     cu_seqlens: Tensor | None = None
     key_cu_seqlens: Tensor | None = None
@@ -37,35 +37,46 @@ class Seen(NamedTuple):
 
 
 class Trade(NamedTuple):
-    """What is exchanged for what: everything but the tensors.
+    """The options of an exchange: all arguments but the tensors.
 
     `layout` and `runs` say which tokens a rank has before, `to` and `to_runs` which tokens the
-    ranks of its group have after. Back, it is the other way round, and copies of a key head are
-    summed: what backward does.
+    ranks of its group have afterwards. Backward goes from after to before, and sums the copies of a
+    key head.
+
+    Attributes:
+        dealt: the runs of a batch.
+        layout: the spelling of the layout before.
+        to: the spelling of the layout afterwards.
+        heads: the number of consecutive ranks that share the heads.
+        num_heads: heads of each tensor before the exchange, and after the way back.
+        num_key_heads: the number of key heads.
+        seq_len: the global length in tokens.
+        num_tokens: tokens of this rank afterwards; `None` derives them from the layout.
+        group_name: the process group of the axis.
+        is_back: whether this is the reverse exchange.
+        origin: the number of the forward call that this is the backward of; 0 if unknown.
+        is_compiled: whether a compiler relies on `tokens_after`.
+        seen: the boundaries or slices of the attention.
+        mask: the mask of the attention.
+        key_seq_len: the attention's global key length in tokens. `None` if the exchange is not
+            part of an attention; then `mask` is ignored.
     """
 
     dealt: Dealt
     layout: str | None
     to: str | None
     heads: int
-    """Consecutive ranks that share the heads."""
     num_heads: tuple[int, ...]
-    """Of each tensor, before; and after it came back."""
     num_key_heads: int
     seq_len: Length | None
-    """Global length."""
     num_tokens: Length | None
-    """Of this rank afterwards; `None` if the layout says it."""
     group_name: str | None
     is_back: bool = False
     origin: int = 0
-    """Number of the forward call that this is the backward call of; 0 if not known."""
     is_compiled: bool = False
-    """Whether a compiler was told how many tokens result, see `tokens_after`."""
     seen: Seen = Seen()
     mask: Mask = FULL
     key_seq_len: Length | None = None
-    """Of the attention's keys, `None` if it is for no attention: then nobody looks at the mask."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -73,7 +84,7 @@ class Trade(NamedTuple):
         return group_named(self.group_name)
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """How tokens are dealt before, and after."""
+        """Return the layouts before and after the exchange."""
         named = zip(self.dealt._fields, self.dealt, (self.layout, self.to), strict=True)
         before, after = (
             as_layout(spelling) if runs is None else run_table(runs, name)  # type: ignore[arg-type]
@@ -82,16 +93,16 @@ class Trade(NamedTuple):
         return before, after
 
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
-        """Boundaries of the attention's queries and keys."""
+        """Return the boundaries of the attention's queries and keys."""
         return documents_of_both(self.seen.cu_seqlens, self.seen.key_cu_seqlens, batch)
 
     def slices(self, batch: int) -> Slices | None:
-        """What the attention's queries see, if slices say it."""
+        """Return the attention's slices, `None` if it has none."""
         given = self.seen.slices
         return None if given is None else slices_of_table(given, batch)
 
     def check_attention(self, batch: int) -> None:
-        """Refuse what the planner of the attention would, after all has been sent.
+        """Refuse now what the attention's planner would refuse after the exchange.
 
         Raises:
             ValueError: if boundaries or slices do not fit the sequences, or one another.
@@ -102,10 +113,10 @@ class Trade(NamedTuple):
             checked_slices(*asked, self.slices(batch))
 
     def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> Exchange:
-        """This rank's messages.
+        """Plan this rank's messages.
 
         Raises:
-            ValueError: if the layouts do not allow it, or a tensor is not as they say.
+            ValueError: if the layouts do not allow it, or a tensor does not have their shape.
         """
         group = self.group
         if self.is_compiled:
@@ -123,42 +134,42 @@ class Trade(NamedTuple):
         return plan
 
     def _heads_before(self, rank: int) -> Sequence[int]:
-        """Heads that the tensors of this rank have before."""
+        """Return the heads of each tensor of a rank before the exchange."""
         return self.local_heads(rank) if self.is_back else self.num_heads
 
     def heads_after(self, rank: int) -> Sequence[int]:
-        """Heads that the tensors of this rank have in the end."""
+        """Return the heads of each tensor of a rank after the exchange."""
         return self.num_heads if self.is_back else self.local_heads(rank)
 
     def local_heads(self, rank: int) -> list[int]:
-        """Heads of a rank where heads are dealt."""
+        """Return the heads of each tensor of a rank while heads are sharded."""
         shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
         return [length(shard.span(count, self.num_key_heads)) for count in self.num_heads]
 
     def tokens_after(self, rank: int, world_size: int) -> Any:
-        """Tokens of this rank in the end, as a compiler may know them: from lengths alone."""
+        """Return the tokens of a rank after the exchange, from lengths alone, for compilers."""
         if self.num_tokens is not None:
             return self.num_tokens
         seq_len: Any = self.seq_len
         if self.heads == world_size and not self.is_back:
-            return seq_len  # without a look at it, which may be a symbol
-        # Of runs that are written out, a layout of their name knows the usual lengths.
+            return seq_len  # it may be a symbol, so do not read it
+        # With explicit runs, the named layout gives the usual lengths.
         spelled: Any = self.layout if self.is_back else self.to
         ranks = self._sharing(rank)
         return sum(as_layout(spelled).num_tokens(x, world_size, seq_len) for x in ranks)
 
     def _sharing(self, rank: int) -> range:
-        """The ranks whose tokens a rank has in the end."""
+        """Return the ranks whose tokens a rank has after the exchange."""
         if self.is_back:
             return range(rank, rank + 1)
         first = rank // self.heads * self.heads
         return range(first, first + self.heads)
 
     def _check_promise(self, layouts: tuple[Layout, Layout]) -> None:
-        """Refuse runs of other lengths than a compiler was told, which cannot look at them.
+        """Refuse runs whose lengths differ from `tokens_after`, which a compiler relies on.
 
         Raises:
-            ValueError: on every rank, whichever it is that has another length.
+            ValueError: on every rank, if the length of any rank differs.
         """
         runs, size = self.dealt.runs if self.is_back else self.dealt.to_runs, self.group.size()
         if runs is None or self.num_tokens is not None:
@@ -178,15 +189,15 @@ class Trade(NamedTuple):
 
 
 _ARGUMENTS = Arguments(Trade, Dealt, Seen, Mask)
+# The exchange op's arguments after its tensors, in the order of `flatten_trade`.
 TRADE_SCHEMA = _ARGUMENTS.schema
-"""Of the exchange op, after its tensors, in the order of `flatten_trade`."""
 
 
 def flatten_trade(trade: Trade) -> tuple[Any, ...]:
-    """The arguments of the exchange op after its tensors."""
+    """Return the arguments of the exchange op after its tensors."""
     return _ARGUMENTS.flatten(trade)
 
 
 def unflatten_trade(arguments: tuple[Any, ...]) -> Trade:
-    """The exchange that `flatten_trade` made the arguments of."""
+    """Return the exchange from which `flatten_trade` made these arguments."""
     return _ARGUMENTS.unflatten(arguments)

@@ -19,7 +19,7 @@ from dtensor_ring.planning.slices import slices_of
 
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    """Two products of 2 flops per visible pair and head dim."""
+    """Count two products, each with 2 flops per visible pair and head dim."""
     head_dim, value_head_dim = _number(query.shape[3]), _number(value.shape[3])
     return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
 
@@ -28,7 +28,7 @@ def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: A
 def _backward_flops(
     grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
 ) -> int:
-    """Five products: the scores again, and the gradients of scores, query, key and value."""
+    """Count five products: the recomputed scores, and gradients of scores, query, key, value."""
     pairs = _visible_pairs(query, key, unflatten(rest[2:]))
     head_dim, value_head_dim = _number(query.shape[3]), _number(value.shape[3])
     return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
@@ -36,15 +36,15 @@ def _backward_flops(
 
 @register_flop_formula(decode_op.overloadpacket, get_raw=True)
 def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    """As of a ring, of the keys of this rank; of DTensors, of those of all ranks.
+    """Count two products over the keys of this rank, or for DTensors over those of all ranks.
 
-    A compiler knows lengths only: then every query sees every key.
+    A compiler knows only lengths, so there every query sees every key.
     """
     call = unflatten_decode(rest)
     batch, heads, num_queries, head_dim = map(_number, query.shape)
     pairs = batch * num_queries * _number(key.shape[2])
     runs = call.batch.key_runs
-    # Runs of several ranks beside no group are those of DTensors, which the op's handler places.
+    # Runs of several ranks without a group mean DTensors, whose group only the handler knows.
     is_whole = runs is None or len(runs) == 1
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
     if is_known and (is_whole or call.place.group_name is not None):
@@ -54,34 +54,34 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
 
 
 def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
-    """Pairs of query and key that are scored, over batch and heads.
+    """Count the scored pairs of query and key, over batch and heads.
 
-    On plain tensors, the pairs of this rank; on DTensors those of all ranks, as torch counts its
-    products of DTensors. A compiler knows lengths only: then an even part, the same on all ranks,
-    of what is seen without boundaries.
+    Plain tensors count the pairs of this rank. DTensors count those of all ranks, as torch does for
+    products of DTensors. A compiler knows only lengths: it counts an even share, equal on all
+    ranks, of the pairs without boundaries.
     """
     batch, heads = map(_number, query.shape[:2])
     is_placed = call.place.group_name is not None
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *_tensors(call)))
     if is_placed and is_known:
-        # Exact on plain tensors: the plan of this rank is at hand.
+        # Plain tensors: this rank's plan gives the exact number.
         tiles = (
             tile
             for step in call.question(query.shape[0]).plan(query, key).steps
             for tile in step.tiles
         )
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
-    # Where tokens were traded for heads, the ranks of a group have parts of the heads.
+    # After an all-to-all, each rank of a group has a part of the heads.
     num_parts = call.group.size() // call.strategy.heads if is_placed else 1
     num_queries, num_keys = _lengths(query, key, call, num_parts)
-    # The queries of a turn are the last tokens of a longer sequence.
+    # With `key_runs`, the queries are the last tokens of a longer sequence.
     begin = 0 if call.batch.key_runs is None else num_keys - num_queries
     slices = call.slices(batch) if is_known else None
     if slices is None:
         documents = call.documents(batch) if is_known else (None, None)
         slices = slices_of(call.scores.mask, (begin + num_queries, num_keys), *documents)
     pairs = visible_pairs(slices, (begin, begin + num_queries))
-    # Slices by row are summed over the rows already.
+    # Slices per batch row are already summed over the rows.
     return heads * pairs * (1 if len(slices) > 1 else batch) // num_parts
 
 
@@ -90,7 +90,7 @@ def _tensors(call: Call) -> tuple[Any, ...]:
 
 
 def _lengths(query: Tensor, key: Tensor, call: Call, num_parts: int) -> tuple[int, int]:
-    """Global lengths; where only runs would say them, as if all parts had as many tokens."""
+    """Return the global lengths; if only runs say them, assume parts of equal length."""
     place = call.place
     if place.seq_len is not None and place.key_seq_len is not None:
         return _number(place.seq_len), _number(place.key_seq_len)
@@ -98,7 +98,7 @@ def _lengths(query: Tensor, key: Tensor, call: Call, num_parts: int) -> tuple[in
 
 
 def _number(length: Any) -> int:
-    """A length, or the one that a compiler takes as an example of it, 0 where it has none."""
-    # A guard on the length would recompile the graph for each.
+    """Return a length, or the compiler's hint of a symbolic one, 0 without a hint."""
+    # `int(length)` would add a guard, and each length would recompile the graph.
     example = length.node.hint if isinstance(length, torch.SymInt) else length
     return 0 if example is None else int(example)

@@ -1,4 +1,4 @@
-"""The merge of partial attentions, as an op: one node in a compiled graph."""
+"""The op that merges partial attentions, so that a compiled graph has one node for it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     rows = region(None, (0, outs[0].shape[2]))
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if not number:
-            out, lse = out.clone(), lse.clone()  # it becomes the accumulator
+            out, lse = out.clone(), lse.clone()  # the first part becomes the accumulator
         partial.add(rows, out, lse)
     return partial.result()
 
 
 @torch.library.register_fake(NAME)
 def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    # Strides as `Partial.result` gives them.
+    # The strides must be those of `Partial.result`.
     (out,) = unit_stride(outs[0])
     return empty(out, out.shape, order_of(out)), lses[0].new_empty(lses[0].shape)
 
 
 def _setup(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Any) -> None:
     outs, lses = inputs
-    # The merged out is not needed: the mean of the parts' products stands for it.
+    # Backward does not need the merged out: it follows from the parts.
     ctx.save_for_backward(*outs, *lses, output[1])
 
 

@@ -1,6 +1,6 @@
-"""The options of the ring ops: three values, which travel through the dispatcher as flat arguments.
+"""The options of the ring ops: three values, passed through the dispatcher as flat arguments.
 
-An option is added to the fields of one of the values, and nowhere else: see `Arguments`.
+To add an option, add a field to one of these values, and nothing else: see `Arguments`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 
+# A global length in tokens. While compiling it may be a symbol.
 Length = int
-"""A global length in tokens, which a compiler may have as a symbol."""
 
 TOKEN_MAJOR_HINT = (
     "; tensors are (B, N, S, H): if these are (B, S, N, H), as in flash-attn, use transpose(1, 2)"
@@ -32,12 +32,12 @@ TOKEN_MAJOR_HINT = (
 
 
 def group_named(name: Any) -> dist.ProcessGroup:
-    """The process group of that name."""
+    """Return the process group of a name."""
     return _resolve_process_group(name)
 
 
 class Batch(NamedTuple):
-    """Options that differ from batch to batch: tensors of integers, see `ring_attention`."""
+    """Integer tensors that differ from batch to batch, see `ring_attention`."""
 
     cu_seqlens: Tensor | None = None
     key_cu_seqlens: Tensor | None = None
@@ -47,10 +47,10 @@ class Batch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the tokens are, and how they get to where they are needed.
+    """Where the tokens are, and how they are moved.
 
-    On DTensors, placements and the axis say it: then only a strategy may be given. Where the
-    batch has runs of queries and of keys, they say the lengths.
+    For DTensors, the placements and the axis decide, and only a strategy may be given. If the batch
+    has runs of queries and of keys, the lengths follow from them.
     """
 
     layout: str | None = None
@@ -61,17 +61,17 @@ class Place(NamedTuple):
     policy: TransferPolicy = DEFAULT_POLICY
 
 
+# The place of a call on DTensors. A constant: compilers cannot follow a default that is an object.
 ON_DTENSORS = Place()
-"""The place of a call on DTensors. A compiler cannot follow a default that is an object."""
 
 
 def on_dtensors(strategy: str | None) -> Place:
-    """The place of a call on DTensors, which may have a strategy of its own."""
+    """Return the place of a call on DTensors, with the call's own strategy if given."""
     return ON_DTENSORS if strategy is None else ON_DTENSORS._replace(strategy=strategy)
 
 
 class Question(NamedTuple):
-    """What the planner is asked, in the order of the arguments of `plan`."""
+    """The planner's arguments, in the order of the parameters of `plan`."""
 
     layout: Layout
     mask: Mask
@@ -86,11 +86,11 @@ class Question(NamedTuple):
     key_layout: Layout | None = None
 
     def plan(self, query: Tensor, key: Tensor) -> Plan:
-        """This rank's plan.
+        """Make this rank's plan.
 
         Raises:
-            ValueError: if the shards are not as long as their global lengths say, or the layout,
-                the boundaries or the strategy do not allow this attention.
+            ValueError: if shards do not have the length that follows from the global length, or
+                the layout, the boundaries or the strategy do not allow this attention.
         """
         try:
             result = plan(*self)
@@ -98,7 +98,7 @@ class Question(NamedTuple):
             if self._seem_token_major(query, key):
                 raise ValueError(f"{error}{TOKEN_MAJOR_HINT}") from error
             raise
-        # The plan relies on it: a shard of another length would be read out of bounds.
+        # Kernels would read out of bounds in a shard of another length.
         sides = (query, self.seq_len, self.layout), (key, self.key_seq_len, self.key_layout)
         for (x, whole, layout), expected in zip(sides, result.num_local, strict=True):
             if x.shape[2] != expected:
@@ -109,24 +109,24 @@ class Question(NamedTuple):
         return result
 
     def _seem_token_major(self, query: Tensor, key: Tensor) -> bool:
-        """Whether an error may be due to tensors `(B, S, N, H)`, whose heads pass for tokens."""
+        """Return whether tensors may be `(B, S, N, H)`, so that heads were taken for tokens."""
         (num_heads, num_tokens), (num_key_heads, num_keys) = query.shape[1:3], key.shape[1:3]
         if num_heads <= num_tokens:
             return False
         ends = [row[-1] for row in self.documents.arrays if row.size] if self.documents else []
         fit_heads = any(self.seq_len < end <= num_heads * self.world_size for end in ends)
-        # The queries of a turn are fewer than the keys as it should be.
+        # With `key_layout`, fewer queries than keys are normal.
         differ = self.key_layout is None and num_tokens != num_keys
         return fit_heads or (num_heads == num_key_heads and differ)
 
 
 def _deal_of(layout: Layout, seq_len: int) -> str:
-    """What says how many tokens a rank has, for an error."""
+    """Name the argument that sets the number of tokens of a rank, for an error."""
     return layout.argument if isinstance(layout, RunTable) else f"seq_len {seq_len}"
 
 
 class Call(NamedTuple):
-    """A call of a ring op: everything but query, key and value."""
+    """The options of a ring call: all arguments but query, key and value."""
 
     batch: Batch
     scores: Scores
@@ -140,21 +140,21 @@ class Call(NamedTuple):
 
     @property
     def strategy(self) -> Strategy:
-        """How the attention is made parallel."""
+        """The strategy of the call."""
         spelling: Any = self.place.strategy
         return as_strategy(spelling, self.group.size())
 
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
-        """Boundaries of the queries and of the keys, as the planner wants them."""
+        """Convert the boundaries of the queries and of the keys for the planner."""
         return documents_of_both(self.batch.cu_seqlens, self.batch.key_cu_seqlens, batch)
 
     def slices(self, batch: int) -> Slices | None:
-        """What queries see, if slices say it."""
+        """Convert the slices for the planner, `None` if there are none."""
         given = self.batch.slices
         return None if given is None else slices_of_table(given, batch)
 
     def question(self, batch: int) -> Question:
-        """What the planner is asked."""
+        """Build the planner's arguments."""
         group, spelling = self.group, cast(Any, self.place.strategy)
         documents, key_documents = self.documents(batch)
         layout, key_layout, seq_len, key_seq_len = self._dealt()
@@ -165,14 +165,14 @@ class Call(NamedTuple):
         )
 
     def _dealt(self) -> tuple[Layout, Layout | None, int, int]:
-        """How queries and keys are dealt, and their global lengths."""
+        """Return the layouts of queries and keys, and their global lengths."""
         batch, place = self.batch, self.place
         if batch.key_runs is not None:
             queries, keys = self._turn(batch.key_runs)
             return queries, keys, keys.end, keys.end
         seq_len, key_seq_len = place.seq_len, place.key_seq_len
         assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
-        # Runs of a batch take the place of the layout, whose name says that it belongs to one.
+        # The named layout only says that it belongs to a batch; the runs are the layout.
         if batch.runs is not None:
             table = run_table(batch.runs)
             table.check_from(0)
@@ -181,7 +181,7 @@ class Call(NamedTuple):
         return as_layout(spelling), None, seq_len, key_seq_len
 
     def _turn(self, key_runs: Tensor) -> tuple[RunTable, RunTable]:
-        """Which positions queries and keys have, of one sequence that ends with the queries."""
+        """Return the runs of queries and keys in one sequence that ends with the queries."""
         batch = self.batch
         if batch.runs is None or batch.key_cu_seqlens is not None:
             found = "no runs" if batch.runs is None else "key_cu_seqlens, which are another's"
@@ -204,7 +204,7 @@ class Call(NamedTuple):
         slices: Slices | None = None,
         differentiable_lse: bool = False,
     ) -> Kernel:
-        """The kernel to use: the named one, or the first that can."""
+        """Return the named kernel, or the first one that supports the call."""
         is_packed = (
             self.batch.cu_seqlens is not None
             or self.scores.mask.chunk is not None
@@ -221,20 +221,20 @@ def kernel_of(
     slices: Slices | None = None,
     differentiable_lse: bool = False,
 ) -> Kernel:
-    """The kernel of an attention: the named one, or the first that can.
+    """Return the kernel of an attention: the named one, or the first one that supports it.
 
     Args:
         scores: how queries score keys.
         query: `(B, N, L, H)`.
         value: `(B, Nkv, C, Hv)`.
         is_packed: whether a step may have any number of tiles.
-        slices: what queries see, if they say it.
+        slices: what queries see, if the call has slices.
         differentiable_lse: whether backward gets a gradient of lse.
     """
     mask, scale, softcap, _, kernel = scores
     _, num_heads, _, head_dim = query.shape
     _, num_key_heads, _, value_head_dim = value.shape
-    # The planner cuts other bands into squares.
+    # The planner cuts other bands into squares, so only these need a kernel with windows.
     is_windowed = mask.left is not None if slices is None else slices.are_windowed
     return kernel_for(
         *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
@@ -243,20 +243,20 @@ def kernel_of(
 
 
 _ARGUMENTS = Arguments(Call, Batch, Scores, Place, Mask, TransferPolicy)
+# The arguments of the ring ops after their tensors, in the order of `flatten`.
 LEAVES, SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
-"""Of the ring ops, after their tensors, in the order of `flatten`."""
 
 
 def flatten(call: Call) -> tuple[Any, ...]:
-    """The arguments of the ring ops after their tensors."""
+    """Return the arguments of the ring ops after their tensors."""
     return _ARGUMENTS.flatten(call)
 
 
 def unflatten(arguments: tuple[Any, ...]) -> Call:
-    """The call that `flatten` made the arguments of."""
+    """Return the call from which `flatten` made these arguments."""
     return _ARGUMENTS.unflatten(arguments)
 
 
 def default_scale(head_dim: int) -> float:
-    """The usual softmax scale, one over the square root of the head dim."""
+    """Return the usual softmax scale, one over the square root of the head dim."""
     return 1.0 / sqrt(head_dim) if head_dim else 1.0

@@ -1,8 +1,8 @@
-"""Rows that ranks have made, gathered on all of them and summed back, and sums over all ranks.
+"""Ops that gather rows of all ranks, sum them back to their ranks, and sum a tensor over ranks.
 
-A gather and a sum of parts are each other's backward. Parts may differ in rows, and a rank may have
-none. The backward of a sum over ranks is such a sum, too. What a rank has goes straight to the
-ranks that want it, one message to each.
+The gather and the sum of parts are each other's backward. Parts may differ in rows, and a rank may
+have none. The backward of a sum over ranks is also a sum over ranks. Each rank sends its data
+directly to the ranks that need it, in one message to each.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ sum_ranks_op = torch.ops.dtensor_ring.sum_ranks.default
 
 @torch.library.impl(GATHER, "CompositeExplicitAutograd")
 def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
-    """All parts below one another, in the order of the ranks, `(T, H)` on each of them.
+    """Concatenate the parts of all ranks in rank order, `(T, H)` on each rank.
 
     Args:
-        part: of this rank, `(rows[rank], H)`.
-        rows: of each rank's part.
-        rank: this one.
-        group_name: of the ranks.
+        part: this rank's part, `(rows[rank], H)`.
+        rows: the number of rows of each rank's part.
+        rank: this rank.
+        group_name: the process group.
 
     Raises:
         RingError: on every rank, if they differ in the rows, the width or the dtype.
@@ -58,7 +58,7 @@ def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) 
     whole = part.new_empty(sum(rows), part.shape[1])
     parts, part = whole.split(list(rows)), part.contiguous()
     with _agreed(group, "gather_parts", part, rows) as transport:
-        if len(part) != rows[rank]:  # within the context, so that the others are told
+        if len(part) != rows[rank]:  # within the context, which reports it to the others
             raise ValueError(f"a part of {len(part)} rows came where {rows[rank]} were announced")
         _move(transport, rank, parts, [part] * len(rows))
         parts[rank].copy_(part)
@@ -67,13 +67,13 @@ def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) 
 
 @torch.library.impl(SUM, "CompositeExplicitAutograd")
 def sum_parts(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
-    """This rank's rows, `(rows[rank], H)`, of the sum over the ranks of what each has of the whole.
+    """Sum a tensor over the ranks and return this rank's rows of it, `(rows[rank], H)`.
 
     Args:
-        whole: of this rank, `(T, H)`.
-        rows: of each rank's part.
-        rank: this one.
-        group_name: of the ranks.
+        whole: this rank's summand, `(T, H)`.
+        rows: the number of rows of each rank's part.
+        rank: this rank.
+        group_name: the process group.
 
     Raises:
         RingError: on every rank, if they differ in the rows, the width or the dtype.
@@ -85,19 +85,19 @@ def sum_parts(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) ->
     found[rank].copy_(parts[rank])
     with _agreed(group, "sum_parts", whole, rows) as transport:
         _move(transport, rank, found.unbind(), parts)
-    # In the order of the ranks, so that it is the same in every run; 16 bits are rounded once.
+    # Summing in rank order makes runs reproducible; 16-bit dtypes are rounded once.
     wide = torch.promote_types(whole.dtype, torch.float32)
     return found.sum(0, dtype=wide).to(whole.dtype)
 
 
 def sum_ranks(local: Tensor, group_name: str, is_back: bool = False, origin: int = 0) -> Tensor:
-    """The sum of a tensor over the ranks, on each of them.
+    """Sum a tensor over the ranks and return the sum on each rank.
 
     Args:
-        local: of this rank, of one shape on all of them.
-        group_name: of the ranks.
+        local: this rank's summand, with the same shape on all ranks.
+        group_name: the process group.
         is_back: whether backward makes this call.
-        origin: number of the forward call that this is the backward call of; 0 if not known.
+        origin: the number of the forward call that this is the backward of; 0 if unknown.
 
     Raises:
         RingError: on every rank, if they differ in the number of elements or in the dtype.
@@ -110,7 +110,7 @@ def sum_ranks(local: Tensor, group_name: str, is_back: bool = False, origin: int
     flat = [part.view(-1) for part in found.unbind()]
     with _agreed_sum(group, local, is_back, origin) as transport:
         _move(transport, rank, flat, [flat[rank]] * size)
-    # Each rank sums all parts in one order, so that the results are equal to the last bit.
+    # All ranks sum in the same order, so their results are bitwise equal.
     return found.sum(0)
 
 
@@ -118,12 +118,12 @@ torch.library.impl(SUM_RANKS, "CompositeExplicitAutograd")(sum_ranks)
 
 
 def _agreed_sum(group: ProcessGroup, x: Tensor, is_back: bool, origin: int) -> TransportContext:
-    """The transport of a sum over ranks, which the ranks have to make alike."""
+    """Return the transport of a sum over ranks; it checks that all ranks make the same call."""
     transport = transport_of(group)
     if group.size() == 1:
         return nullcontext(transport)  # nobody to agree with
     direction = "sum back" if is_back else "sum"
-    # An exchange of one head has the same fields, so that errors of both say what differs.
+    # The field names are those of an exchange, so an error can say what differs between the two.
     fields = {
         "direction": direction,
         "transport": "that of the group" if is_plain(transport, x.device) else "another one",
@@ -136,7 +136,7 @@ def _agreed_sum(group: ProcessGroup, x: Tensor, is_back: bool, origin: int) -> T
 
 
 def _agreed(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> TransportContext:
-    """The transport of a call, which the ranks have to make alike."""
+    """Return the transport of a call; it checks that all ranks make the same call."""
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     facts = {"op": op, "dtype": x.dtype, "device": x.device.type, "width": x.shape[1]}
@@ -147,7 +147,7 @@ def _agreed(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> Tra
 def _move(
     transport: Transport, rank: int, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
 ) -> None:
-    """Receive a dense tensor from each other rank, and send one to each; empty ones stay."""
+    """Receive a dense tensor from each other rank and send one to each; skip empty tensors."""
     transport.prepare(incoming[rank].device)
     transport.at(Label("parts", 0, 0))
     receives, sends = (
@@ -194,8 +194,8 @@ def _fake_sum_ranks(
 class _SumFunction(_SingleLevelFunction):
     """The autograd node of a sum over ranks.
 
-    Backward gets zeros where autograd has no gradient, since DDP gives none to outputs that nobody
-    used, and the other ranks wait for this one.
+    Autograd passes zeros where it has no gradient, and backward must run: DDP gives no gradient to
+    unused outputs, but the other ranks wait for this one.
     """
 
     @staticmethod
@@ -203,7 +203,7 @@ class _SumFunction(_SingleLevelFunction):
         inputs = local, group_name, *place
         total = below_autograd(sum_ranks_op, sum_ranks, keyset, *inputs, of_node=True)
         ctx.place = group_name, place, 0
-        if is_plain_call(keyset):  # a compiler makes no call now, so that there is no number of it
+        if is_plain_call(keyset):  # a compiler only traces: there is no call, and no number of it
             group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
             ctx.place = group_name, place, session_of(group).number
         return total

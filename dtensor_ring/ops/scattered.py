@@ -8,15 +8,15 @@ from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.options import Question
 from dtensor_ring.planning.plan import Plan
 
+# The largest number of tiles of a rank without a warning: they are planned in about 0.03 s.
 MANY = 1000
-"""Tiles of a rank that nobody minds: they are planned in 0.03 s."""
 
 
 def warn_of_tiles(plan: Plan, question: Question) -> None:
-    """Warn of many tiles, and of more than documents, as they are made of the layout.
+    """Warn if the layout makes many tiles, and more than there are documents.
 
-    Their number is told as the power of two below it: Python shows a text once, so that a line of
-    the user is told again only where a batch takes twice as many.
+    The number is rounded down to a power of two. Python shows each text once, so a line of the user
+    is reported again only if a batch takes twice the number.
     """
     num_tiles = sum(len(step.tiles) for step in plan.steps)
     if num_tiles <= MANY or num_tiles <= _num_slices(question):
@@ -32,7 +32,7 @@ def warn_of_tiles(plan: Plan, question: Question) -> None:
 
 
 def _num_slices(question: Question) -> int:
-    """Documents or slices, of all batch rows."""
+    """Return the number of documents or slices in all batch rows."""
     if question.slices is not None:
         return sum(map(len, question.slices.tables))
     documents = question.documents

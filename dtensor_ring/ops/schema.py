@@ -1,4 +1,4 @@
-"""The registered ops: schemas, implementation and fake kernels."""
+"""The registered ring ops: schemas, implementations and fake kernels."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """The ring op on plain tensors."""
+    """Run the ring op on plain tensors."""
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
     question = call.question(query.shape[0])
     with agreed_call(call, question, query, value) as transport:
-        # Within the context: what one rank refuses, or has no memory for, is told to the others.
+        # Within the context: an error of this rank is reported to the others.
         plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
         warn_of_tiles(plan, question)
         announce(call, question, plan, kernel.name, key, value)
@@ -68,7 +68,7 @@ def backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ring's backward op on plain tensors."""
+    """Run the ring's backward op on plain tensors."""
     call = unflatten(options)
     question = call.question(query.shape[0])
     with agreed_call(call, question, query, value, lse) as transport:
@@ -94,23 +94,23 @@ def _fake_forward(
     check_inputs(query, key, value, call.scores.sinks)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
-    # Contiguous, as `Partial.result` returns it.
+    # `Partial.result` returns a contiguous lse.
     lse = query.new_empty(query.shape[:3], dtype=wide)
-    # Strides as the implementation gives them: compilers rely on those of the fake.
+    # Compilers rely on the fake's strides, so they must be those of the implementation.
     (query,) = unit_stride(query)
     out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
     return out, lse
 
 
 def check_batch(query: Tensor, batch: Any) -> None:
-    """Refuse meta boundaries of real tensors: they lead to a fake, whose results nobody writes.
+    """Refuse meta boundaries beside real tensors: the fake would return uninitialized results.
 
     Args:
-        query: of the call.
-        batch: its options that are tensors of integers, a named tuple.
+        query: the call's query.
+        batch: the call's integer tensors, a named tuple.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: names the option.
     """
     for name, x in batch._asdict().items():
         if x is not None and query.device.type != "meta":
@@ -121,8 +121,8 @@ def check_batch(query: Tensor, batch: Any) -> None:
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sinks = unflatten(rest[2:]).scores.sinks  # after out and lse
-    # As `GradientSum.result` returns them.
+    sinks = unflatten(rest[2:]).scores.sinks  # `rest` begins with out and lse
+    # The memory order must be that of `GradientSum.result`.
     grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (query, key, value)]
     grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return grads[0], grads[1], grads[2], grad_sinks

@@ -1,11 +1,11 @@
-"""States that a layer hands from the rank with earlier tokens to the rank with the next ones.
+"""Ops that pass a layer's state from the rank with earlier tokens to the next rank.
 
-Note [Order of states]: a layer receives, computes, and sends; so its states go along the ranks one
-after another, while other ranks are in layers before or after it. The backward of a receive is a
-send the other way, and that of a send is a receive. Both directions are in order without waiting
-in circles: of a layer, the backward of the send comes before that of the receive, because what was
-sent was computed from what was received; between layers, the backward of a receive comes before
-that of the layer before it, because the receive takes this layer's input as its `anchor`.
+Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to rank,
+while other ranks are in layers before or after it. The backward of a receive is a send in the other
+direction, and the backward of a send is a receive. Neither direction can deadlock. Within a layer,
+the send's backward runs before the receive's, because the sent state was computed from the received
+one. Between layers, a receive's backward runs before that of the layer before it, because the
+receive takes this layer's input as its `anchor`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ send_op = torch.ops.dtensor_ring.send_state.default
 
 @torch.library.impl(RECEIVE, "CompositeExplicitAutograd")
 def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
-    """`(rows, numbers)` from the rank `step` before this one; zeros, if there is none.
+    """Receive `(rows, numbers)` from the rank `step` before this one; zeros without such a rank.
 
     Args:
-        anchor: decides dtype, device and when the backward runs; its gradient is none.
-        rows: of the batch.
-        numbers: of a row's state.
+        anchor: decides dtype, device and when the backward runs; it gets no gradient.
+        rows: the number of batch rows.
+        numbers: the size of a row's state.
         step: 1 along the ranks, -1 against them.
-        group_name: of the ranks.
+        group_name: the process group.
     """
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     state = _empty(anchor, rows, numbers)
@@ -66,10 +66,10 @@ def send(state: Tensor, step: int, group_name: str) -> Tensor:
     Args:
         state: `(rows, numbers)`, float32 or float64.
         step: 1 along the ranks, -1 against them.
-        group_name: of the ranks.
+        group_name: the process group.
 
     Returns:
-        An empty tensor. What is computed from it later makes the backward run, see `attached`.
+        An empty tensor. Results computed from it make the backward run, see `attached`.
     """
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     peer = group.rank() + step
@@ -81,14 +81,14 @@ def send(state: Tensor, step: int, group_name: str) -> Tensor:
 
 @contextmanager
 def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Transport]:
-    """The transport of a call; words go the way of the states, so that no rank waits in circles."""
+    """Give the transport of a call. Call records follow the states, so ranks cannot deadlock."""
     if group.size() == 1:
         yield transport_of(group)
         return
     rows, numbers = state.shape
     facts = {"dtype": state.dtype, "device": state.device.type, "rows": rows, "numbers": numbers}
     fields = {name: str(x) for name, x in (facts | {"step": step}).items()}
-    # What is sent in one call is received in another: both know the tag.
+    # A send and its receive are different calls, so both must derive the same tag.
     chain = Chain(step, Word(fields).tag(0, 0))
     direction = "forward" if step > 0 else "backward"
     word = Word({"direction": direction, "op": op} | fields)
@@ -105,7 +105,7 @@ def _move(transport: Transport, state: Tensor, receives: list[P2P], sends: list[
 
 
 def _empty(anchor: Tensor, rows: int, numbers: int) -> Tensor:
-    """States travel in float32 at least: sums of many tokens."""
+    """Allocate a state in float32 or wider, because states are sums over many tokens."""
     dtype = torch.promote_types(anchor.dtype, torch.float32)
     return anchor.new_empty((rows, numbers), dtype=dtype)
 
@@ -127,7 +127,7 @@ def _keep_place(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep_place(ctx, inputs, output)
     ctx.shape = inputs[0].shape
-    # Checkpointing repeats a forward as far as its last saved tensor: the send must be in it.
+    # Checkpointing recomputes up to the last saved tensor. Save one here, to include the send.
     ctx.save_for_backward(output)
 
 
@@ -146,7 +146,7 @@ register_gradient(SEND, _receive_gradient, _keep_shape)
 
 
 def attached(x: Tensor, token: Tensor) -> Tensor:
-    """The same tensor, whose backward comes before that of what made the token."""
+    """Return the same tensor; its backward runs before that of the op that made the token."""
     return _Attached.apply(x, token) if token.requires_grad else x
 
 

@@ -1,9 +1,9 @@
-"""Gradients and batching of ops, as they are and within the transforms of `torch.func`.
+"""Registers gradients and batching of ops, also within the transforms of `torch.func`.
 
-Note [Levels]: `torch.func.grad` wraps its inputs, and so do other transforms, each at a level of
-its own. The dispatcher calls an op's "Autograd" kernel at a level; what that calls below autograd
-goes on at the level under it. So a kernel records a node of that one level, a
-`_SingleLevelFunction`; `torch.autograd.Function`, for users, would begin at the first level again.
+Note [Levels]: `torch.func.grad` and other transforms wrap their inputs, each at its own level. The
+dispatcher calls an op's "Autograd" kernel at one level, and calls below autograd continue at the
+next lower level. So a kernel records a node for that one level only, a `_SingleLevelFunction`. The
+user-facing `torch.autograd.Function` would start again at the first level.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
 
 
 def recorded(node: Any, *inputs: Any) -> Any:
-    """The results of `node.apply(*inputs)`, for the kernel of an op at any level.
+    """Return `node.apply(*inputs)`, for the kernel of an op at any level.
 
     Args:
         node: a `_SingleLevelFunction`.
-        inputs: tensors and whatever else its `forward` takes.
+        inputs: all arguments of its `forward`.
     """
     if not torch._C._are_functorch_transforms_active():
         return node.apply(*inputs)
@@ -37,7 +37,7 @@ def recorded(node: Any, *inputs: Any) -> Any:
 
 @contextmanager
 def under_node() -> Iterator[None]:
-    """Within the `forward` of a node, where gradients are off: on, for the levels under it."""
+    """Turn gradients, which are off in a node's `forward`, on for the levels below it."""
     if not torch._C._are_functorch_transforms_active():
         yield
         return
@@ -48,12 +48,12 @@ def under_node() -> Iterator[None]:
 def register_gradient(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """As `torch.library.register_autograd`, which knows no levels.
+    """Register the gradient of an op; unlike `torch.library.register_autograd`, at any level.
 
     Args:
-        name: of the op, with its namespace.
-        backward: gets a context and gradients, and returns those of all inputs.
-        setup_context: gets a context, inputs and output.
+        name: the op's name with its namespace.
+        backward: takes a context and gradients, and returns the gradients of all inputs.
+        setup_context: takes a context, inputs and output.
     """
     op = _op(name)
 
@@ -84,12 +84,12 @@ def register_gradient(
 
 
 def register_samples(name: str) -> None:
-    """Let `torch.vmap` run an op for one sample after the other, on all ranks in the same order.
+    """Let `torch.vmap` run an op sample by sample, in the same order on all ranks.
 
-    PyTorch does so by itself for an op without lists of tensors, and warns.
+    PyTorch does this on its own for an op without lists of tensors, but warns.
 
     Args:
-        name: of the op, with its namespace.
+        name: the op's name with its namespace.
     """
     op = _op(name)
 
@@ -110,10 +110,10 @@ def register_samples(name: str) -> None:
 
 
 def _is_no_tensors(argument: Any) -> bool:
-    """Whether an argument is a list that has no gradients, one by one."""
+    """Return whether an argument is a list without tensors, whose elements have no gradients."""
     return isinstance(argument, list) and not any(isinstance(x, Tensor) for x in argument)
 
 
 def _op(name: str) -> Any:
-    """The op of a qualified name."""
+    """Return the op of a qualified name."""
     return getattr(torch.ops.dtensor_ring, name.removeprefix("dtensor_ring::")).default

@@ -1,4 +1,4 @@
-"""What a call of an op is, as the ranks of its ring compare it."""
+"""Builds the record of an op call, which ranks compare before they exchange data."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_b
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.transport import is_plain, transport_of
 
+# The largest number of boundaries that a call record spells out. Longer lists become both ends and
+# a digest.
 MAX_NUMBERS = 24
-"""Boundaries that a word spells out; of more it has both ends and a digest."""
 
 
 class _Attention(NamedTuple):
-    """What calls of attention have, whatever the op."""
+    """The fields that all attention calls have in their records."""
 
     direction: str
     dtype: torch.dtype
@@ -56,25 +57,25 @@ def agreed_call(
     value: Tensor,
     lse: Tensor | None = None,
 ) -> TransportContext:
-    """The transport of a call, which begins and ends with the context.
+    """Return the context of a call, which gives its transport.
 
     Args:
-        call: its options.
-        question: what the planner was asked for it.
-        query: of this rank.
-        value: of this rank.
-        lse: what the forward call returned, if this is the backward call of it.
+        call: the call's options.
+        question: the planner's arguments.
+        query: this rank's queries.
+        value: this rank's values.
+        lse: the lse that the forward call returned, if this is its backward call.
     """
     group = call.group
     if question.world_size == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     origin = 0 if lse is None else session_of(group).origin_of(lse)
     direction = "forward" if lse is None else "backward"
-    # The mask is in the question. All ranks' sinks have the shape of the query's heads.
+    # The mask is part of `question`. The shape of sinks follows from the query's heads.
     _, scale, softcap, sinks, kernel = call.scores
     heads = query.shape[1], value.shape[1]
     if question.strategy.heads > 1:
-        heads = 0, 0  # the ranks of a group may have different numbers of them
+        heads = 0, 0  # the ranks of a group may have different numbers of heads
     attention = _Attention(
         *(direction, query.dtype, query.device.type),
         *(query.shape[0], heads[0], query.shape[3], heads[1], value.shape[3]),
@@ -87,13 +88,13 @@ def agreed_call(
 def agreed_decode(
     call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
 ) -> AbstractContextManager[Combine | None]:
-    """What merges the partials of a decode call, which begins and ends with the context.
+    """Return the context of a decode call, which gives the merge of the partial results.
 
     Args:
-        call: its options.
-        question: what the planner is asked for it.
-        query: of this rank, as of all others.
-        value: of this rank.
+        call: the call's options.
+        question: the planner's arguments.
+        query: the queries, equal on all ranks.
+        value: this rank's values.
     """
     group, merge = call.group, call.place.merge
     if merge is not None and merge not in MERGES:
@@ -120,7 +121,7 @@ def agreed_decode(
 def agreed_exchange(
     trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]
 ) -> TransportContext:
-    """The transport of an exchange, which begins and ends with the context."""
+    """Return the context of an exchange, which gives its transport."""
     group, first = trade.group, tensors[0]
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
@@ -193,7 +194,7 @@ def _combining(agreed: TransportContext, question: DecodeQuestion, merge: str) -
 
 
 def _agreed(agree: Tensor | None) -> str:
-    """The integers that ranks want to have alike."""
+    """Describe the integers of `agree`, which must be equal on all ranks."""
     if agree is None:
         return "none"
     check_integers(agree, "agree")
@@ -232,7 +233,7 @@ def _word(attention: _Attention, policy: TransferPolicy, *asked: Any) -> Word:
 def _word_of(
     attention: _Attention, question: Question | DecodeQuestion, own: dict[str, object]
 ) -> Word:
-    """What calls of all ops have, and what is an op's own."""
+    """Build a call record from the fields that all ops share and an op's own fields."""
     fields = {
         "direction": attention.direction,
         "dtype": attention.dtype,
@@ -257,13 +258,13 @@ def _word_of(
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)  # once for forward and backward
 def _boundaries(documents: Documents | None) -> str:
-    """The boundaries of each row of the batch."""
+    """Describe the boundaries of each batch row."""
     return "none" if documents is None else ", ".join(map(_numbers, documents.arrays))
 
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def _tables(slices: Slices | None) -> str:
-    """The slices of each row of the batch."""
+    """Describe the slices of each batch row."""
     if slices is None:
         return "none"
     rows = slices.numbers if slices.numbers.ndim == 3 else [slices.numbers]
@@ -272,7 +273,7 @@ def _tables(slices: Slices | None) -> str:
 
 @cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def _runs(layout: Layout | None) -> str:
-    """Start and length of each run, rank by rank, if they are written out, and their mark."""
+    """Describe the start and length of each run, rank by rank, and the table's mark."""
     if not isinstance(layout, RunTable):
         return "none"
     text = _numbers(layout.numbers.reshape(-1))
@@ -280,7 +281,7 @@ def _runs(layout: Layout | None) -> str:
 
 
 def _numbers(listed: np.ndarray) -> str:
-    """The numbers, or both ends of them and a digest."""
+    """Describe a list of numbers; a long one by both ends and a digest."""
     if listed.size <= MAX_NUMBERS:
         return str(listed.tolist())
     begin, end = (", ".join(map(str, part.tolist())) for part in (listed[:8], listed[-2:]))

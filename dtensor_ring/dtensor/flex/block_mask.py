@@ -1,4 +1,4 @@
-"""Masks of FlexAttention as slices."""
+"""Converts the block masks of FlexAttention to slices."""
 
 from __future__ import annotations
 
@@ -13,55 +13,60 @@ from dtensor_ring.planning.slices import Slices
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# The largest number of key ranges that one query may see. Each range adds its own list of slices.
 MAX_RANGES = 16
-"""The most ranges of keys that one query may see. Each range adds its own list of slices."""
 
+# The largest number of slices. More would take longer to plan than to compute.
 MAX_SLICES = 10_000
-"""More would take longer to plan than to attend."""
 
+# The largest number of pairs for one call of a mask function, one byte each.
 CHUNK = 1 << 24
-"""The most pairs that the function of a mask is asked for at once, one byte each."""
 
+# Begins and ends of the key ranges of each query, `(Q, R)`, padded with empty ranges.
 Ranges = tuple[Tensor, Tensor]
-"""First keys, and those after the last, of the ranges of each query: `(Q, R)`, the rest empty."""
 
+# Begins and ends of ranges as numbers `query * (keys + 1) + key`.
 Edges = tuple[Tensor, Tensor]
-"""Numbers `query * (keys + 1) + key` of where ranges begin, and of where they end."""
 
+# How much of a block of keys a block of queries sees.
 NONE, FULL, PARTIAL = 0, 1, 2
-"""How much of a block of keys a block of queries sees."""
 
+# Takes a batch row, a head, a query and a key, all 0-dim; returns whether the query sees the key.
 MaskFunction = Callable[..., Tensor]
-"""Of a batch row, a head, a query and a key, without dims: whether the query sees the key."""
 
 
 class Blocks(NamedTuple):
-    """What a `BlockMask` consists of, as far as it says what queries see."""
+    """The parts of a `BlockMask` that decide what queries see.
+
+    Attributes:
+        lengths: the numbers of queries and of keys, in tokens.
+        partial_counts: `(B, H, blocks of queries)`, the number of partial key blocks of each.
+        partial_indices: `(B, H, blocks of queries, blocks of keys)`, the partial key blocks, the
+            counted ones first.
+        full_counts: the same counts for key blocks that are seen whole.
+        full_indices: the same indices for key blocks that are seen whole.
+        block_size: the sizes of a block of queries and of keys, in tokens.
+        function: the mask function, evaluated for the pairs of partial blocks.
+    """
 
     lengths: tuple[int, int]
-    """Of queries and keys, in tokens."""
     partial_counts: Tensor
-    """`(B, H, blocks of queries)`: how many blocks of keys a block of queries sees in part."""
     partial_indices: Tensor
-    """`(B, H, blocks of queries, blocks of keys)`: which those are, the counted ones first."""
     full_counts: Tensor | None
-    """The same of blocks that are seen whole."""
     full_indices: Tensor | None
     block_size: tuple[int, int]
-    """Tokens of a block of queries and of one of keys."""
     function: MaskFunction
-    """Asked for the pairs of partial blocks."""
 
     @classmethod
     def of(cls, parts: tuple[Any, ...]) -> Blocks:
-        """Of `BlockMask.as_tuple()`, which has blocks of keys by block of queries, then others."""
+        """Make the blocks from `BlockMask.as_tuple()`; its transposed tables are not needed."""
         num_queries, num_keys, counts, indices, full_counts, full_indices, *_ = parts
         *_, height, width, function = parts
         tables = counts, indices, full_counts, full_indices
         return cls((num_queries, num_keys), *tables, (height, width), function)
 
     def on_host(self) -> Blocks:
-        """The same with counts and indices on the CPU, copied once."""
+        """Return the blocks with counts and indices copied to the CPU."""
         return self._replace(
             partial_counts=self.partial_counts.cpu(),
             partial_indices=self.partial_indices.cpu(),
@@ -71,18 +76,18 @@ class Blocks(NamedTuple):
 
 
 def slices_of_block_mask(block_mask: BlockMask) -> Slices:
-    """The slices of a `BlockMask`, the mask of FlexAttention, exactly.
+    """Convert a `BlockMask`, the mask of FlexAttention, to slices, exactly.
 
-    Full blocks are taken as such, the function is asked for each pair of the partial ones. Do it
-    once per batch, and pass the slices on.
+    The mask function is evaluated for each pair of the partial blocks. Do this once per batch, and
+    pass the slices on.
 
     Args:
-        block_mask: one for all heads; by batch row or for all.
+        block_mask: made for all heads, and for each batch row or for all.
 
     Raises:
-        TypeError: if it is no `BlockMask`.
-        ValueError: if it was made for several heads, or what is seen is no union of few slices, as
-            in block-sparse attention.
+        TypeError: if it is not a `BlockMask`.
+        ValueError: if it was made for several heads, or is not a union of a few slices, as in
+            block-sparse attention.
 
     Example:
         >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -101,10 +106,10 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
 
 
 def slices_of_blocks(blocks: Blocks) -> Slices:
-    """The slices of what a `BlockMask` consists of.
+    """Convert the parts of a `BlockMask` to slices.
 
     Raises:
-        ValueError: as `slices_of_block_mask`.
+        ValueError: see `slices_of_block_mask`.
     """
     num_rows, num_heads = blocks.partial_counts.shape[:2]
     if num_heads != 1:
@@ -130,7 +135,7 @@ def slices_of_blocks(blocks: Blocks) -> Slices:
 
 
 def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
-    """The ranges of all queries of a batch row; the function is asked on its device."""
+    """Return the ranges of all queries of a batch row; the function runs on `device`."""
     grid = _grid(blocks, row)
     edges = [_edges_of_blocks(blocks, grid), *_edges_of_partial_blocks(blocks, grid, row, device)]
     begins, ends = (torch.cat(side).sort().values for side in zip(*edges, strict=True))
@@ -143,7 +148,7 @@ def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
             f"block_mask shows a query {widest} ranges of keys, at most {MAX_RANGES} are possible: "
             "it is no union of a few bands; use FlexAttention itself for it"
         )
-    # Ranges of a query follow one another: its first begin has its first end.
+    # Both lists are sorted and ranges do not overlap, so the i-th begin belongs to the i-th end.
     number = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
     result = torch.zeros(2, num_queries, widest, dtype=torch.long)
     result[0, query, number], result[1, query, number] = begin, ends % (num_keys + 1)
@@ -151,10 +156,10 @@ def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
 
 
 def _grid(blocks: Blocks, row: int) -> Tensor:
-    """What is seen of each block, `(blocks of queries, blocks of keys)`, nothing on both sides."""
+    """Return what is seen of each block, `(query blocks, key blocks + 2)`, NONE at both ends."""
     sizes = zip(blocks.lengths, blocks.block_size, strict=True)
     height, width = (-(-length // size) for length, size in sizes)
-    # One column more, for the indices that are not counted.
+    # One extra column takes the writes of indices that are not counted.
     grid = torch.full((height, width + 3), NONE, dtype=torch.int8)
     for counts, indices, kind in (
         (blocks.partial_counts, blocks.partial_indices, PARTIAL),
@@ -168,7 +173,7 @@ def _grid(blocks: Blocks, row: int) -> Tensor:
 
 
 def _edges_of_blocks(blocks: Blocks, grid: Tensor) -> Edges:
-    """Between blocks that are seen whole and those that are not, for all queries of a block."""
+    """Return the edges between full and empty blocks, which all queries of a block share."""
     left, right = grid[:, :-1], grid[:, 1:]
     return (
         _of_all_queries(blocks, (left == NONE) & (right == FULL)),
@@ -177,7 +182,7 @@ def _edges_of_blocks(blocks: Blocks, grid: Tensor) -> Edges:
 
 
 def _of_all_queries(blocks: Blocks, is_edge: Tensor) -> Tensor:
-    """The edges at the begin of these blocks of keys."""
+    """Return the edges at the begin of key blocks, for all queries of the query blocks."""
     (height, width), (num_queries, num_keys) = blocks.block_size, blocks.lengths
     block, column = is_edge.nonzero(as_tuple=True)
     query = block[:, None] * height + torch.arange(min(height, num_queries))
@@ -188,7 +193,7 @@ def _of_all_queries(blocks: Blocks, is_edge: Tensor) -> Tensor:
 def _edges_of_partial_blocks(
     blocks: Blocks, grid: Tensor, row: int, device: torch.device
 ) -> Iterator[Edges]:
-    """Those within partial blocks, and at both sides of them, some blocks at a time."""
+    """Yield the edges within partial blocks and on both sides of them, in chunks of blocks."""
     height, width = (min(x) for x in zip(blocks.block_size, blocks.lengths, strict=True))
     places = (grid == PARTIAL).nonzero()
     last_seen = torch.zeros(1, height, dtype=torch.bool, device=device)
@@ -197,11 +202,11 @@ def _edges_of_partial_blocks(
         queries = block[:, None] * blocks.block_size[0] + torch.arange(height)
         keys = (column - 1)[:, None] * blocks.block_size[1] + torch.arange(width)
         seen = _asked(blocks, row, queries, keys, device)
-        # What is seen of the last key before a block: in order, that block is the one before.
+        # Blocks are in order: if the key block before this one is partial, it is the previous one.
         before = torch.cat([last_seen, seen[:-1, :, -1]])
         before = _beside(grid[block, column - 1], before)
         last_seen = seen[-1:, :, -1]
-        # A partial block after this one has the edge between them.
+        # The edge to a following partial block is found there; copy `seen` to add none here.
         after = _beside(grid[block, column + 1], seen[:, :, -1])
         whole = torch.cat([before[..., None], seen, after[..., None]], -1)
         keys = torch.cat([keys, keys[:, -1:] + 1], 1)
@@ -209,13 +214,13 @@ def _edges_of_partial_blocks(
 
 
 def _beside(kinds: Tensor, seen: Tensor) -> Tensor:
-    """`(blocks, queries)`: whether the key beside a block is seen; `seen` is of partial ones."""
+    """Return whether queries see the key beside a block, `(blocks, queries)`; `seen` if partial."""
     kinds = kinds.to(seen.device)[:, None]
     return torch.where(kinds == PARTIAL, seen, kinds == FULL)
 
 
 def _changes(blocks: Blocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Edges:
-    """Where a key is seen and the one before it is not, and the opposite."""
+    """Return the edges where a seen key follows an unseen one, and where an unseen follows."""
     num_queries, num_keys = blocks.lengths
     now, then = whole[..., 1:], whole[..., :-1]
     edges = []
@@ -227,16 +232,16 @@ def _changes(blocks: Blocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Ed
 
 
 def _asked(blocks: Blocks, row: int, queries: Tensor, keys: Tensor, device: torch.device) -> Tensor:
-    """`(blocks, queries, keys)`: whether each query of a block sees each key; beyond the end, none.
+    """Return whether queries see keys, `(blocks, queries, keys)`; keys past the end are not seen.
 
     Args:
-        blocks: with the function.
-        row: of the batch.
+        blocks: the parts of the mask, with the function.
+        row: the batch row.
         queries: `(blocks, queries)`.
         keys: `(blocks, keys)`.
-        device: where the function is asked.
+        device: where the function runs.
     """
-    # As FlexAttention does it: `documents[query]` of a tensor without dims is an index then.
+    # FlexAttention does the same: `documents[query]` with a 0-dim tensor then becomes an index op.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     function = torch.vmap(blocks.function, in_dims=(None, None, None, 0))
@@ -245,7 +250,7 @@ def _asked(blocks: Blocks, row: int, queries: Tensor, keys: Tensor, device: torc
     queries, keys = queries.to(device), keys.to(device)
     batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
     num_queries, num_keys = blocks.lengths
-    # Functions may look up tensors of the sequence's length.
+    # Clamp, because functions may index tensors of the sequence's length.
     within = queries.clamp(max=num_queries - 1), keys.clamp(max=num_keys - 1)
     with TransformGetItemToIndex():
         seen = function(batch, head, *within)

@@ -1,15 +1,15 @@
 """Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
 
-Note [How a call of flex_attention gets here]: outside of a compiled graph PyTorch compiles the call
-by itself. Dynamo traces `score_mod` and the mask's function into small graphs, and puts a
-higher-order op into its own graph, which runs eagerly or is compiled on. That op asks its kernel
-for autograd first: ours takes the call over there, with the DTensors of the user, so that the
-ring's own autograd holds. In inference mode the op asks for a rule for the tensor subclass.
+Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
+call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
+higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
+its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
+applies. In inference mode the op asks for a rule for the tensor subclass instead.
 
-Dynamo traces both functions with indices that it makes by `query.new_empty([])`. Of a DTensor that
-is a DTensor, which cannot index the plain tensors that mask functions capture, such as the number
-of each token's document. So while a compiler traces, that call returns a plain tensor. No graph has
-it: Dynamo discards it.
+Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor this
+is a DTensor, which cannot index the plain tensors that mask functions capture, such as the document
+number of each token. So this call returns a plain tensor while a compiler traces. It is in no
+graph, because Dynamo discards it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.tile import FULL
 
+# Without a mask, FlexAttention makes one with a single block of at least this size.
 MIN_EMPTY_BLOCK = 1 << 30
-"""FlexAttention makes a mask of one block of this size where it is given none."""
 
+# Output, log-sum-exp to the base 2, and the largest scores, which are empty unless requested.
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""Output, log-sum-exp to the base 2, and the largest scores, which are empty unless asked for."""
 
 Kernel = Callable[..., Outputs]
 
 
 def install_flex() -> None:
-    """Let `flex_attention` ask us first about DTensors; what is not ours goes on as before."""
+    """Let `flex_attention` ask us first about DTensors; other calls continue as before."""
     kernels = flex_attention_op.py_kernels
     if not getattr(kernels.get(DispatchKey.Autograd), "is_ours", False):
         kernels[DispatchKey.Autograd] = _kernel(kernels.get(DispatchKey.Autograd))
         rules: dict[Any, Any] = flex_attention_op.python_key_table
         rules[DTensor] = _kernel(rules.get(DTensor))
-        flex_attention_op._dispatch_cache.clear()  # which has the kernels of earlier calls
+        flex_attention_op._dispatch_cache.clear()  # it holds the kernels of earlier calls
     add_handlers((torch.ops.aten.new_empty.default,), _new_empty_handler)
 
 
@@ -86,11 +86,11 @@ def _ring_attention(
     score_captured: tuple[Any, ...] = (),
     mask_captured: tuple[Any, ...] = (),
 ) -> Outputs:
-    """The higher-order op on DTensors of an annotated axis; the names are those of its arguments.
+    """Run the higher-order op on DTensors of an annotated axis, with the op's argument names.
 
     Raises:
-        ValueError: if scores are modified, the largest ones are asked for, or the mask is no union
-            of a few slices.
+        ValueError: if scores are modified, the largest scores are requested, or the mask is not a
+            union of a few slices.
     """
     batch = Batch()
     if not _has_shapes_only(query):
@@ -101,15 +101,15 @@ def _ring_attention(
     unused = torch.empty(0, device=query.device)
     if lse is None:
         return out, unused, unused
-    # FlexAttention multiplies by it what its kernels return, but for one of them.
+    # FlexAttention expects lse to the base 2 and rescales it, except from its FLASH kernel.
     is_natural = kernel_options.get("BACKEND") == "FLASH"
     return out, lse if is_natural else lse / log(2), unused
 
 
 def _has_shapes_only(query: Tensor) -> bool:
-    """Whether Dynamo asks for shapes: it would wrap errors, which come when the call is made.
+    """Return whether Dynamo only asks for shapes. It would wrap our errors; the call raises them.
 
-    A tensor that records what is done with it, for a graph, is more than its shape.
+    A tensor that records a graph does not count.
     """
     local = query._local_tensor if isinstance(query, DTensor) else query
     return isinstance(local, FakeTensor) and get_proxy_mode() is None
@@ -129,7 +129,7 @@ def _refuse(score_mod: Callable[..., Tensor], kernel_options: dict[str, Any]) ->
 
 
 def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...]) -> Tensor | None:
-    """What queries see, if not everything."""
+    """Return the slices that queries see, `None` if they see everything."""
     if blocks.block_size[0] >= MIN_EMPTY_BLOCK and shows_all(blocks.function):
         return None
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
@@ -152,7 +152,7 @@ def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...
 
 
 def _new_empty_handler(previous: Handler | None) -> Handler:
-    """Plain indices for Dynamo, see Note [How a call of flex_attention gets here]."""
+    """Return plain indices to Dynamo, see Note [How a call of flex_attention gets here]."""
 
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = arguments_of(op, args, kwargs)

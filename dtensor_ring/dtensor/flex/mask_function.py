@@ -1,8 +1,8 @@
-"""The function of a block mask as text: a graph that is kept on disk has it, with its options.
+"""Converts the function of a block mask to text, which a compiled graph on disk can contain.
 
-Dynamo inlines what a mask function calls and lifts the tensors that it captures, so its graph is a
-few operators on its arguments. An op has no argument for a function, but it has one for text, which
-any process can run.
+Dynamo inlines the calls of a mask function and lifts the tensors that it captures. So its graph is
+a few operators on its arguments. An op cannot take a function as an argument, but it can take text,
+which any process can run.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch.fx import GraphModule, Node
 
 from dtensor_ring.dtensor.flex.block_mask import MaskFunction
 
+# The names that the text may use besides builtins: torch.fx writes these for operators and
+# functions.
 NAMES = {"torch": torch, "device": torch.device, "inf": inf, "nan": nan}
-"""What the text may name beside builtins: all that torch.fx writes for operators and functions."""
 
+# The globals that torch.fx adds to every text.
 UNUSED = {"NoneType", "fx_pytree", "pytree"}
-"""Names that torch.fx gives to every text."""
 
 KINDS = {"placeholder", "call_function", "call_method", "output"}
 
 
 def text_of(function: GraphModule) -> str:
-    """The source of the graph of a mask function.
+    """Return the source of the graph of a mask function.
 
     Raises:
         ValueError: if the graph needs more than torch, its arguments and numbers.
@@ -46,23 +47,23 @@ def text_of(function: GraphModule) -> str:
 
 @lru_cache(maxsize=256)
 def function_of(text: str) -> MaskFunction:
-    """The function of a text."""
+    """Return the function that a text defines."""
     names: dict[str, Any] = dict(NAMES)
-    # Annotations stay text: they name types of whatever torch wrote the graph.
+    # Do not evaluate annotations: their types depend on the version of torch that wrote the text.
     flags = __future__.annotations.compiler_flag
     exec(compile(text, "<function of a block mask>", "exec", flags, dont_inherit=True), names)
     return partial(names["forward"], None)
 
 
 def result_of(function: GraphModule) -> Node:
-    """The node that a graph of one result returns."""
+    """Return the result node of a graph with one result."""
     (output,) = (node for node in function.graph.nodes if node.op == "output")
     result: Any = output.args[0]
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def shows_all(function: Any) -> bool:
-    """Whether it is the function of FlexAttention that shows every key, or the graph of it."""
+    """Return whether a function is FlexAttention's mask that shows every key, or its graph."""
     if isinstance(function, GraphModule):
         return getattr(result_of(function), "target", None) == "new_ones"
     from torch.nn.attention.flex_attention import noop_mask  # takes a second
@@ -71,7 +72,7 @@ def shows_all(function: Any) -> bool:
 
 
 def leaves_scores(function: Any) -> bool:
-    """Whether a `score_mod` is the one of FlexAttention that returns its score, or its graph."""
+    """Return whether a `score_mod` is FlexAttention's identity, or its graph."""
     if isinstance(function, GraphModule):
         return result_of(function) is next(iter(function.graph.nodes))
     from torch.nn.attention.flex_attention import _identity  # takes a second

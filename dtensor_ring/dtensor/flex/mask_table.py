@@ -1,8 +1,8 @@
-"""The op that makes slices of a block mask, where a graph calls `flex_attention`.
+"""The op that converts a block mask to slices in a graph that calls `flex_attention`.
 
-Note [Known block masks]: all layers of a model pass the same block mask. What was made of one is
-kept as long as its indices live, and used while its function is the same and the content of its
-tensors. Their versions would not do: collectives write into tensors without raising them.
+Note [Known block masks]: all layers of a model pass the same block mask. The slices of a mask are
+kept as long as its index tensor lives, and used if its function and the content of its tensors are
+still the same. Tensor versions do not suffice: collectives write without raising them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
 
 
 class _Known(NamedTuple):
-    """Slices that were made of a block mask, and what they were made of."""
+    """Slices of a block mask, and the inputs that they were made from.
+
+    Attributes:
+        contents: copies of the tensors of the mask, and of those that its function captures.
+        others: lengths, block sizes, the function's text, and the numbers that it captures.
+        numbers: the slices, `(N, 6)` or `(B, N, 6)`.
+    """
 
     contents: tuple[Tensor | None, ...]
-    """Copies of its tensors, and of those that its function captures."""
     others: tuple[Any, ...]
     numbers: np.ndarray
 
     def is_of(self, tensors: Sequence[Tensor | None], others: tuple[Any, ...]) -> bool:
-        """Whether these have the same content, and the rest is equal."""
+        """Return whether the tensors have the same content, and the other inputs are equal."""
         return (
             self.others == others
             and len(self.contents) == len(tensors)
@@ -59,22 +64,22 @@ def _is_same(known: Tensor | None, x: Tensor | None) -> bool:
     return known.dtype == x.dtype and known.device == x.device and torch.equal(known, x)
 
 
+# By the tensor with the indices of partial blocks, see Note [Known block masks].
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By the tensor that has the indices of partial blocks, see Note [Known block masks]."""
 
 
 def table_of(blocks: Blocks, captured: tuple[Any, ...]) -> Tensor:
-    """The slices of a block mask as `ring_attention` takes them, of tensors with or without values.
+    """Convert a block mask to the slices that `ring_attention` takes, also while tracing.
 
     Args:
-        blocks: of the mask; its function is a graph, or in eager calls any function.
-        captured: what the function takes after its four indices.
+        blocks: the parts of the mask; the function is a graph, or in eager calls any function.
+        captured: the arguments of the function after its four indices.
 
     Returns:
         `(N, 6)` or `(B, N, 6)` on the CPU, int32.
 
     Raises:
-        ValueError: if the mask is no union of a few slices, or no graph can keep its function.
+        ValueError: if the mask is not a union of a few slices, or a graph cannot keep its function.
     """
     if not isinstance(blocks.function, GraphModule):
         bound = blocks._replace(function=_bound(blocks.function, captured))
@@ -88,12 +93,12 @@ def table_of(blocks: Blocks, captured: tuple[Any, ...]) -> Tensor:
 
 
 def _bound(function: MaskFunction, captured: Sequence[Any]) -> MaskFunction:
-    """The function of indices alone."""
+    """Return the mask function with its captured arguments bound."""
     return lambda *indices: function(*indices, *captured)
 
 
 def _capacity(num_queries: int) -> int:
-    """How many slices the table of a row has room for: graphs need a shape without the values."""
+    """Return the number of slices of a row's table: graphs need a shape that depends on no data."""
     return min(MAX_SLICES, 64 + num_queries // 4)
 
 
@@ -130,7 +135,7 @@ def _block_mask_slices(
 def _known(
     blocks: Blocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
 ) -> np.ndarray:
-    """The slices of blocks, `(N, 6)` or `(B, N, 6)`, made once; see Note [Known block masks]."""
+    """Return the slices of blocks, made once; see Note [Known block masks]."""
     known = _KNOWN.get(blocks.partial_indices)
     if known is None or not known.is_of(tensors, others):
         contents = tuple(None if x is None else x.detach().clone() for x in tensors)
@@ -140,8 +145,8 @@ def _known(
 
 
 def _numbers(blocks: Blocks) -> np.ndarray:
-    """The slices of blocks, from within an op."""
-    # A compiled graph runs below the dispatch keys of `vmap`, which asks the mask's function.
+    """Return the slices of blocks, from within an op."""
+    # In a compiled graph the dispatch key of `vmap`, which runs the mask function, is excluded.
     included = torch._C._dispatch_tls_local_include_set()
     none = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     with torch._C._ForceDispatchKeyGuard(included, none):

@@ -21,7 +21,6 @@ from dtensor_ring.dtensor.sequence import (
 from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.inference.cache import ShardedCache
 from dtensor_ring.inference.decode import decode_attention
-from dtensor_ring.ops import flops as _flops  # noqa: F401 - registers the formulas
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import OutOfBlocks

@@ -27,9 +27,9 @@ from dtensor_ring.dtensor.arguments import (
 from dtensor_ring.dtensor.dispatch import traded_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.dtensor.traded import traded_attention, traded_heads
-from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
+from dtensor_ring.ops.schema import ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import check_strategy, is_traded

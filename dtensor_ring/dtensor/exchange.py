@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call
-from dtensor_ring.ops.autograd import exchange_op
 from dtensor_ring.ops.caller import called_from
 from dtensor_ring.ops.check import check_exchanged, check_strided
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
 from dtensor_ring.planning.all_to_all import head_shard_of
 from dtensor_ring.planning.ranges import as_count

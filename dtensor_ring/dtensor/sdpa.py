@@ -19,8 +19,8 @@ from dtensor_ring.dtensor.dispatch import (
     ring_forward_dtensor,
 )
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
-from dtensor_ring.ops.autograd import NO_GRADIENT
 from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.decode import NO_GRADIENT
 from dtensor_ring.ops.decode_options import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL

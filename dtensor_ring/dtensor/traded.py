@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.ops.autocast import autocast_dtype, cast
-from dtensor_ring.ops.autograd import exchange_op, ring_op
 from dtensor_ring.ops.check import check_inputs
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Seen, Trade, flatten_trade
 from dtensor_ring.ops.options import Call, flatten, group_named
-from dtensor_ring.ops.schema import ring_backward_op
+from dtensor_ring.ops.schema import ring_backward_op, ring_op
 from dtensor_ring.planning.all_to_all import head_shard_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 

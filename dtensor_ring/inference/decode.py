@@ -19,8 +19,8 @@ from dtensor_ring.dtensor.arguments import (
     mask_of,
     scores_of,
 )
-from dtensor_ring.ops.autograd import decode_op
 from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.decode import decode_op
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices

@@ -10,8 +10,8 @@ from torch import Tensor
 from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.dtensor.arguments import check_options
 from dtensor_ring.ops.check import check_sinks
+from dtensor_ring.ops.decode import agreed_decode
 from dtensor_ring.ops.decode_options import DecodeCall, DecodeQuestion
-from dtensor_ring.ops.word import agreed_decode
 
 
 def merge_partials(

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import MAX_BYTES, Word
 from dtensor_ring.compute.accumulate import Partial
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.boundaries import check_integers, on_host
+from dtensor_ring.ops.caller import CALLER
 from dtensor_ring.ops.check import check_inputs, check_num_queries
-from dtensor_ring.ops.decode_options import DECODE_SCHEMA, MAX_QUERIES, unflatten_decode
-from dtensor_ring.ops.schema import check_batch
+from dtensor_ring.ops.decode_options import (
+    DECODE_LEAVES,
+    DECODE_SCHEMA,
+    MAX_QUERIES,
+    DecodeCall,
+    DecodeQuestion,
+    unflatten_decode,
+)
+from dtensor_ring.ops.nodes import (
+    below_autograd,
+    place_of_sinks,
+    refuse_tangents,
+    register_autocast,
+)
+from dtensor_ring.ops.record import AttentionFacts, numbers_text, runs_text, word_of
+from dtensor_ring.ops.schema import check_batch, number_of
 from dtensor_ring.ops.strides import loadable, unit_stride
-from dtensor_ring.ops.word import agreed_decode
+from dtensor_ring.ops.transforms import LIBRARY, register_samples
+from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.transport.combine import Combine
+from dtensor_ring.transport.combine import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
 
 DECODE = "dtensor_ring::decode_attention"
 
@@ -88,3 +113,117 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
     # Compilers rely on the fake's strides, so they must be those of the implementation.
     (query,) = unit_stride(query)
     return empty(query, (*query.shape[:3], value.shape[3]), order_of(query)), lse
+
+
+def agreed_decode(
+    call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
+) -> AbstractContextManager[Combine | None]:
+    """Return the context of a decode call, which gives the merge of the partial results.
+
+    Args:
+        call: the call's options.
+        question: the planner's arguments.
+        query: the queries, equal on all ranks.
+        value: this rank's values.
+    """
+    group, merge = call.group, call.place.merge
+    if merge is not None and merge not in MERGES:
+        raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
+    agree = _agreed(call.batch.agree)
+    if group is None or question.world_size == 1:
+        return nullcontext()  # nobody to agree with
+    merge = merge or merge_by_size(packed_bytes(query, value), question.world_size)
+    _, scale, softcap, sinks, kernel = call.scores
+    batch, num_heads, num_queries, head_dim = query.shape
+    attention = AttentionFacts(
+        direction="decode",
+        dtype=query.dtype,
+        device=query.device.type,
+        batch=batch,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_key_heads=value.shape[1],
+        value_head_dim=value.shape[3],
+        sinks=None if sinks is None else sinks.dtype,
+        scale=scale,
+        softcap=softcap,
+        kernel=kernel,
+    )
+    word = _decode_word(attention, num_queries, merge, agree, *question)
+    size = first_bytes(query, value, merge, question.world_size)
+    agreed = agreed_transport(
+        group, word, "decode", query.device, where=CALLER.where, first_bytes=size
+    )
+    return _combining(agreed, question, merge)
+
+
+@contextmanager
+def _combining(agreed: TransportContext, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
+    with agreed as transport:
+        yield Combine(transport, question.rank, question.world_size, merge)
+
+
+def _agreed(agree: Tensor | None) -> str:
+    """Describe the integers of `agree`, which must be equal on all ranks."""
+    if agree is None:
+        return "none"
+    check_integers(agree, "agree")
+    return numbers_text(on_host(agree).numpy().reshape(-1))
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
+def _decode_word(
+    attention: AttentionFacts, num_queries: int, merge: str, agree: str, *asked: Any
+) -> Word:
+    question = DecodeQuestion(*asked)
+    own: dict[str, object] = {
+        "tokens of queries": num_queries,
+        "agree": agree,
+        "query_starts": numbers_text(np.array(question.starts, dtype=np.int64)),
+        "merge": merge,
+        "key_runs": runs_text(question.layout),
+    }
+    return word_of(attention, question, own)
+
+
+NO_GRADIENT = (
+    "decode_attention has no gradient, and one of query, key, value and sinks needs one; call it "
+    "within torch.no_grad(), or train with ring_attention"
+)
+_SINKS = place_of_sinks(DECODE_LEAVES)
+
+
+def _without_gradient(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the decode op, which has no gradient."""
+    inputs = query, key, value, options[_SINKS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        raise NotImplementedError(NO_GRADIENT)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(inputs)
+    return below_autograd(decode_op, forward, keyset, query, key, value, *options)
+
+
+LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
+register_samples(DECODE)
+register_autocast(DECODE, decode_op)
+
+
+@register_flop_formula(decode_op.overloadpacket, get_raw=True)
+def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    """Count two products over the keys of this rank, or for DTensors over those of all ranks.
+
+    A compiler knows only lengths, so there every query sees every key.
+    """
+    call = unflatten_decode(rest)
+    batch, heads, num_queries, head_dim = map(number_of, query.shape)
+    pairs = batch * num_queries * number_of(key.shape[2])
+    runs = call.batch.key_runs
+    # Runs of several ranks without a group mean DTensors, whose group only the handler knows.
+    is_whole = runs is None or len(runs) == 1
+    is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
+    if is_known and (is_whole or call.place.group_name is not None):
+        tiles = call.question(query, key).step(key).tiles
+        pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
+    return 2 * heads * pairs * (head_dim + number_of(value.shape[3]))

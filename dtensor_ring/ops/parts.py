@@ -22,8 +22,8 @@ from dtensor_ring.agreement.checked_transport import TransportContext, agreed_tr
 from dtensor_ring.agreement.record import Word
 from dtensor_ring.agreement.session import session_of
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.ops.autograd import below_autograd, is_plain_call, refuse_tangents
 from dtensor_ring.ops.caller import CALLER
+from dtensor_ring.ops.nodes import below_autograd, is_plain_call, refuse_tangents
 from dtensor_ring.ops.transforms import LIBRARY, recorded, register_gradient, register_samples
 from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
 

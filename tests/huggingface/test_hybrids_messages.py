@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.state import receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.stateful import stateful_layers

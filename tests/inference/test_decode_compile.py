@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, ZigZag, decode_attention
-from dtensor_ring.ops.autograd import decode_op
+from dtensor_ring.ops.decode import decode_op
 from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
 from dtensor_ring.planning.slices import Slices
 from tests.decoding import Decode

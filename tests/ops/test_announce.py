@@ -9,8 +9,8 @@ import torch
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
+from dtensor_ring.ops.schema import ring_op
 from tests.played_group import PlayedGroup, play_group
 
 LINE = (

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Mask, ZigZag, ring_attention
-from dtensor_ring.ops.autograd import ring_op
 from dtensor_ring.ops.boundaries import documents_of, on_host, run_table, slices_of_table
 from dtensor_ring.ops.options import Batch, flatten
-from dtensor_ring.ops.word import _tables
+from dtensor_ring.ops.record import slices_text
+from dtensor_ring.ops.schema import ring_op
 from tests.meshes import BATCH, SEQUENCE, annotated_mesh, place, random_inputs
 from tests.pool import Pool
 from tests.rings import Case, Ring
@@ -147,7 +147,7 @@ def _fake() -> None:
 
 def test_the_word_of_an_empty_batch() -> None:
     """A rank without rows tells the others of its ring what it does, too."""
-    assert _tables(slices_of_table(torch.zeros(0, 3, 6, dtype=torch.int32), 0)) == ""
+    assert slices_text(slices_of_table(torch.zeros(0, 3, 6, dtype=torch.int32), 0)) == ""
 
 
 def test_rows_that_are_alike_are_one() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
-from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
 from dtensor_ring.planning.all_to_all import head_shard_of
 from dtensor_ring.planning.layout import Layout

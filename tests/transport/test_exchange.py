@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring import RingError, Striped, ZigZag
-from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
 from dtensor_ring.transport import exchange
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport

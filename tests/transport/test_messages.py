@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import ZigZag
-from dtensor_ring.ops.autograd import exchange_op
+from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.exchange_options import flatten_trade
 from dtensor_ring.planning.all_to_all import exchange_of
 from dtensor_ring.transport.exchange import Traded, traded

@@ -1,0 +1,112 @@
+"""The call record of an op, as the ranks of its ring compare it: what records of all ops share."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from dtensor_ring.agreement.record import Word
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.run_table import MARKED, RunTable
+from dtensor_ring.planning.slices import Slices
+
+MAX_NUMBERS = 24
+
+
+class AttentionFacts(NamedTuple):
+    """The fields that all attention calls have in their records."""
+
+    direction: str
+    dtype: torch.dtype
+    device: str
+    batch: int
+    num_heads: int
+    head_dim: int
+    num_key_heads: int
+    value_head_dim: int
+    sinks: torch.dtype | None
+    scale: float
+    softcap: float
+    kernel: str | None
+
+
+class Asked(Protocol):
+    """What the planner is asked by a call of any op of attention."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def mask(self) -> Mask: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def documents(self) -> Documents | None: ...
+    @property
+    def slices(self) -> Slices | None: ...
+
+
+def word_of(attention: AttentionFacts, question: Asked, own: dict[str, object]) -> Word:
+    """Build a call record from the fields that all ops share and an op's own fields."""
+    fields = {
+        "direction": attention.direction,
+        "dtype": attention.dtype,
+        "device": attention.device,
+        "batch": attention.batch,
+        "query heads": attention.num_heads,
+        "key heads": attention.num_key_heads,
+        "head dim": attention.head_dim,
+        "value head dim": attention.value_head_dim,
+        "tokens": question.seq_len,
+        "mask": question.mask,
+        "scale": attention.scale,
+        "softcap": attention.softcap,
+        "sinks": attention.sinks,
+        "kernel": attention.kernel,
+        "layout": spelled(question.layout),
+        "cu_seqlens": boundaries_text(question.documents),
+        "slices": slices_text(question.slices),
+    }
+    return Word({name: str(value) for name, value in (fields | own).items()})
+
+
+def spelled(layout: Layout) -> str:
+    """Return the spelling of a layout; one that belongs to a batch has its name only."""
+    return layout.name if layout.per_batch else layout.spec
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)  # once for forward and backward
+def boundaries_text(documents: Documents | None) -> str:
+    """Describe the boundaries of each batch row."""
+    return "none" if documents is None else ", ".join(map(numbers_text, documents.arrays))
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)
+def slices_text(slices: Slices | None) -> str:
+    """Describe the slices of each batch row."""
+    if slices is None:
+        return "none"
+    rows = slices.numbers if slices.numbers.ndim == 3 else [slices.numbers]
+    return ", ".join(numbers_text(row.reshape(-1)) for row in rows)
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=len)
+def runs_text(layout: Layout | None) -> str:
+    """Describe the start and length of each run, rank by rank, and the table's mark."""
+    if not isinstance(layout, RunTable):
+        return "none"
+    text = numbers_text(layout.numbers.reshape(-1))
+    return f"{text}, sequences selected ({layout.mark - MARKED:x})" if layout.mark else text
+
+
+def numbers_text(listed: np.ndarray) -> str:
+    """Describe a list of numbers; a long one by both ends and a digest."""
+    if listed.size <= MAX_NUMBERS:
+        return str(listed.tolist())
+    begin, end = (", ".join(map(str, part.tolist())) for part in (listed[:8], listed[-2:]))
+    digest = blake2b(np.ascontiguousarray(listed).tobytes(), digest_size=6).hexdigest()
+    return f"[{begin}, ..., {end}] ({listed.size:,} numbers, digest {digest})"

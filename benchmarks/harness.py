@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order
 from dtensor_ring.ops.options import Call, flatten
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64

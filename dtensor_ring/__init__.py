@@ -1,17 +1,18 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
 from dtensor_ring.agreement.error import RingError
+from dtensor_ring.all_to_all.api import exchange, relayout
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.compute.kernels import available_kernels, register_kernel
+from dtensor_ring.decode.api import decode_attention
+from dtensor_ring.decode.cache import ShardedCache
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
-from dtensor_ring.dtensor.exchange import exchange
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.labels import next_token_labels
-from dtensor_ring.dtensor.merge import merge_attention
-from dtensor_ring.dtensor.relayout import relayout
+from dtensor_ring.dtensor.merge_attention import merge_attention
 from dtensor_ring.dtensor.sequence import (
     sequence_runs,
     sequence_slices,
@@ -19,8 +20,6 @@ from dtensor_ring.dtensor.sequence import (
     unshard_sequence,
 )
 from dtensor_ring.dtensor.style import ContextParallel
-from dtensor_ring.inference.cache import ShardedCache
-from dtensor_ring.inference.decode import decode_attention
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import OutOfBlocks

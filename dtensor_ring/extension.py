@@ -31,23 +31,21 @@ The contract of a block kernel:
 from dtensor_ring.balanced.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
-from dtensor_ring.dtensor.agreement import check_agreement, meeting
+from dtensor_ring.decode.cache import CacheUsage
+from dtensor_ring.decode.op import MAX_QUERIES
+from dtensor_ring.decode.plan import turn_runs
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.axis_config import check_axis_options
+from dtensor_ring.dtensor.call_check import check_agreement, meeting
 from dtensor_ring.dtensor.gather import gathered
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.layer import number_layer
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
-from dtensor_ring.dtensor.rows import gather_rows
 from dtensor_ring.dtensor.sequence import from_local_tokens, layout_order, local_tokens
-from dtensor_ring.dtensor.states import receive_state, send_state
-from dtensor_ring.inference.cache import CacheUsage
-from dtensor_ring.ops.autocast import autocast_dtype
-from dtensor_ring.ops.caller import name_layer, within_layer
-from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.decode_options import MAX_QUERIES
-from dtensor_ring.ops.transforms import register_gradient
-from dtensor_ring.planning.cache_table import turn_runs
+from dtensor_ring.dtensor.states import gather_rows, receive_state, send_state
+from dtensor_ring.ops.call_site import name_layer, within_layer
+from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.ops.decode import decode
-from dtensor_ring.ops.decode_options import DecodeQuestion
+from dtensor_ring.decode.op import DecodeQuestion, decode
+from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops.options import kernel_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.transport.combine import Combine
 from tests.dense import Result, dense_attention, visible
 from tests.played import PlayedTransport, play
 from tests.slices import shown

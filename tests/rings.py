@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtensor_ring import Balanced, Contiguous, Mask, sequence_runs
 from dtensor_ring.compute.kernels import Problem, Scores
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import Plan, plan

@@ -113,7 +113,7 @@ OLDEST = {
         "test_slices_of_one_shape_compile_once",
         "test_three_attentions_are_three_nodes_forward_and_backward",
     ],
-    "ops/test_exchange.py": [
+    "all_to_all/test_op.py": [
         "test_opcheck",
         "test_ranks_that_differ_are_told_so",
     ],
@@ -176,8 +176,8 @@ OLDEST = {
         "test_one_node_per_attention",
         "test_ring_attention_inside",
     ],
-    "dtensor/test_traded.py": ["test_as_dense[zigzag, causal, ulysses of 2]"],
-    "dtensor/test_traded_compiled.py": [
+    "all_to_all/test_traded.py": ["test_as_dense[zigzag, causal, ulysses of 2]"],
+    "all_to_all/test_traded_compiled.py": [
         "test_one_node_for_each_exchange_and_five_batches_compile_once"
     ],
     "dtensor/test_varlen.py": ["test_compiled", "test_every_window[2-contiguous]"],
@@ -190,18 +190,18 @@ OLDEST = {
         "test_ten_steps_of_fsdp_equal_one_process[none-calls0]"
     ],
     "huggingface/test_generate.py": ["test_ways_to_generate[Llama-2]"],
-    "inference/test_decode_compile.py": [
+    "decode/test_decode_compile.py": [
         "test_a_hundred_steps_compile_twice_at_most",
         "test_opcheck[runs and rows]",
     ],
-    "inference/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
+    "decode/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
     "test_fuzz.py": ["test_fuzz[zigzag-2 ranks, 2]", "test_fuzz[zigzag-4 ranks, 2]"],
     "test_played.py": [
         "test_ring[zigzag-reference on cpu]",
         "test_ring_of_large_messages[zigzag-1]",
     ],
     "test_public.py": ["test_import_loads_nothing_else"],
-    "transport/test_agreed.py": [
+    "agreement/test_agreed.py": [
         "test_a_difference_is_named_on_every_rank",
         "test_two_threads_on_one_group",
     ],

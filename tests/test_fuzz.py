@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, SequenceAxis, ring_attention, sequence_runs
+from dtensor_ring.all_to_all.ulysses import traded_attention
 from dtensor_ring.dtensor.annotation import annotation_of
-from dtensor_ring.dtensor.traded import traded_attention
 from dtensor_ring.ops.options import flatten
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.strategy import as_strategy
 from tests.drawn import TOLERANCES, cases, different
 from tests.layouts import LAYOUTS

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.utils import clear_caches
 
-from dtensor_ring.ops import schema
+from dtensor_ring.ops import ring_op
 from examples.torchtitan_assets import write_assets
 from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 
@@ -181,11 +181,11 @@ def _counted(calls: Counter[str]) -> Iterator[None]:
     """Count the rings that run, in compiled graphs too."""
     with ExitStack() as stack:
         for name in ("ring_forward", "ring_backward"):
-            function = getattr(schema, name)
+            function = getattr(ring_op, name)
 
             def counted(*args: Any, name: str = name, function: Any = function) -> Any:
                 calls[name] += 1
                 return function(*args)
 
-            stack.enter_context(patch.object(schema, name, counted))
+            stack.enter_context(patch.object(ring_op, name, counted))
         yield

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dtensor_ring.all_to_all.plan import exchange_of
 from dtensor_ring.balanced.balanced import TOKEN, WHOLE, ring_cost
 from dtensor_ring.balanced.packing import Partition
 from dtensor_ring.balanced.work import Work
-from dtensor_ring.planning.all_to_all import exchange_of
 from dtensor_ring.planning.layout import Contiguous, Joined, Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import checked_slices

@@ -19,14 +19,13 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from dtensor_ring.all_to_all.op import exchange_op, unflatten_trade
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
-from dtensor_ring.ops.exchange import exchange_op
-from dtensor_ring.ops.exchange_options import unflatten_trade
+from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, unflatten
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
-from dtensor_ring.ops.strides import unit_stride
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward

@@ -14,8 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring.dtensor.axis_config import PER_BATCH, UNANNOTATED, AxisConfig, configured
-from dtensor_ring.dtensor.cache_tag import drop_graphs, tag_caches
+from dtensor_ring.dtensor.axis_config import (
+    PER_BATCH,
+    UNANNOTATED,
+    AxisConfig,
+    configured,
+    drop_graphs,
+    tag_caches,
+)
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.strategy import as_strategy
 

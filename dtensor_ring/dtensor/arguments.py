@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.kernels import Scores, check_kernel
-from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.decode_options import DecodeCall
+from dtensor_ring.decode.op import DecodeCall
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.ops.options import Batch, Call, default_scale
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.dtensor.agreement import validate_call
+from dtensor_ring.all_to_all.ulysses import traded_attention, traded_heads
 from dtensor_ring.dtensor.annotation import (
     annotation_of,
     axis_group,
@@ -24,12 +24,12 @@ from dtensor_ring.dtensor.arguments import (
     mask_of,
     scores_of,
 )
+from dtensor_ring.dtensor.call_check import validate_call
 from dtensor_ring.dtensor.dispatch import traded_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
-from dtensor_ring.dtensor.traded import traded_attention, traded_heads
-from dtensor_ring.ops.caller import called_from
+from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import check_strategy, is_traded

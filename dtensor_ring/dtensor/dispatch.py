@@ -11,8 +11,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from dtensor_ring.all_to_all.ulysses import traded_attention, traded_backward, traded_heads
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import order_of, strides
+from dtensor_ring.decode.op import (
+    DECODE_LEAVES,
+    DecodeCall,
+    DecodePlace,
+    decode_op,
+    flatten_decode,
+    unflatten_decode,
+)
 from dtensor_ring.dtensor.placement import (
     BATCH,
     HEADS,
@@ -26,18 +35,9 @@ from dtensor_ring.dtensor.placement import (
     without,
     wrap,
 )
-from dtensor_ring.dtensor.traded import traded_attention, traded_backward, traded_heads
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.decode import decode_op
-from dtensor_ring.ops.decode_options import (
-    DECODE_LEAVES,
-    DecodeCall,
-    DecodePlace,
-    flatten_decode,
-    unflatten_decode,
-)
 from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
 
 

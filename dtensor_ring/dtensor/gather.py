@@ -11,10 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtensor_ring.all_to_all.op import Dealt, Trade, exchange_op, flatten_trade
 from dtensor_ring.dtensor.annotation import axis_group, group_of
-from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.exchange import exchange_op
-from dtensor_ring.ops.exchange_options import Dealt, Trade, flatten_trade
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.ops.parts import sum_ranks_op
 from dtensor_ring.planning.layout import Contiguous
 

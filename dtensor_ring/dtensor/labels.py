@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.ranges import as_int
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

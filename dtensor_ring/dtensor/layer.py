@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group
-from dtensor_ring.ops.caller import name_layer
+from dtensor_ring.ops.call_site import name_layer
 
 
 def number_layer(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.layer import number_layer
-from dtensor_ring.ops.caller import within_layer
+from dtensor_ring.ops.call_site import within_layer
 from dtensor_ring.planning.mask import Mask
 
 NO_PADDING = (

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, DecodeCall, DecodePlace
 from dtensor_ring.dtensor.dispatch import (
     arguments_of,
     decode_dtensor,
@@ -19,9 +20,7 @@ from dtensor_ring.dtensor.dispatch import (
     ring_forward_dtensor,
 )
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
-from dtensor_ring.ops.caller import called_from
-from dtensor_ring.ops.decode import NO_GRADIENT
-from dtensor_ring.ops.decode_options import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
+from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL
 

@@ -17,7 +17,7 @@ from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
 from dtensor_ring.dtensor.gather import gathered, whole_of
 from dtensor_ring.dtensor.torch_attention import install_handlers
-from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout, Run
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout

@@ -18,8 +18,8 @@ from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.layer import number_layer
 from dtensor_ring.dtensor.multihead import shard_multihead
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.ops.caller import CALLER, layer_of
-from dtensor_ring.ops.check import check_strided
+from dtensor_ring.ops.call_site import CALLER, layer_of
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.transport.policy import TransferPolicy

@@ -22,9 +22,16 @@ from dtensor_ring.agreement.checked_transport import TransportContext, agreed_tr
 from dtensor_ring.agreement.record import Word
 from dtensor_ring.agreement.session import session_of
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.ops.caller import CALLER
-from dtensor_ring.ops.nodes import below_autograd, is_plain_call, refuse_tangents
-from dtensor_ring.ops.transforms import LIBRARY, recorded, register_gradient, register_samples
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.nodes import (
+    LIBRARY,
+    below_autograd,
+    is_plain_call,
+    recorded,
+    refuse_tangents,
+    register_gradient,
+    register_samples,
+)
 from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
 
 GATHER = "dtensor_ring::gather_parts"

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dtensor_ring.agreement.checked_transport import agreed_transport
 from dtensor_ring.agreement.record import Word
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.ops.caller import CALLER
-from dtensor_ring.ops.transforms import register_gradient
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.nodes import register_gradient
 from dtensor_ring.transport.transport import P2P, Chain, Transport, transport_of
 
 RECEIVE = "dtensor_ring::receive_state"

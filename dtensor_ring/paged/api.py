@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels.kernel import Problem, Scores
+from dtensor_ring.decode.api import merge_partials, placed
+from dtensor_ring.decode.op import DecodeBatch, DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.arguments import as_flag, scores_of
-from dtensor_ring.inference.decode import placed
-from dtensor_ring.inference.merge_partials import merge_partials
-from dtensor_ring.ops.caller import called_from
-from dtensor_ring.ops.check import check_strided
-from dtensor_ring.ops.decode_options import DecodeBatch, DecodeCall
+from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.kernels import paged_kernel

@@ -17,12 +17,12 @@ from dtensor_ring.compute.kernels.kernel import Scores
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.memory import Numbers, part_of, region
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.ops.decode_options import DecodeQuestion
+from dtensor_ring.decode.op import DecodeQuestion
+from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
 from dtensor_ring.paged.kernels import block_kernel
 from dtensor_ring.paged.plan import BlockReads, Read, block_reads, slots_of
-from dtensor_ring.planning.decode import decode_step
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step

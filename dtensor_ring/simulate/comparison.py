@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtensor_ring.all_to_all.plan import Amount, Exchange, exchange_of
+from dtensor_ring.all_to_all.run import aligned
 from dtensor_ring.compute.execute import launches
-from dtensor_ring.planning.all_to_all import Amount, Exchange, exchange_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import Plan
@@ -26,7 +27,6 @@ from dtensor_ring.simulate.schedule import (
     shard_traffic,
     sum_traffic,
 )
-from dtensor_ring.transport.messages import aligned
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.rotation import goes_apart
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring import Mask, ZigZag, describe_schedule
+from dtensor_ring.all_to_all.plan import exchange_of
 from dtensor_ring.command.footprint import Storages
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.ops import schema
-from dtensor_ring.planning.all_to_all import exchange_of
+from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.simulate.comparison import Cost, Sizes, rank_costs
 from dtensor_ring.transport import transport
@@ -69,8 +69,8 @@ def _measured(name: str, strategy: str, checkpoint: str, kernels_too: bool) -> M
     loops: list[Storages] = []
     places = (None, None) if kernels_too else (3, 4)
     with (
-        patch.object(schema, "ring_forward", _counted(schema.ring_forward, loops, places[0])),
-        patch.object(schema, "ring_backward", _counted(schema.ring_backward, loops, places[1])),
+        patch.object(ring_op, "ring_forward", _counted(ring_op.ring_forward, loops, places[0])),
+        patch.object(ring_op, "ring_backward", _counted(ring_op.ring_backward, loops, places[1])),
     ):
         step()
     return Measured(peaks["Total"], peaks["Parameter"], max(loop.peak for loop in loops))

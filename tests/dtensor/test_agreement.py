@@ -21,7 +21,7 @@ from dtensor_ring import (
     TransferPolicy,
     ring_attention,
 )
-from dtensor_ring.dtensor import agreement
+from dtensor_ring.dtensor import call_check
 from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.dense import dense_attention
 from tests.pool import Pool
@@ -237,11 +237,11 @@ def _meet() -> str:
     mesh = init_device_mesh("cpu", (3,))
     group = mesh.get_group()
     SequenceAxis(mesh, "zigzag", transport=Refuses())
-    with agreement.meeting(group, "a meal", {"tokens": "1"}):
+    with call_check.meeting(group, "a meal", {"tokens": "1"}):
         pass
     with (
         pytest.raises(RingError) as caught,
-        agreement.meeting(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
+        call_check.meeting(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
     ):
         pass
     return str(caught.value)
@@ -273,7 +273,7 @@ def _check_kernels() -> None:
     here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
     told = r"kernels: \['reference', 'cpu_flash'\] on \[0\], \['reference'\] on \[1\]"
     with (
-        patch.object(agreement, "available_kernels", lambda: here),
+        patch.object(call_check, "available_kernels", lambda: here),
         pytest.raises(ValueError, match=told),
     ):
         ring_attention(x, x, x, mesh=mesh, validate=True)

@@ -152,7 +152,7 @@ REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
         {},
         "must be sharded alike",
     ),
-    # In inference it is decoding, see tests/inference/test_decode_dtensors.py.
+    # In inference it is decoding, see tests/decode/test_decode_dtensors.py.
     "query replicated, and of more tokens than are decoded": (
         [(REPLICATE, BATCH), (SEQUENCE, BATCH), (SEQUENCE, BATCH)],
         {"is_causal": True, "seq_len": 66},

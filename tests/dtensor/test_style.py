@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.dtensor.style import _positions
-from dtensor_ring.ops.caller import CALLER
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import random_inputs

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import KERNELS
-from dtensor_ring.inference.cache_layer import CacheLayer
+from dtensor_ring.decode.cache import CacheLayer
 from tests.faults.breaking import at_call, at_launch, break_kernel, kill, leave, patience, stop
 from tests.faults.calls import Call, make, plain, step
 from tests.faults.decoding import Decoding, decode

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask
+from dtensor_ring.all_to_all.op import exchange_op
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.ops.exchange import exchange_op
 from dtensor_ring.ops.state import receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.stateful import stateful_layers

@@ -10,7 +10,7 @@ import torch
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from tests.played_group import PlayedGroup, play_group
 
 LINE = (

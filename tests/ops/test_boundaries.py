@@ -16,7 +16,7 @@ from dtensor_ring import Mask, ZigZag, ring_attention
 from dtensor_ring.ops.boundaries import documents_of, on_host, run_table, slices_of_table
 from dtensor_ring.ops.options import Batch, flatten
 from dtensor_ring.ops.record import slices_text
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from tests.meshes import BATCH, SEQUENCE, annotated_mesh, place, random_inputs
 from tests.pool import Pool
 from tests.rings import Case, Ring

@@ -13,7 +13,7 @@ from torch import Tensor
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring.ops.boundaries import documents_of, run_table
 from dtensor_ring.ops.options import LEAVES, Call, flatten
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.run_table import RunTable
 from tests.pool import Pool
 from tests.rings import Case, Ring, local

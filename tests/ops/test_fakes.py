@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.ops.options import flatten
-from dtensor_ring.ops.schema import ring_backward_op, ring_op
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import RunTable
 from tests.ops.test_compile import BLOCK
 from tests.pool import Pool

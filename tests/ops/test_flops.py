@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag, ring_attention, shard_sequence
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from dtensor_ring.ops.schema import ring_op
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.slices import Slices
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group

@@ -7,9 +7,9 @@ import warnings
 import pytest
 
 from dtensor_ring import Mask, Slices
-from dtensor_ring.ops.caller import CALLER
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import MANY, warn_of_tiles
 from dtensor_ring.ops.options import Question
-from dtensor_ring.ops.scattered import MANY, warn_of_tiles
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import as_layout

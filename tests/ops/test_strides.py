@@ -15,8 +15,8 @@ from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.registry import unregister_kernel
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, order_of
-from dtensor_ring.ops import schema, strides
-from dtensor_ring.ops.strides import ALIGNMENT, is_aligned, loadable
+from dtensor_ring.ops import checks, ring_op
+from dtensor_ring.ops.checks import ALIGNMENT, is_aligned, loadable
 from tests.pool import Pool
 
 SHAPE = 2, 4, 6, 8
@@ -45,7 +45,7 @@ VIEWS = {
 def test_what_is_aligned(x: Tensor, expected: bool) -> None:
     assert is_aligned(x) == expected
     if not expected:
-        moved = strides._moved(x)
+        moved = checks._moved(x)
         assert is_aligned(moved)
         assert torch.equal(moved, x)
 
@@ -97,7 +97,7 @@ def _check_the_op() -> None:
             *inputs, grad_out = (_shifted(offset, generator) for _ in range(4))
             assert is_aligned(grad_out) == (not offset)
             inputs = [x.requires_grad_() for x in inputs]
-            with patch.object(schema, "loadable", _on_any_device):
+            with patch.object(ring_op, "loadable", _on_any_device):
                 out = ring_attention(*inputs, kernel="picky", mesh=mesh)
                 results.append([out, *torch.autograd.grad(out, inputs, grad_out)])
     finally:
@@ -114,4 +114,4 @@ def _shifted(offset: int, generator: torch.Generator) -> Tensor:
 
 
 def _on_any_device(*tensors: Tensor) -> list[Tensor]:
-    return [x if is_aligned(x) else strides._moved(x) for x in tensors]
+    return [x if is_aligned(x) else checks._moved(x) for x in tensors]

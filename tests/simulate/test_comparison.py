@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask, compare_strategies
+from dtensor_ring.all_to_all.plan import exchange_of
+from dtensor_ring.all_to_all.run import TensorShape, exchange_tensors, traded
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Launch
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.all_to_all import exchange_of
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
@@ -24,8 +25,6 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate import comparison
 from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
 from dtensor_ring.transport import rotation
-from dtensor_ring.transport.exchange import exchange_tensors, traded
-from dtensor_ring.transport.messages import TensorShape
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.transport import P2P, Work
 from tests.played import PlayedTransport, play

@@ -1,0 +1,1 @@
+"""Tokens for heads, and one layout for another."""

@@ -1,0 +1,378 @@
+"""The all-to-all op: options, schema, implementation, fake kernel, gradient and call record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import MAX_BYTES, Word
+from dtensor_ring.agreement.session import session_of
+from dtensor_ring.all_to_all.plan import Exchange, exchange_of, head_shard_of
+from dtensor_ring.all_to_all.run import TensorShape, exchange_tensors, traded
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import check_exchanged
+from dtensor_ring.ops.nodes import (
+    LIBRARY,
+    below_autograd,
+    is_plain_call,
+    recorded,
+    refuse_tangents,
+    register_samples,
+)
+from dtensor_ring.ops.options import Arguments, Length, group_named
+from dtensor_ring.ops.record import boundaries_text, runs_text, slices_text, spelled
+from dtensor_ring.ops.ring_op import check_batch
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tile import FULL
+from dtensor_ring.transport.transport import is_plain, transport_of
+
+
+class Dealt(NamedTuple):
+    """The runs before and after the exchange, for layouts that belong to a batch."""
+
+    runs: Tensor | None = None
+    to_runs: Tensor | None = None
+
+
+class Seen(NamedTuple):
+    """What queries see in the attention that the exchange is part of, besides the mask."""
+
+    cu_seqlens: Tensor | None = None
+    key_cu_seqlens: Tensor | None = None
+    slices: Tensor | None = None
+
+
+class Trade(NamedTuple):
+    """The options of an exchange: all arguments but the tensors.
+
+    `layout` and `runs` say which tokens a rank has before, `to` and `to_runs` which tokens the
+    ranks of its group have afterwards. Backward goes from after to before, and sums the copies of a
+    key head.
+
+    Attributes:
+        dealt: the runs of a batch.
+        layout: the spelling of the layout before.
+        to: the spelling of the layout afterwards.
+        heads: the number of consecutive ranks that share the heads.
+        num_heads: heads of each tensor before the exchange, and after the way back.
+        num_key_heads: the number of key heads.
+        seq_len: the global length in tokens.
+        num_tokens: tokens of this rank afterwards; `None` derives them from the layout.
+        group_name: the process group of the axis.
+        is_back: whether this is the reverse exchange.
+        origin: the number of the forward call that this is the backward of; 0 if unknown.
+        is_compiled: whether a compiler relies on `tokens_after`.
+        seen: the boundaries or slices of the attention.
+        mask: the mask of the attention.
+        key_seq_len: the attention's global key length in tokens. `None` if the exchange is not
+            part of an attention; then `mask` is ignored.
+    """
+
+    dealt: Dealt
+    layout: str | None
+    to: str | None
+    heads: int
+    num_heads: tuple[int, ...]
+    num_key_heads: int
+    seq_len: Length | None
+    num_tokens: Length | None
+    group_name: str | None
+    is_back: bool = False
+    origin: int = 0
+    is_compiled: bool = False
+    seen: Seen = Seen()
+    mask: Mask = FULL
+    key_seq_len: Length | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis."""
+        return group_named(self.group_name)
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Return the layouts before and after the exchange."""
+        named = zip(self.dealt._fields, self.dealt, (self.layout, self.to), strict=True)
+        before, after = (
+            as_layout(spelling) if runs is None else run_table(runs, name)  # type: ignore[arg-type]
+            for name, runs, spelling in named
+        )
+        return before, after
+
+    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
+        """Return the boundaries of the attention's queries and keys."""
+        return documents_of_both(self.seen.cu_seqlens, self.seen.key_cu_seqlens, batch)
+
+    def slices(self, batch: int) -> Slices | None:
+        """Return the attention's slices, `None` if it has none."""
+        given = self.seen.slices
+        return None if given is None else slices_of_table(given, batch)
+
+    def check_attention(self, batch: int) -> None:
+        """Refuse now what the attention's planner would refuse after the exchange.
+
+        Raises:
+            ValueError: if boundaries or slices do not fit the sequences, or one another.
+        """
+        if self.key_seq_len is not None and self.seq_len is not None:
+            lengths = self.seq_len, self.key_seq_len
+            asked = self.mask, self.group.size(), lengths, *self.documents(batch)
+            checked_slices(*asked, self.slices(batch))
+
+    def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> Exchange:
+        """Plan this rank's messages.
+
+        Raises:
+            ValueError: if the layouts do not allow it, or a tensor does not have their shape.
+        """
+        group = self.group
+        if self.is_compiled:
+            self._check_promise(layouts)
+        seq_len: Any = self.seq_len
+        plan = exchange_of(*layouts, self.heads, group.rank(), group.size(), seq_len)
+        expected = plan.num_tokens[self.is_back]
+        for x, num_heads in zip(tensors, self._heads_before(group.rank()), strict=True):
+            if (x.shape[1], x.shape[2]) != (num_heads, expected):
+                raise ValueError(
+                    f"tensors of rank {group.rank()} of {group.size()} must have {num_heads} heads "
+                    f"(num_heads) of {expected} tokens (seq_len {seq_len}), got a tensor of shape "
+                    f"{tuple(x.shape)}"
+                )
+        return plan
+
+    def _heads_before(self, rank: int) -> Sequence[int]:
+        """Return the heads of each tensor of a rank before the exchange."""
+        return self.local_heads(rank) if self.is_back else self.num_heads
+
+    def heads_after(self, rank: int) -> Sequence[int]:
+        """Return the heads of each tensor of a rank after the exchange."""
+        return self.num_heads if self.is_back else self.local_heads(rank)
+
+    def local_heads(self, rank: int) -> list[int]:
+        """Return the heads of each tensor of a rank while heads are sharded."""
+        shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
+        return [length(shard.span(count, self.num_key_heads)) for count in self.num_heads]
+
+    def tokens_after(self, rank: int, world_size: int) -> Any:
+        """Return the tokens of a rank after the exchange, from lengths alone, for compilers."""
+        if self.num_tokens is not None:
+            return self.num_tokens
+        seq_len: Any = self.seq_len
+        if self.heads == world_size and not self.is_back:
+            return seq_len  # it may be a symbol, so do not read it
+        # With explicit runs, the named layout gives the usual lengths.
+        spelled: Any = self.layout if self.is_back else self.to
+        ranks = self._sharing(rank)
+        return sum(as_layout(spelled).num_tokens(x, world_size, seq_len) for x in ranks)
+
+    def _sharing(self, rank: int) -> range:
+        """Return the ranks whose tokens a rank has after the exchange."""
+        if self.is_back:
+            return range(rank, rank + 1)
+        first = rank // self.heads * self.heads
+        return range(first, first + self.heads)
+
+    def _check_promise(self, layouts: tuple[Layout, Layout]) -> None:
+        """Refuse runs whose lengths differ from `tokens_after`, which a compiler relies on.
+
+        Raises:
+            ValueError: on every rank, if the length of any rank differs.
+        """
+        runs, size = self.dealt.runs if self.is_back else self.dealt.to_runs, self.group.size()
+        if runs is None or self.num_tokens is not None:
+            return
+        layout, seq_len = layouts[0] if self.is_back else layouts[1], self.seq_len
+        assert seq_len is not None, "it is known by now"
+        for rank in range(0, size, len(self._sharing(0))):
+            ranks, told = self._sharing(rank), self.tokens_after(rank, size)
+            found = sum(layout.num_tokens(x, size, seq_len) for x in ranks)
+            if found != told:
+                raise ValueError(
+                    f"runs give ranks {list(ranks)} {found} tokens together, but in compiled code "
+                    f"each rank has as many as without runs, which is {told}: make runs of equal "
+                    "lengths, trade tokens for heads over all ranks or over none, or leave this "
+                    "uncompiled"
+                )
+
+
+_ARGUMENTS = Arguments(Trade, Dealt, Seen, Mask)
+# The exchange op's arguments after its tensors, in the order of `flatten_trade`.
+TRADE_SCHEMA = _ARGUMENTS.schema
+
+
+def flatten_trade(trade: Trade) -> tuple[Any, ...]:
+    """Return the arguments of the exchange op after its tensors."""
+    return _ARGUMENTS.flatten(trade)
+
+
+def unflatten_trade(arguments: tuple[Any, ...]) -> Trade:
+    """Return the exchange from which `flatten_trade` made these arguments."""
+    return _ARGUMENTS.unflatten(arguments)
+
+
+EXCHANGE = "dtensor_ring::exchange"
+
+torch.library.define(EXCHANGE, f"(Tensor[] tensors, {TRADE_SCHEMA}) -> Tensor[]")
+exchange_op = torch.ops.dtensor_ring.exchange.default
+
+
+def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
+    """Run the exchange op on plain tensors."""
+    trade = unflatten_trade(options)
+    check_exchanged(tensors)
+    layouts, rank = trade.layouts(), trade.group.rank()
+    with agreed_exchange(trade, layouts, tensors) as transport:
+        # Within the context: an error of this rank is reported to the others.
+        trade.check_attention(len(tensors[0]))
+        plan = trade.plan(tensors, layouts)
+        heads, shapes = tuple(trade.num_heads), tuple(map(TensorShape.of, tensors))
+        messages = traded(plan, heads, trade.num_key_heads, shapes, trade.is_back)
+        return exchange_tensors(tensors, messages, transport, Label("exchange", 0, rank))
+
+
+torch.library.impl(EXCHANGE, "CompositeExplicitAutograd")(forward)
+
+
+@torch.library.register_fake(EXCHANGE)
+def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
+    trade: Trade = unflatten_trade(options)
+    check_exchanged(tensors)
+    check_batch(tensors[0], trade.dealt)
+    check_batch(tensors[0], trade.seen)
+    group = trade.group
+    num_tokens = trade.tokens_after(group.rank(), group.size())
+    # Compilers rely on the strides, so they must be those of `exchange_tensors`.
+    return [
+        empty(x, (x.shape[0], heads, num_tokens, x.shape[3]), TOKEN_MAJOR)
+        for x, heads in zip(tensors, trade.heads_after(group.rank()), strict=True)
+    ]
+
+
+def agreed_exchange(
+    trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]
+) -> TransportContext:
+    """Return the context of an exchange, which gives its transport."""
+    group, first = trade.group, tensors[0]
+    if group.size() == 1:
+        return nullcontext(transport_of(group))  # nobody to agree with
+    batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
+    word = _exchange_word(
+        is_plain(transport_of(group), first.device),
+        *(trade.is_back, first.device.type, batch, dims, tuple(trade.num_heads)),
+        *(trade.num_key_heads, trade.heads, trade.seq_len, *layouts),
+        *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
+    )
+    direction = _direction(trade.is_back)
+    return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.where)
+
+
+def _direction(is_back: bool) -> str:
+    return "exchange back" if is_back else "exchange"
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
+def _exchange_word(
+    is_plain: bool,
+    is_back: bool,
+    device: str,
+    batch: int,
+    dims: tuple[tuple[int, torch.dtype], ...],
+    num_heads: tuple[int, ...],
+    num_key_heads: int,
+    heads: int,
+    seq_len: int,
+    before: Layout,
+    after: Layout,
+    key_seq_len: int | None,
+    mask: Mask,
+    documents: Documents | None,
+    key_documents: Documents | None,
+    slices: Slices | None,
+) -> Word:
+    fields: dict[str, object] = {
+        "direction": _direction(is_back),
+        "transport": "that of the group" if is_plain else "another one",
+        "device": device,
+        "batch": batch,
+        "dtypes": ", ".join(str(dtype) for _, dtype in dims),
+        "head dims": [head_dim for head_dim, _ in dims],
+        "heads": list(num_heads),
+        "key heads": num_key_heads,
+        "ranks that share the heads": heads,
+        "tokens": seq_len,
+        "layout": spelled(before),
+        "layout after": spelled(after),
+        "runs": runs_text(before),
+        "runs after": runs_text(after),
+        "tokens of keys": key_seq_len,
+        "mask": mask,
+        "cu_seqlens": boundaries_text(documents),
+        "key_cu_seqlens": boundaries_text(key_documents),
+        "slices": slices_text(slices),
+    }
+    return Word({name: str(value) for name, value in fields.items()})
+
+
+class _ExchangeFunction(_SingleLevelFunction):
+    """The autograd node of an exchange. It is linear: its backward is the reverse exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = [*tensors], *options
+        outputs = below_autograd(exchange_op, forward, keyset, *inputs, of_node=True)
+        trade = unflatten_trade(options)
+        ctx.save_for_backward(*trade.dealt)
+        # While a compiler traces, no call is made, so there is no call number.
+        origin = session_of(trade.group).number if is_plain_call(keyset) else 0
+        ctx.trade = trade._replace(
+            dealt=Dealt(),
+            seen=Seen(),  # the forward call has checked it
+            key_seq_len=None,
+            is_back=not trade.is_back,
+            num_tokens=tensors[0].shape[2],
+            origin=0 if trade.origin else origin,
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        results: list[Any] = [None] * len(grads)
+        if given:
+            trade = ctx.trade._replace(
+                dealt=Dealt(*ctx.saved_tensors),
+                num_heads=tuple(ctx.trade.num_heads[i] for i in given),
+            )
+            found = exchange_op([grads[i] for i in given], *flatten_trade(trade))
+            for i, grad in zip(given, found, strict=True):
+                results[i] = grad
+        return None, None, *results
+
+
+def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
+    if forward_ad._current_level >= 0:
+        refuse_tangents(tuple(tensors))
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return list(recorded(_ExchangeFunction, keyset, options, *tensors))
+    return below_autograd(exchange_op, forward, keyset, tensors, *options)
+
+
+LIBRARY.impl("exchange", _exchange, "Autograd", with_keyset=True)
+register_samples(EXCHANGE)

@@ -1,0 +1,236 @@
+"""Runs attention with an all-to-all: an exchange to heads, the ring op, and an exchange back.
+
+Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of these ranks,
+Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are separate ops, so autograd keeps the exchanged
+tensors, and backward exchanges only gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.all_to_all.op import Dealt, Seen, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.plan import head_shard_of
+from dtensor_ring.ops.checks import check_inputs
+from dtensor_ring.ops.nodes import autocast_dtype, cast
+from dtensor_ring.ops.options import Call, flatten, group_named
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+
+
+def traded_heads(strategy: str, group_name: str) -> int:
+    """Return the number of ranks that share the heads after the all-to-all, 1 without one."""
+    return as_strategy(strategy, group_named(group_name).size()).heads
+
+
+def _rank(group_name: str) -> int:
+    return group_named(group_name).rank()
+
+
+# Their results are constant while the group is alive, so dynamo may fold them.
+# `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
+for _function in (traded_heads, _rank):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Trading:
+    """The exchanges of one attention, on the tensors of this rank.
+
+    Args:
+        call: the ring op's call on tensors with all heads.
+        query: `(B, N, L, H)`.
+        key: `(B, Nkv, C, H)`.
+
+    Raises:
+        ValueError: if the strategy cannot shard the heads.
+    """
+
+    def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
+        place: Any = call.place
+        self._num_heads, self._lengths = (
+            (query.shape[1], key.shape[1]),
+            (query.shape[2], key.shape[2]),
+        )
+        self._heads, self._rank = (
+            traded_heads(place.strategy, place.group_name),
+            _rank(place.group_name),
+        )
+        reason = why_not(Strategy(self._heads), *self._num_heads)
+        if reason is not None:
+            raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
+        (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call, query.shape[0])
+        # Keys with another length or layout need an exchange of their own.
+        self._are_alike = key_runs is runs and seq_len == key_seq_len
+        self._trades = tuple(
+            Trade(
+                *(Dealt(of_side, of_side), place.layout, place.layout, self._heads, ()),
+                *(self._num_heads[1], length, None, place.group_name),
+                is_compiled=torch.compiler.is_compiling(),
+            )
+            for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
+        )
+        batch = call.batch
+        self._seen = {
+            "seen": Seen(batch.cu_seqlens, batch.key_cu_seqlens, batch.slices),
+            "mask": call.scores.mask,
+            "key_seq_len": key_seq_len,
+        }
+
+    def _dealt(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Return the runs and the global lengths, each for queries and for keys."""
+        runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
+        if key_runs is None:
+            return (runs, runs), (place.seq_len, place.key_seq_len)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "key_runs say the lengths of what is exchanged, which a compiler has to know: "
+                f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
+            )
+        seq_len = call.question(batch).seq_len  # with `key_runs`, both belong to one sequence
+        return (runs, key_runs), (seq_len, seq_len)
+
+    def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange tensors shaped like query or key to the group's tokens and some of the heads."""
+        return self._exchanged(queries, keys, is_back=False)
+
+    def to_tokens(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Exchange tensors shaped like query or key back to this rank's tokens and all heads."""
+        return self._exchanged(queries, keys, is_back=True)
+
+    def _exchanged(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], is_back: bool
+    ) -> list[Tensor]:
+        counts = [self._num_heads[0]] * len(queries), [self._num_heads[1]] * len(keys)
+        sides = [(queries, counts[0], 0), (keys, counts[1], 1)]
+        if self._are_alike:  # one exchange for all tensors
+            sides = [([*queries, *keys], [*counts[0], *counts[1]], 0)]
+        results: list[Tensor] = []
+        for tensors, num_heads, side in sides:
+            if tensors:
+                num_tokens = self._lengths[side] if is_back else None
+                trade = self._trades[side]._replace(
+                    num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
+                )
+                if side == 0 and not is_back:  # check now what the ring op would refuse later
+                    trade = trade._replace(**self._seen)
+                results += exchange_op(list(tensors), *flatten_trade(trade))
+        return results
+
+    def with_own_sinks(self, call: Call) -> Call:
+        """Return the call on this rank's heads."""
+        sinks = call.scores.sinks
+        if sinks is None:
+            return call
+        return call._replace(scores=call.scores._replace(sinks=sinks[self._span]))
+
+    def all_sinks(self, own: Tensor, sinks: Tensor) -> Tensor:
+        """Return the gradient of all sinks from that of this rank's sinks; other entries are 0."""
+        grad = torch.zeros_like(sinks)
+        grad[self._span] = own
+        return grad
+
+    @property
+    def _span(self) -> slice:
+        shard = head_shard_of(self._rank % self._heads, self._heads, self._num_heads[1])
+        return slice(*shard.span(*self._num_heads))
+
+
+def traded_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return `(out, lse)` of this rank's tokens.
+
+    Args:
+        query: `(B, N, L, H)`.
+        key: `(B, Nkv, C, H)`.
+        value: `(B, Nkv, C, Hv)`.
+        call: the ring op's call on tensors with all heads.
+        with_lse: whether lse is exchanged and returned.
+        keep: whether `traded_backward` follows; then lse holds the exchanged tensors for it.
+
+    Raises:
+        ValueError: if the strategy cannot shard the heads.
+    """
+    query, key, value = _as_autocast(query, key, value)
+    check_inputs(query, key, value, call.scores.sinks)
+    trading = Trading(call, query, key)
+    query, key, value = trading.to_heads([query], [key, value])
+    out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))
+    exchanged = Exchanged(query, key, value, out, lse)
+    if not with_lse:
+        (out,) = trading.to_tokens([out])
+        return out, None
+    out, lse = trading.to_tokens([out, lse.unsqueeze(-1)])
+    lse = lse.squeeze(-1).contiguous()
+    if keep:
+        _memory_of(lse).dtensor_ring_exchanged = exchanged
+    return out, lse
+
+
+class Exchanged(NamedTuple):
+    """The inputs and results of the ring op between two exchanges.
+
+    Note [What backward needs]: for an op on DTensors, autograd keeps the tensors before the
+    exchange. Backward would exchange them again and send twice the necessary amount. Autograd also
+    keeps lse, so we attach the exchanged tensors to the storage of lse, which lives exactly as
+    long. Hooks that save another tensor for lse (offloading) lose them. Then all ranks exchange
+    again, because all of them have these hooks.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _memory_of(lse: Tensor) -> Any:
+    """Return the storage that all views of a tensor share, also while a compiler traces."""
+    return getattr(lse, "elem", lse).untyped_storage()
+
+
+def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Cast query, key and value like the ring op under autocast, so they travel in that dtype."""
+    device_type = tensors[0].device.type
+    dtype = autocast_dtype(device_type)
+    return tensors if dtype is None else [cast(x, device_type, dtype) for x in tensors]
+
+
+def traded_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of the ring's backward op from the tensors before the exchange."""
+    trading, sinks = Trading(call, query, key), call.scores.sinks
+    grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
+    kept = getattr(_memory_of(lse), "dtensor_ring_exchanged", None)
+    if kept is None:
+        like_query = [*grads, query, out, lse.unsqueeze(-1)]
+        *like_query, key, value = trading.to_heads(like_query, [key, value])
+        *grads, query, out, lse = like_query
+        kept = Exchanged(query, key, value, out, _rows(lse))
+    else:
+        grads = trading.to_heads(grads, [])
+    grad_rows = None if grad_lse is None else _rows(grads[1])
+    *results, grad_sinks = ring_backward_op(
+        *(grads[0], grad_rows, *kept), *flatten(trading.with_own_sinks(call))
+    )
+    results = trading.to_tokens(results[:1], results[1:])
+    if sinks is not None:
+        grad_sinks = trading.all_sinks(grad_sinks, sinks)
+    return results[0], results[1], results[2], grad_sinks
+
+
+def _rows(exchanged: Tensor) -> Tensor:
+    """Return one number for each row, in the form of the ring op's lse."""
+    return exchanged.squeeze(-1).contiguous()

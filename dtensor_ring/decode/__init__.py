@@ -1,0 +1,1 @@
+"""Keys and values that are kept for later tokens, and attention of few queries to them."""

@@ -1,0 +1,220 @@
+"""Attention of a few new tokens to keys that are sharded over an axis."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.compute.sinks import add_sinks
+from dtensor_ring.decode.op import (
+    DecodeBatch,
+    DecodeCall,
+    DecodePlace,
+    DecodeQuestion,
+    agreed_decode,
+    decode_op,
+    flatten_decode,
+)
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.arguments import (
+    as_flag,
+    batch_of,
+    check_options,
+    check_tensors,
+    mask_of,
+    scores_of,
+)
+from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import check_sinks
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.slices import Slices
+
+
+def merge_partials(
+    partial: Callable[[], tuple[Tensor, Tensor]],
+    call: DecodeCall,
+    question: DecodeQuestion,
+    query: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute this rank's partial result, and merge the partial results in the order of ranks.
+
+    Args:
+        partial: computes the partial result of this rank: out `(B, N, M, Hv)` and lse `(B, N, M)`,
+            float32 or wider, without sinks.
+        call: the options; ranks must agree on them.
+        question: what the queries see; ranks must agree on it, too.
+        query: `(B, N, M, H)`, the same on every rank.
+        value: this rank's values `(..., Nkv, ..., Hv)`.
+
+    Returns:
+        The merged `(out, lse)`: the same bits on every rank.
+
+    Raises:
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+    """
+    sinks = call.scores.sinks
+    check_options(query, call)
+    if sinks is not None:
+        check_sinks(query, sinks)
+    with torch.no_grad(), agreed_decode(call, question, query, value) as combine:
+        # Inside the context, an error of this rank is reported to the other ranks.
+        out, lse = partial()
+        if combine is not None:
+            out, lse = combine(out, lse)
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks)
+    return out, lse
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    query_starts: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[False] = ...,
+    merge: str | None = ...,
+    agree: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    slices: Slices | Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    query_starts: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float = ...,
+    kernel: str | None = ...,
+    mesh: DeviceMesh | None = ...,
+    return_lse: Literal[True],
+    merge: str | None = ...,
+    agree: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    cu_seqlens: Tensor | None = None,
+    slices: Slices | Tensor | None = None,
+    key_runs: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    mesh: DeviceMesh | None = None,
+    return_lse: bool = False,
+    merge: str | None = None,
+    agree: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of 1 to 64 new tokens to keys and values sharded over the ranks of a mesh axis.
+
+    This is exact softmax attention, as in flash-decoding: each rank attends to the columns that it
+    holds, and one round of messages merges the partial results. Their size does not depend on the
+    number of keys. All ranks get the same bits. It is for inference, and has no gradient.
+
+    Args:
+        query: `(B, N, M, H)`, the same on every rank. A DTensor is `Replicate` over the axis on
+            which key and value are `Shard(2)`; on other axes it has their placements.
+        key: this rank's columns `(B, Nkv, C, H)`. C may be 0, and may differ between ranks. `Nkv`
+            divides `N`; key heads are not repeated.
+        value: `(B, Nkv, C, Hv)`.
+        mask: which keys a query sees, by position; causal by default, unless `slices` is given.
+        cu_seqlens: boundaries of documents in positions, as for `ring_attention`. They may exceed
+            the keys; so may slices.
+        slices: what queries see, in place of mask and boundaries: `Slices`, or the tensor that
+            `sequence_slices` makes of them.
+        key_runs: the positions of each rank's columns: start and length of runs, `(W, R, 2)`, int32
+            or int64, best on the CPU. Each row ascends, and runs of length 0 pad it. By default the
+            axis's layout shards the positions from 0 on into equal shards.
+        query_starts: the position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch
+            may differ in length. By default the queries are at the last M positions of the keys.
+        sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
+        scale: the factor of the scores, `H ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
+        kernel: the name of the block kernel; by default the axis's, else the first that can run.
+        mesh: the 1-D mesh of the axis; `None` if this rank holds all keys: nothing is sent.
+        return_lse: also return the log-sum-exp of the scores, natural log, `(B, N, M)`, float32
+            (float64 for float64), -inf for a row that sees nothing.
+        merge: "one_shot" sends the partial results to all ranks. "two_shot" merges a part of the
+            rows on each rank, and sends the merged parts to all: one more round, but fewer bytes.
+            By default the faster one.
+        agree: integers that must be the same on all ranks, such as the token ids of this step. The
+            ranks compare them in the messages that they send anyhow, and raise if they differ.
+
+    Returns:
+        `out` `(B, N, M, Hv)`, placed like the query, or `(out, lse)`: 0 and -inf for a row that
+        sees no key.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if shapes, runs, boundaries, numbers or kernel do not fit.
+        NotImplementedError: if an input needs a gradient while gradients are enabled.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 99, 8), torch.randn(1, 2, 99, 8)
+        >>> decode_attention(q, k, v, mask=Mask.sliding(31), mesh=mesh).shape
+        torch.Size([1, 4, 1, 8])
+    """
+    return_lse = as_flag("return_lse", return_lse)
+    check_tensors(query, key, value)
+    given = batch_of(cu_seqlens, None, None, slices)
+    batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
+    place, of_axis = placed(query, mesh, key_runs is not None, merge)
+    kernel = of_axis if kernel is None else kernel
+    scores = scores_of(query, mask_of(mask, slices), scale, softcap, sinks, kernel)
+    call = DecodeCall(batch, scores, place)
+    check_options(query, call)
+    if torch.compiler.is_compiling():
+        out, lse = decode_op(query, key, value, *flatten_decode(call))
+    else:
+        options = flatten_decode(call)
+        out, lse = called_from(sys._getframe(), decode_op, query, key, value, *options)
+    return (out, lse) if return_lse else out
+
+
+def placed(
+    query: Tensor, mesh: DeviceMesh | None, with_runs: bool, merge: str | None
+) -> tuple[DecodePlace, str | None]:
+    """Return the place of plain tensors, and the axis's kernel; the op reads DTensors for both."""
+    if merge is not None and not isinstance(merge, str):
+        raise TypeError(f"merge must be a name, a str, got {merge!r}")
+    if isinstance(query, DTensor) and mesh is not None:
+        raise ValueError(
+            "mesh is for plain tensors, and query is a DTensor, which has its own; leave it out"
+        )
+    if mesh is None:
+        return DecodePlace(merge=merge), None
+    group = axis_group(mesh)
+    if with_runs:  # the runs replace the layout
+        kernel = annotation_of(group).config_or_default.kernel
+        return DecodePlace(group_name=group.group_name, merge=merge), kernel
+    config = config_of_call(group, False)
+    return DecodePlace(config.spec, None, group.group_name, merge), config.kernel

@@ -1,0 +1,165 @@
+"""The turns of a cache: the tokens that all layers append next, and the layers that did so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from dtensor_ring.decode.plan import CacheTable
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import Span, as_count
+
+# The largest number of layers that an error lists.
+MAX_LISTED = 8
+
+
+class Turn(NamedTuple):
+    """Tokens that all layers append, seen from one rank.
+
+    Attributes:
+        begin: the position of the first token.
+        is_dealt: whether the turn is sharded by the layout.
+        num_given: the number of tokens that each layer gets on this rank.
+        kept: spans of those tokens that stay on this rank, in the order of columns.
+        cols: the new columns, which are the last ones.
+        capacities: by rank, the columns that fit into a layer's memory after the turn.
+        capacities_before: the same before the turn.
+        is_first: whether the turn sets the number of sequences.
+    """
+
+    begin: int
+    is_dealt: bool
+    num_given: int
+    kept: tuple[Span, ...]
+    cols: Span
+    capacities: tuple[int, ...]
+    capacities_before: tuple[int, ...]
+    is_first: bool
+
+
+class Turns:
+    """The table of a cache, and the current turn of its layers.
+
+    Args:
+        table: a table without tokens.
+        rank: the rank whose columns these are.
+        num_layers: the number of layers that append in each turn.
+    """
+
+    def __init__(self, table: CacheTable, rank: int, num_layers: int) -> None:
+        self.rank, self.num_layers = rank, num_layers
+        self.start(table)
+
+    def start(self, table: CacheTable) -> None:
+        """Start over with a table without tokens."""
+        self.table = table
+        self.last: Turn | None = None
+        self.batch: int | None = None
+        self.order = 0  # a checksum of all selections of sequences, 0 without one
+        self._capacities = table.num_local
+        self._behind: set[int] = set()
+
+    def num_cols(self, number: int) -> int:
+        """Return the number of columns that a layer has on this rank."""
+        if self.last is not None and number in self._behind:
+            return self.last.cols[0]
+        return self.table.num_local[self.rank]
+
+    def begin(self, num_tokens: int, layout: Layout | None) -> None:
+        """Begin a turn, sharded by the layout unless that is `None`.
+
+        Raises:
+            ValueError: if a layer has not appended the previous turn, or the layout cannot shard
+                this one.
+        """
+        self.check_complete("begin a turn")
+        before, num_tokens = self.table, as_count("num_tokens", num_tokens, 1)
+        if layout is None:
+            table, num_given = before.append(num_tokens), num_tokens
+            own = table.runs_from(self.rank, before.seq_len)
+            starts = [(start - before.seq_len, length) for start, length in own]
+            kept = tuple((start, start + length) for start, length in starts)
+        else:
+            table = before.append_dealt(layout, num_tokens)
+            num_given = table.num_local[self.rank] - before.num_local[self.rank]
+            kept = ((0, num_given),)
+        cols = before.num_local[self.rank], table.num_local[self.rank]
+        # Capacities never shrink here: a layer keeps memory that it has allocated.
+        capacities = tuple(map(max, self._capacities, table.num_reserved))
+        self.last = Turn(
+            before.seq_len,
+            *(layout is not None, num_given, kept, cols, capacities),
+            *(self._capacities, self.batch is None),
+        )
+        self._capacities = capacities
+        self.table, self._behind = table, set(range(self.num_layers))
+
+    def of_layer(self, number: int) -> Turn:
+        """Return the turn that a layer appends now.
+
+        Raises:
+            ValueError: if the layer has appended it already, or no turn has begun.
+        """
+        if self.last is None:
+            raise ValueError(
+                f"layer {number} cannot append: no turn has begun, cache.begin(num_tokens, "
+                "dealt=...) says how many tokens come"
+            )
+        if number not in self._behind:
+            raise ValueError(
+                f"layer {number} has appended this turn already; cache.begin(num_tokens, "
+                "dealt=...) begins the next one"
+            )
+        return self.last
+
+    def done(self, number: int) -> None:
+        """Note that a layer has appended the current turn."""
+        self._behind.discard(number)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Update the batch size and the checksum for a selection of sequences."""
+        if self.batch is None or [*rows] == [*range(self.batch)]:  # nothing moves
+            return
+        self.batch = len(rows)
+        self.order = crc32(np.array(rows, dtype=np.int64).tobytes(), self.order)
+
+    def check_complete(self, what: str) -> None:
+        """Refuse an action while some layers have not appended the current turn.
+
+        Raises:
+            ValueError: if a layer has not appended.
+        """
+        if not self._behind or self.last is None:
+            return
+        listed = ", ".join(map(str, sorted(self._behind)[:MAX_LISTED]))
+        more = ", ..." if len(self._behind) > MAX_LISTED else ""
+        raise ValueError(
+            f"cannot {what}: of {self.num_layers} layers, {listed}{more} did not append the "
+            f"{self.last.num_given} tokens of this turn; if it failed, crop({self.last.begin}) "
+            "takes it back"
+        )
+
+    def taken_back(self, seq_len: int) -> Turn | None:
+        """Return the last turn if a crop to that length drops it whole, else `None`.
+
+        The turn need not be complete: after a failure, it may be so on some ranks only.
+
+        Raises:
+            ValueError: if the length is negative, too large, or within an incomplete turn.
+        """
+        table = self.table.crop(seq_len)
+        if self.last is None or table.seq_len > self.last.begin:
+            self.check_complete(f"crop to {table.seq_len} tokens")
+        return self.last if self.last is not None and table.seq_len <= self.last.begin else None
+
+    def crop(self, seq_len: int) -> None:
+        """Keep the first `seq_len` positions; an incomplete turn can only be dropped whole."""
+        dropped = self.taken_back(seq_len)
+        if dropped is not None:  # the memory of the turn is freed
+            self._capacities = dropped.capacities_before
+            if dropped.is_first:  # no tokens are left, so the next turn sets the batch size
+                self.batch = None
+        self.table, self.last, self._behind = self.table.crop(seq_len), None, set()

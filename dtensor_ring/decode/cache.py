@@ -1,0 +1,437 @@
+"""Keys and values of sequences that grow, sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring.decode.append import Turns
+from dtensor_ring.decode.plan import CacheTable
+from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
+from dtensor_ring.dtensor.arguments import as_flag
+from dtensor_ring.ops.boundaries import INTEGERS
+from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import as_count, as_int
+from dtensor_ring.planning.run_table import as_layout
+
+SEQUENCE = 2  # the dim of the columns
+
+
+class CacheLayer:
+    """Keys `(B, Nk, C, H)` and values `(B, Nv, C, Hv)` of a layer: C columns of this rank.
+
+    A `ShardedCache` makes its layers. They may differ in heads, head dims, dtypes and devices.
+
+    Attributes:
+        number: the index of the layer.
+        capacities: the number of columns that fit into the memory of each rank.
+    """
+
+    def __init__(self, number: int, turns: Turns) -> None:
+        self.number, self._turns = number, turns
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all columns, and free their memory."""
+        self._buffers: tuple[Tensor, ...] = ()
+        self._rows: Tensor | None = None  # selected rows that are not copied yet
+        self.capacities: tuple[int, ...] = (0,) * self._turns.table.world_size
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Return the bytes of one column in all sequences; 0 before the first append."""
+        batch = self._turns.batch or 0  # selected rows count, though copied later
+        return sum(batch * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
+
+    @property
+    def keys(self) -> Tensor:
+        """Return the keys of this rank, `(B, Nk, C, H)`, a view of the cache's memory.
+
+        Raises:
+            ValueError: before the first append.
+        """
+        return self._columns()[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values of this rank, `(B, Nv, C, Hv)`, a view of the cache's memory.
+
+        Raises:
+            ValueError: before the first append.
+        """
+        return self._columns()[1]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the tokens of the current turn.
+
+        Args:
+            key: `(B, Nk, L, H)`: this rank's shard of a sharded turn, otherwise all tokens.
+            value: `(B, Nv, L, Hv)`.
+
+        Returns:
+            The keys and values of this rank, past and new, `(B, Nk, C, H)` and `(B, Nv, C, Hv)`:
+            views of the cache's memory, in the order of positions.
+
+        Raises:
+            ValueError: if this layer has appended the turn already, the tensors do not have the
+                length of the turn, their shape, dtype or device differs from the cached ones, or
+                they need a gradient.
+            TypeError: if one of them is not a plain tensor.
+        """
+        turn, given = self._turns.of_layer(self.number), (key, value)
+        for name, x in (("key", key), ("value", value)):
+            _check(name, x, turn.num_given)
+        self._check_known(key, value)
+        self._reorder()
+        with torch.no_grad():
+            self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
+            for buffer, x in zip(self._buffers, given, strict=True):
+                col = turn.cols[0]
+                for begin, end in turn.kept:
+                    _cols(buffer, col, end - begin).copy_(_cols(x, begin, end - begin))
+                    col += end - begin
+        self.capacities, self._turns.batch = turn.capacities, key.shape[0]
+        self._turns.done(self.number)
+        return self._columns()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order.
+
+        The layer copies them at its next use. So no lack of memory can make this fail in some
+        layers only, and only one layer at a time needs memory for a second copy.
+        """
+        if self._buffers:
+            before = self._rows
+            self._rows = rows if before is None else before[rows.to(before.device)]
+
+    def shrink(self, capacities: tuple[int, ...]) -> None:
+        """Free memory beyond `capacities`, which a dropped turn had allocated."""
+        if not any(capacities):  # the dropped turn was the first
+            self.reset()
+        elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = capacities[self._turns.rank]
+                self._buffers = tuple(_cols(x, 0, kept).clone() for x in self._buffers)
+        self.capacities = capacities
+
+    def _reorder(self) -> None:
+        """Copy the rows that `select` chose."""
+        if self._rows is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                rows = self._rows
+                self._buffers = tuple(x.index_select(0, rows.to(x.device)) for x in self._buffers)
+            self._rows = None
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        if not self._buffers:
+            raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
+        self._reorder()
+        num_cols = self._turns.num_cols(self.number)
+        keys, values = self._buffers
+        return _cols(keys, 0, num_cols), _cols(values, 0, num_cols)
+
+    def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
+        """Allocate memory for `capacity` columns, and copy the `num_cols` columns to it."""
+        if self._buffers and self._buffers[-1].shape[SEQUENCE] >= capacity:
+            return
+        grown = []
+        # Tensors made in inference mode are read-only outside of it.
+        with torch.inference_mode(False):
+            for x in self._buffers or like:
+                grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
+        for x, larger in zip(self._buffers, grown, strict=False):
+            _cols(larger, 0, num_cols).copy_(_cols(x, 0, num_cols))
+        self._buffers = tuple(grown)
+
+    def _check_known(self, key: Tensor, value: Tensor) -> None:
+        """Refuse shapes, dtypes or devices that differ from the cached ones."""
+        batch = key.shape[0] if self._turns.batch is None else self._turns.batch
+        if not key.shape[0] == value.shape[0] == batch:
+            raise ValueError(
+                f"key and value must be of {batch} sequences, got {key.shape[0]} and "
+                f"{value.shape[0]}; select and repeat change their number, reset forgets them"
+            )
+        for name, x, known in zip(("key", "value"), (key, value), self._buffers, strict=False):
+            here = x.shape[1], x.shape[3], x.dtype, x.device
+            if here != (known.shape[1], known.shape[3], known.dtype, known.device):
+                raise ValueError(
+                    f"layer {self.number} holds {name}s of {_described(known)}, got "
+                    f"{_described(x)}; cache.reset() forgets what is there"
+                )
+
+
+def _cols(x: Tensor, first: int, num_cols: int) -> Tensor:
+    """Return columns of a tensor; `narrow` is faster than slices in each step of each layer."""
+    return x.narrow(SEQUENCE, first, num_cols)
+
+
+def _check(name: str, x: Tensor, num_tokens: int) -> None:
+    """Refuse anything but a plain tensor of `num_tokens` tokens."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        fix = "; use .to_local()" if isinstance(x, DTensor) else ""
+        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
+    check_strided(name, x)
+    if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
+        raise ValueError(
+            f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this turn, got "
+            f"{tuple(x.shape)}; of a dealt turn a rank appends its own shard, else all tokens"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} needs a gradient, which a cache has none of: use torch.no_grad()")
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.shape[1]} heads of {x.shape[3]}, {x.dtype} on {x.device}"
+
+
+MAX_LAYERS = 2**16
+
+
+class CacheUsage(NamedTuple):
+    """The memory of a cache; every rank computes the same numbers.
+
+    Attributes:
+        held: allocated bytes, by rank.
+        used: bytes among them that hold keys and values, by rank.
+    """
+
+    held: tuple[int, ...]
+    used: tuple[int, ...]
+
+
+class ShardedCache:
+    """Keys and values of each layer of a model, sharded over the ranks of a mesh axis.
+
+    A cache has a batch of sequences of equal length. Tokens come in *turns*: `begin` takes their
+    number, and then each layer appends its keys and values once. With `dealt=True` a turn is
+    sharded: each rank appends its shard, in the order of the layout. Otherwise all ranks append the
+    same tokens, and each token's owner keeps it. Every rank computes the owners of all tokens, so
+    no message is sent.
+
+    A rank allocates memory for its tokens, and for the rest of the block that it fills. `reset`
+    frees all memory; `crop` frees the memory of a turn that it drops whole. After a sharded turn
+    the memory is full: the next turn allocates more, and copies the cache layer by layer. So a
+    prompt in n chunks is copied (n - 1) / 2 times in total; fewer, larger chunks copy less.
+
+    Args:
+        mesh: the 1-D mesh of the axis.
+        num_layers: the number of layers that keep keys and values.
+        layout: the layout of each sharded turn by itself. Its runs must be neighbouring tokens, as
+            in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
+        block: how many tokens of unsharded turns one rank keeps before the rank with the fewest
+            tokens is next; memory grows in steps of this size.
+
+    Raises:
+        ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.
+        TypeError: if an argument is of another type.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> cache = ShardedCache(mesh, num_layers=1)
+        >>> cache.begin(6, dealt=True)
+        >>> keys, values = cache[0].append(torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4))
+        >>> cache.begin(1, dealt=False)
+        >>> keys, values = cache[0].append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        >>> keys.shape, cache.seq_len
+        (torch.Size([1, 2, 7, 4]), 7)
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_layers: int,
+        layout: Layout | str | None = None,
+        block: int = 256,
+    ) -> None:
+        group = axis_group(mesh)
+        num_layers = as_count("num_layers", num_layers, 1, MAX_LAYERS)
+        self.mesh = mesh
+        self.layout = as_layout(sequence_layout(mesh) or "zigzag" if layout is None else layout)
+        self._turns = Turns(CacheTable.empty(group.size(), block), group.rank(), num_layers)
+        self._layers = tuple(CacheLayer(number, self._turns) for number in range(num_layers))
+        self._key_runs: tuple[CacheTable, int, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[CacheLayer]:
+        return iter(self._layers)
+
+    def __getitem__(self, number: int) -> CacheLayer:
+        """Return the layer with that number.
+
+        Raises:
+            IndexError: if the cache has no layer of that number.
+        """
+        if not 0 <= as_int("number", number) < len(self._layers):
+            raise IndexError(
+                f"this cache has {len(self._layers)} layers, there is no layer {number}; a model "
+                "needs a cache of as many layers as it has"
+            )
+        return self._layers[number]
+
+    @property
+    def table(self) -> CacheTable:
+        """Return the positions that each rank holds, including those of the current turn."""
+        return self._turns.table
+
+    @property
+    def seq_len(self) -> int:
+        """Return the length of each sequence, including the tokens of the current turn."""
+        return self.table.seq_len
+
+    @property
+    def batch(self) -> int | None:
+        """Return the number of sequences, or `None` before the first append."""
+        return self._turns.batch
+
+    @property
+    def key_runs(self) -> Tensor:
+        """Return start and length of the runs of positions by rank, `(W, R, 2)`, int32, on the CPU.
+
+        Runs ascend, and runs of length 0 pad each row. The start of the last run of the first row
+        may be a checksum of all calls of `select`, `reorder` and `repeat`: attention compares it,
+        and raises if ranks selected differently. The tensor is the same object until the next turn,
+        crop or selection, so cached plans are found again.
+        """
+        table, order = self.table, self._turns.order
+        if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
+            self._key_runs = table, order, torch.tensor(table.marked(order), device="cpu")
+        return self._key_runs[2]
+
+    @property
+    def query_runs(self) -> Tensor:
+        """Return the runs of the tokens of the last turn, in the format of `key_runs`.
+
+        Raises:
+            ValueError: if the last turn was not sharded, or a crop followed it.
+        """
+        last = self._turns.last
+        if last is None or not last.is_dealt:
+            raise ValueError(
+                "only the tokens of a dealt turn have runs: cache.begin(num_tokens, dealt=True)"
+            )
+        return torch.tensor(self.table.turn(last.begin), device="cpu")
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the position of each column of this rank, `(C,)`, int64, on the CPU."""
+        return torch.from_numpy(self.table.positions(self._turns.rank))
+
+    def begin(self, num_tokens: int, *, dealt: bool) -> None:
+        """Begin a turn: each layer appends its tokens next.
+
+        Args:
+            num_tokens: the number of new tokens of each sequence, over all ranks.
+            dealt: whether the layout shards them over the ranks; otherwise all ranks have all.
+
+        Raises:
+            ValueError: if a layer has not appended the previous turn, `num_tokens` is below 1, or
+                the layout cannot shard them.
+            TypeError: if `num_tokens` is not an integer.
+        """
+        self._turns.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
+
+    def crop(self, seq_len: int) -> None:
+        """Keep the first `seq_len` tokens of each sequence; memory stays for later tokens.
+
+        A crop to the start of the last turn undoes the turn, also if some layers failed to append
+        it. It frees the memory of the turn. If it was the first turn, the batch size is unset.
+
+        Raises:
+            ValueError: if `seq_len` is negative, larger than the length, or within a turn that some
+                layers have not appended.
+            TypeError: if `seq_len` is not an integer.
+        """
+        dropped = self._turns.taken_back(seq_len)
+        if dropped is not None:
+            for layer in self._layers:
+                layer.shrink(dropped.capacities_before)
+        self._turns.crop(seq_len)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order.
+
+        Each layer copies its rows at its next use, so only one layer at a time needs memory for a
+        second copy.
+
+        Args:
+            rows: numbers of sequences, `(B',)`, int32 or int64; repeats are allowed.
+
+        Raises:
+            ValueError: if a number is out of range, or a turn is not complete.
+            TypeError: if `rows` is not a tensor.
+        """
+        self._turns.check_complete("select sequences")
+        numbers = _checked_rows(rows, self.batch)
+        rows = rows.clone()  # the caller may change `rows` before a layer uses them
+        for layer in self._layers:
+            layer.select(rows)
+        self._turns.select(numbers)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace each sequence by the one with the given number, as beam search does.
+
+        Args:
+            rows: the number of the sequence that moves to each place, `(B,)`, int32 or int64.
+
+        Raises:
+            ValueError: if the length of `rows` is not the batch size, or as `select` does.
+            TypeError: if `rows` is not a tensor.
+        """
+        if isinstance(rows, Tensor) and self.batch not in (None, rows.numel()):
+            raise ValueError(
+                f"rows must be a number for each of {self.batch} sequences, got {rows.numel()}; "
+                "select takes any"
+            )
+        self.select(rows)
+
+    def repeat(self, times: int) -> None:
+        """Repeat each sequence of the batch; its copies are neighbours.
+
+        Raises:
+            ValueError: if `times` is below 1, or a turn is not complete.
+            TypeError: if `times` is not an integer.
+        """
+        times = as_count("times", times, 1)
+        self.select(torch.arange(self.batch or 0, device="cpu").repeat_interleave(times))
+
+    def reset(self) -> None:
+        """Forget all tokens, and free their memory."""
+        self._turns.start(CacheTable.empty(self.table.world_size, self.table.block))
+        for layer in self._layers:
+            layer.reset()
+
+    def usage(self) -> CacheUsage:
+        """Return the bytes of all layers on each rank."""
+        ranks = range(self.table.world_size)
+        sizes = [(layer.bytes_per_column, layer.capacities) for layer in self._layers]
+        held = tuple(sum(size * capacity[rank] for size, capacity in sizes) for rank in ranks)
+        num_local = self.table.num_local
+        used = (
+            sum(size * min(capacity[rank], num_local[rank]) for size, capacity in sizes)
+            for rank in ranks
+        )
+        return CacheUsage(held, tuple(used))
+
+
+def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:
+    """Check numbers of sequences, and return them as a list."""
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
+    if rows.ndim != 1 or rows.dtype not in INTEGERS:
+        raise ValueError(f"rows must be int32 or int64, (B,), got {rows.dtype} {tuple(rows.shape)}")
+    if rows.is_meta:
+        raise ValueError("rows must have content, got a tensor on meta; make it on the CPU")
+    numbers = rows.tolist()
+    wrong = [row for row in numbers if not 0 <= row < (batch or 0)]
+    # A cache without tokens has no sequences yet, so it accepts any numbers.
+    if wrong and batch is not None:
+        raise ValueError(f"rows must be from 0 to {batch - 1}, got {wrong[0]}")
+    return numbers

@@ -1,0 +1,374 @@
+"""The decode op: options, schema, implementation, fake kernel, call record and flops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import MAX_BYTES, Word
+from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.execute import Pair, forward_step
+from dtensor_ring.compute.kernels import Kernel, Scores
+from dtensor_ring.compute.memory import empty, in_order, order_of
+from dtensor_ring.compute.sinks import add_sinks
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.decode.plan import decode_step
+from dtensor_ring.decode.run import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
+from dtensor_ring.ops.boundaries import (
+    check_integers,
+    documents_of,
+    on_host,
+    run_table,
+    slices_of_table,
+    starts_of,
+)
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import check_inputs, check_num_queries, loadable, unit_stride
+from dtensor_ring.ops.nodes import (
+    LIBRARY,
+    below_autograd,
+    place_of_sinks,
+    refuse_tangents,
+    register_autocast,
+    register_samples,
+)
+from dtensor_ring.ops.options import Arguments, Length, kernel_of
+from dtensor_ring.ops.record import AttentionFacts, numbers_text, runs_text, word_of
+from dtensor_ring.ops.ring_op import check_batch, number_of
+from dtensor_ring.planning.layout import Contiguous, Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.run_table import RunTable, as_layout
+from dtensor_ring.planning.slices import Slices
+
+# The largest number of query tokens. With more, a ring is as fast, and repeats no work.
+MAX_QUERIES = 64
+
+
+class DecodeBatch(NamedTuple):
+    """Integer tensors that differ from call to call, see `decode_attention`."""
+
+    cu_seqlens: Tensor | None = None
+    slices: Tensor | None = None
+    key_runs: Tensor | None = None
+    query_starts: Tensor | None = None
+    agree: Tensor | None = None
+
+
+class DecodePlace(NamedTuple):
+    """Where the keys are: sharded over the ranks of a group, or all on this rank.
+
+    For DTensors, the placements and the axis decide, and only `merge` is given.
+    """
+
+    layout: str | None = Contiguous.name
+    seq_len: Length | None = None
+    group_name: str | None = None
+    merge: str | None = None
+
+
+class DecodeQuestion(NamedTuple):
+    """The planner's arguments, in the order of the parameters of `decode_step`."""
+
+    layout: Layout
+    mask: Mask
+    rank: int
+    world_size: int
+    seq_len: int
+    starts: tuple[int, ...]
+    num_queries: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def step(self, key: Tensor) -> Step:
+        """Plan this rank's step.
+
+        Raises:
+            ValueError: if the rank holds more or fewer columns than its runs, or options do not
+                fit.
+        """
+        step = decode_step(*self)
+        if len(step.cols) != key.shape[2]:
+            raise ValueError(
+                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
+                f"{self.rank} of {self.world_size}, got {key.shape[2]}"
+            )
+        return step
+
+    def _runs(self) -> str:
+        if isinstance(self.layout, RunTable):
+            return self.layout.argument
+        return f"the layout {self.layout.spec} of {self.seq_len} positions"
+
+
+class DecodeCall(NamedTuple):
+    """The options of a decode call: all arguments but query, key and value."""
+
+    batch: DecodeBatch
+    scores: Scores
+    place: DecodePlace
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the axis, `None` if this rank has all keys."""
+        name = self.place.group_name
+        return None if name is None else _resolve_process_group(name)  # type: ignore[arg-type]
+
+    def question(self, query: Tensor, key: Tensor) -> DecodeQuestion:
+        """Build the planner's arguments.
+
+        Raises:
+            ValueError: if an option has a wrong shape, or queries begin before position 0.
+        """
+        (batch_size, _, num_queries, _), group = query.shape, self.group
+        rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+        layout, end = self._keys(key, world_size)
+        starts = self._starts(batch_size, end - num_queries)
+        cu_seqlens, slices = self.batch.cu_seqlens, self.batch.slices
+        return DecodeQuestion(
+            *(layout, self.scores.mask, rank, world_size, end, starts, num_queries),
+            None if cu_seqlens is None else documents_of(cu_seqlens, "cu_seqlens", batch_size),
+            None if slices is None else slices_of_table(slices, batch_size),
+        )
+
+    def _keys(self, key: Tensor, world_size: int) -> tuple[Layout, int]:
+        """Return the layout of the keys, and the position after their last one."""
+        key_runs, place = self.batch.key_runs, self.place
+        if key_runs is not None:
+            layout = run_table(key_runs, "key_runs")
+            return layout, layout.end
+        spelling: Any = place.layout
+        # Shards have equal length unless a DTensor says otherwise.
+        seq_len = key.shape[2] * world_size if place.seq_len is None else place.seq_len
+        return as_layout(spelling), seq_len
+
+    def _starts(self, batch_size: int, default: int) -> tuple[int, ...]:
+        given = self.batch.query_starts
+        if given is not None:
+            return starts_of(given, batch_size)
+        if default < 0:
+            raise ValueError(
+                f"query has {-default} tokens more than key has positions, the last of which are "
+                "its own by default; pass query_starts"
+            )
+        return (default,)
+
+    def select(self, query: Tensor, value: Tensor, question: DecodeQuestion) -> Kernel:
+        """Return the named kernel, or the first one that supports the call."""
+        is_packed = (
+            question.documents is not None
+            or question.slices is not None
+            or question.mask.chunk is not None
+            or len(question.starts) > 1
+        )
+        return kernel_of(self.scores, query, value, is_packed, question.slices)
+
+
+_ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
+# The decode op's arguments after its tensors, in the order of `flatten_decode`.
+DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
+
+
+def flatten_decode(call: DecodeCall) -> tuple[Any, ...]:
+    """Return the arguments of the decode op after its tensors."""
+    return _ARGUMENTS.flatten(call)
+
+
+def unflatten_decode(arguments: tuple[Any, ...]) -> DecodeCall:
+    """Return the call from which `flatten_decode` made these arguments."""
+    return _ARGUMENTS.unflatten(arguments)
+
+
+DECODE = "dtensor_ring::decode_attention"
+
+torch.library.define(
+    DECODE, f"(Tensor query, Tensor key, Tensor value, {DECODE_SCHEMA}) -> (Tensor out, Tensor lse)"
+)
+decode_op = torch.ops.dtensor_ring.decode_attention.default
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Run the decode op on plain tensors."""
+    call = unflatten_decode(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    check_num_queries(query, MAX_QUERIES)
+    question = call.question(query, key)
+    with agreed_decode(call, question, query, value) as combine:
+        # Within the context: an error of this rank is reported to the others.
+        step, kernel = question.step(key), call.select(query, value, question)
+        query, key, value = loadable(query, key, value)
+        return decode(query, (key, value), step, kernel, call.scores, combine)
+
+
+def decode(
+    query: Tensor, kv: Pair, step: Step, kernel: Kernel, scores: Scores, combine: Combine | None
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` of the queries over the columns of all ranks.
+
+    Args:
+        query: `(B, N, M, H)`, the same on every rank.
+        kv: keys and values that this rank holds.
+        step: this rank's step, with the tiles that the queries see.
+        kernel: the block kernel.
+        scores: how a query scores a key.
+        combine: merges the partial results of the ranks; `None` if this rank has all keys.
+    """
+    label, value_head_dim = Label("decode", 0, step.source), kv[1].shape[3]
+    if combine is None:
+        partial = Partial(query, value_head_dim, scores.sinks)
+    else:
+        # Partials stay wide: the result is rounded once, after the last merge and the sinks.
+        wide = torch.promote_types(query.dtype, torch.float32)
+        partial = Partial(query, value_head_dim, dtype=wide)
+    # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
+    forward_step(step, query, kv, partial, kernel, scores, label, with_segments=False)
+    out, lse = partial.result()
+    if combine is None:
+        return out, lse
+    with label("merge"):
+        out, lse = combine(out, lse)
+        if scores.sinks is not None:
+            lse = add_sinks(out, lse, scores.sinks)
+        return in_order(out, order_of(query), query.dtype), lse
+
+
+torch.library.impl(DECODE, "CompositeExplicitAutograd")(forward)
+
+
+@torch.library.register_fake(DECODE)
+def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    call = unflatten_decode(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    check_num_queries(query, MAX_QUERIES)
+    check_batch(query, call.batch)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=wide)
+    # Compilers rely on the fake's strides, so they must be those of the implementation.
+    (query,) = unit_stride(query)
+    return empty(query, (*query.shape[:3], value.shape[3]), order_of(query)), lse
+
+
+def agreed_decode(
+    call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
+) -> AbstractContextManager[Combine | None]:
+    """Return the context of a decode call, which gives the merge of the partial results.
+
+    Args:
+        call: the call's options.
+        question: the planner's arguments.
+        query: the queries, equal on all ranks.
+        value: this rank's values.
+    """
+    group, merge = call.group, call.place.merge
+    if merge is not None and merge not in MERGES:
+        raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
+    agree = _agreed(call.batch.agree)
+    if group is None or question.world_size == 1:
+        return nullcontext()  # nobody to agree with
+    merge = merge or merge_by_size(packed_bytes(query, value), question.world_size)
+    _, scale, softcap, sinks, kernel = call.scores
+    batch, num_heads, num_queries, head_dim = query.shape
+    attention = AttentionFacts(
+        direction="decode",
+        dtype=query.dtype,
+        device=query.device.type,
+        batch=batch,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_key_heads=value.shape[1],
+        value_head_dim=value.shape[3],
+        sinks=None if sinks is None else sinks.dtype,
+        scale=scale,
+        softcap=softcap,
+        kernel=kernel,
+    )
+    word = _decode_word(attention, num_queries, merge, agree, *question)
+    size = first_bytes(query, value, merge, question.world_size)
+    agreed = agreed_transport(
+        group, word, "decode", query.device, where=CALLER.where, first_bytes=size
+    )
+    return _combining(agreed, question, merge)
+
+
+@contextmanager
+def _combining(agreed: TransportContext, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
+    with agreed as transport:
+        yield Combine(transport, question.rank, question.world_size, merge)
+
+
+def _agreed(agree: Tensor | None) -> str:
+    """Describe the integers of `agree`, which must be equal on all ranks."""
+    if agree is None:
+        return "none"
+    check_integers(agree, "agree")
+    return numbers_text(on_host(agree).numpy().reshape(-1))
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
+def _decode_word(
+    attention: AttentionFacts, num_queries: int, merge: str, agree: str, *asked: Any
+) -> Word:
+    question = DecodeQuestion(*asked)
+    own: dict[str, object] = {
+        "tokens of queries": num_queries,
+        "agree": agree,
+        "query_starts": numbers_text(np.array(question.starts, dtype=np.int64)),
+        "merge": merge,
+        "key_runs": runs_text(question.layout),
+    }
+    return word_of(attention, question, own)
+
+
+NO_GRADIENT = (
+    "decode_attention has no gradient, and one of query, key, value and sinks needs one; call it "
+    "within torch.no_grad(), or train with ring_attention"
+)
+_SINKS = place_of_sinks(DECODE_LEAVES)
+
+
+def _without_gradient(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the decode op, which has no gradient."""
+    inputs = query, key, value, options[_SINKS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        raise NotImplementedError(NO_GRADIENT)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(inputs)
+    return below_autograd(decode_op, forward, keyset, query, key, value, *options)
+
+
+LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
+register_samples(DECODE)
+register_autocast(DECODE, decode_op)
+
+
+@register_flop_formula(decode_op.overloadpacket, get_raw=True)
+def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    """Count two products over the keys of this rank, or for DTensors over those of all ranks.
+
+    A compiler knows only lengths, so there every query sees every key.
+    """
+    call = unflatten_decode(rest)
+    batch, heads, num_queries, head_dim = map(number_of, query.shape)
+    pairs = batch * num_queries * number_of(key.shape[2])
+    runs = call.batch.key_runs
+    # Runs of several ranks without a group mean DTensors, whose group only the handler knows.
+    is_whole = runs is None or len(runs) == 1
+    is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
+    if is_known and (is_whole or call.place.group_name is not None):
+        tiles = call.question(query, key).step(key).tiles
+        pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
+    return 2 * heads * pairs * (head_dim + number_of(value.shape[3]))

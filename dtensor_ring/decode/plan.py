@@ -1,0 +1,399 @@
+"""What a few queries see of the keys of one rank, and which positions each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.plan import Step, checked_slices
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded, length, moved
+from dtensor_ring.planning.run_table import MARKED, RunTable, deal
+from dtensor_ring.planning.slice_tables import LARGEST
+from dtensor_ring.planning.slices import Rows, Slices, rows_of
+from dtensor_ring.planning.tile import FULL, Piece, Tile, coalesce, pieces_of, shard_tiles
+
+# Smallest number of runs per rank that a table has room for: a compiler then sees few shapes.
+FEWEST_RUNS = 8
+
+# Start and length of runs of consecutive positions.
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheTable:
+    """The positions `0 ... seq_len - 1` of a sequence that grows at its end, sharded over ranks.
+
+    A turn of many tokens (a prompt, or a chunk of it) is sharded by a layout on its own, so each
+    turn is balanced. Single tokens go in blocks to the rank that has the fewest. A rank's tokens
+    ascend in position: new ones are its last columns, and a crop removes its last columns.
+
+    All ranks compute the same table without a message. It is a frozen value: each change makes
+    another table in a few microseconds, whatever the number of runs. Without crops, the lengths of
+    two ranks differ by at most one block, plus W - 1 tokens for each sharded turn.
+
+    Attributes:
+        block: tokens of a block.
+        num_local, num_runs: number of tokens and of runs of each rank, W entries.
+        numbers: start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
+        current: rank and first position of the block that single tokens go to.
+
+    >>> table = CacheTable.empty(world_size=2, block=4).append_dealt(ZigZag(), 8).append(5)
+    >>> table.runs
+    (((0, 2), (6, 6)), ((2, 4), (12, 1)))
+    >>> table.crop(7).runs
+    (((0, 2), (6, 1)), ((2, 4),))
+    """
+
+    block: int
+    num_local: tuple[int, ...]
+    num_runs: tuple[int, ...]
+    numbers: np.ndarray
+    current: tuple[int, int] | None = None
+
+    @classmethod
+    def empty(cls, world_size: int, block: int = 256) -> CacheTable:
+        """Return a table without tokens.
+
+        Args:
+            world_size: number of ranks, W.
+            block: tokens of a block.
+
+        Raises:
+            ValueError: if there is no rank, or no token in a block.
+            TypeError: if an argument is not an integer.
+        """
+        world_size = as_count("world_size", world_size, 1, MAX_RANKS)
+        numbers = np.zeros((world_size, FEWEST_RUNS, 2), dtype=np.int32)
+        block = as_count("block", block, 1, LARGEST)
+        return cls(block, (0,) * world_size, (0,) * world_size, numbers)
+
+    def __post_init__(self) -> None:
+        self.numbers.setflags(write=False)  # the hash would not follow a change
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, W."""
+        return len(self.num_local)
+
+    @cached_property
+    def seq_len(self) -> int:
+        """Number of tokens of the sequence."""
+        return sum(self.num_local)
+
+    @property
+    def num_reserved(self) -> tuple[int, ...]:
+        """Number of tokens of each rank once the current block is full."""
+        if self.current is None:
+            return self.num_local
+        rank, begin = self.current
+        room = begin + self.block - self.seq_len
+        return *self.num_local[:rank], self.num_local[rank] + room, *self.num_local[rank + 1 :]
+
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Start and length of the runs of each rank; they ascend, and adjacent runs are merged."""
+        return tuple(tuple(self.runs_from(rank, 0)) for rank in range(self.world_size))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheTable):
+            return NotImplemented
+        return self._key == other._key and np.array_equal(self.numbers, other.numbers)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.block, self.num_local, self.num_runs, self.current
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._key, self.numbers.tobytes()))
+
+    def append_dealt(self, layout: Layout, num_tokens: int) -> CacheTable:
+        """Return the table with one more turn, which the layout shards as a separate sequence.
+
+        Raises:
+            ValueError: if the layout cannot shard the turn, or does so in runs with gaps.
+        """
+        num_tokens = self._fitting(num_tokens)
+        dealing = deal(layout, self.world_size, num_tokens)
+        if dealing.stride != 1:
+            raise ValueError(
+                f"a cache holds runs of neighbouring positions, so {layout.spec!r} cannot deal its "
+                "turns; use one that deals such runs, as BlockCyclic(256)"
+            )
+        rows = _Rows(self)
+        for rank, shard in enumerate(dealing.shards):
+            for run in shard:
+                rows.add(rank, self.seq_len + run.start, run.length)
+        # The turn ends the current block: the next single token chooses a rank again.
+        return rows.table(None)
+
+    def append(self, num_tokens: int = 1) -> CacheTable:
+        """Return the table with `num_tokens` more single tokens.
+
+        They go to the rank of the current block until it is full, then to the rank with the fewest
+        tokens. Ties go to the first such rank from `position // block % W` on.
+        """
+        num_tokens = self._fitting(num_tokens)
+        rows, position, current = _Rows(self), self.seq_len, self.current
+        end = position + num_tokens
+        while position < end:
+            if current is None or position == current[1] + self.block:
+                current = rows.shortest(position // self.block), position
+            rank, begin = current
+            length = min(end, begin + self.block) - position
+            rows.add(rank, position, length)
+            position += length
+        return rows.table(current)
+
+    def crop(self, seq_len: int) -> CacheTable:
+        """Return the table of the first `seq_len` positions.
+
+        The current block stays current if any of it is left.
+
+        Raises:
+            ValueError: if `seq_len` is negative or larger than the sequence.
+        """
+        seq_len = as_count("seq_len", seq_len, 0, self.seq_len)
+        starts = self.numbers[..., 0]
+        lengths = np.clip(seq_len - starts, 0, self.numbers[..., 1])
+        # Runs ascend, so the crop keeps the first ones.
+        runs = np.stack([np.where(lengths > 0, starts, 0), lengths], axis=-1)
+        num_runs, num_local = (lengths > 0).sum(1).tolist(), lengths.sum(1, dtype=np.int64).tolist()
+        current = self.current
+        if current is not None and current[1] >= seq_len:
+            current = None
+        runs = runs[:, : _width(max(num_runs))].copy()
+        return CacheTable(self.block, tuple(num_local), tuple(num_runs), runs, current)
+
+    def runs_from(self, rank: int, begin: int) -> Ranges:
+        """Return the runs of a rank from a position on; a run that contains it is cut there."""
+        runs, found = self.numbers[rank], []
+        # Search from the end: callers mostly want the last turn only.
+        for number in range(self.num_runs[rank] - 1, -1, -1):
+            start, length = runs[number].tolist()
+            if start + length <= begin:
+                break
+            first = max(start, begin)
+            found.append((first, start + length - first))
+        return found[::-1]
+
+    def turn(self, begin: int) -> np.ndarray:
+        """Return the runs of all ranks from a position on, in the format of `numbers`."""
+        rows = [self.runs_from(rank, begin) for rank in range(self.world_size)]
+        numbers = np.zeros((self.world_size, _width(max(map(len, rows))), 2), dtype=np.int32)
+        for rank, row in enumerate(rows):
+            if row:
+                numbers[rank, : len(row)] = row
+        return numbers
+
+    def marked(self, mark: int) -> np.ndarray:
+        """Return `numbers` with a mark that must agree across ranks, in the format of `RunTable`.
+
+        Args:
+            mark: an integer whose lower 30 bits are stored; 0 means no mark.
+        """
+        width = self.numbers.shape[1]
+        more = width if mark and self.num_runs[0] == width else 0
+        numbers = np.pad(self.numbers, ((0, 0), (0, more), (0, 0)))
+        if mark:
+            numbers[0, -1, 0] = MARKED | mark & (MARKED - 1)
+        return numbers
+
+    def num_before(self, rank: int, position: int) -> int:
+        """Count a rank's tokens before a position: the column of that position on its rank."""
+        starts, lengths = self.numbers[rank].T
+        return int(np.clip(position - starts, 0, lengths).sum(dtype=np.int64))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Return the position of each column of a rank, int64."""
+        starts, lengths = self.numbers[rank].astype(np.int64).T
+        return expanded(starts, starts + lengths)[1]
+
+    def _fitting(self, num_tokens: int) -> int:
+        """Return `num_tokens` as an int, or raise if the sequence would no longer fit int32."""
+        return as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
+
+
+class _Rows:
+    """A mutable copy of the runs of a table, to which runs are added."""
+
+    def __init__(self, table: CacheTable) -> None:
+        self._block = table.block
+        self._runs = table.numbers.copy()
+        self._num_runs, self._num_local = list(table.num_runs), list(table.num_local)
+
+    def add(self, rank: int, start: int, length: int) -> None:
+        """Add a run to the end of a rank, or extend its last run if there is no gap between."""
+        last = self._num_runs[rank] - 1
+        if last >= 0 and int(self._runs[rank, last].sum()) == start:
+            self._runs[rank, last, 1] += length
+        else:
+            if last + 1 == self._runs.shape[1]:
+                self._runs = np.pad(self._runs, ((0, 0), (0, last + 1), (0, 0)))
+            self._runs[rank, last + 1] = start, length
+            self._num_runs[rank] += 1
+        self._num_local[rank] += length
+
+    def shortest(self, number: int) -> int:
+        """Return the rank with the fewest tokens; ties go to the first from `number % W` on."""
+        world_size, num_local = len(self._num_local), self._num_local
+        return min(range(world_size), key=lambda x: (num_local[x], (x - number) % world_size))
+
+    def table(self, current: tuple[int, int] | None) -> CacheTable:
+        """Return the table of all runs."""
+        num_local, num_runs = tuple(self._num_local), tuple(self._num_runs)
+        return CacheTable(self._block, num_local, num_runs, self._runs, current)
+
+
+def _width(num_runs: int) -> int:
+    """Round a number of runs up to a power of two, so a compiler sees few shapes."""
+    return max(FEWEST_RUNS, 1 << (num_runs - 1).bit_length())
+
+
+def turn_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
+    """Return the runs of consecutive positions that each rank holds of a turn.
+
+    Args:
+        layout: how the turn is sharded.
+        num_tokens: the length of the turn, which the layout must be able to shard.
+        world_size: the number of ranks, W.
+
+    Returns:
+        Start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
+
+    >>> turn_runs(ZigZag(), 8, 2)[:, :2].tolist()
+    [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    """
+    return CacheTable.empty(world_size).append_dealt(layout, num_tokens).numbers
+
+
+@cached_bytes(2**24, lambda step: 2000 + 330 * len(step.tiles))
+def decode_step(
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    starts: tuple[int, ...],
+    num_queries: int,
+    documents: Documents | None = None,
+    slices: Slices | None = None,
+) -> Step:
+    """Return the only step of a rank, from a cache of 16 MiB.
+
+    Its tiles pair all queries with the rank's own columns. The time grows with the number of runs
+    of this rank, and of runs at an edge of what a query sees. Keys that all see are one tile.
+
+    Args:
+        layout: how the keys are sharded, or a `RunTable`.
+        mask: what a query sees.
+        rank: this rank's index on the axis.
+        world_size: ranks on the axis.
+        seq_len: number of positions of keys; queries may come after them.
+        starts: position of the first query, for the whole batch or for each batch row.
+        num_queries: number of queries, at consecutive positions.
+        documents: boundaries, see `plan`; they may reach beyond `seq_len`.
+        slices: what a query sees, instead of mask and documents; they may reach beyond `seq_len`.
+
+    Raises:
+        ValueError: if runs, documents or slices do not fit.
+    """
+    # A power of two, so a growing sequence reuses one table: positions without keys add no tiles.
+    longest = max(seq_len, max(starts, default=0) + num_queries)
+    horizon = 1 << max(10, (longest - 1).bit_length())
+    if documents is not None or slices is not None:
+        horizon = LARGEST  # they may describe the sequence at its final length
+    seen = checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
+    columns = _columns(layout, rank, world_size, seq_len)
+    tiles: list[Tile] = []
+    for batch, start, table in _batch_rows(rows_of(seen), starts):
+        pieces = pieces_of(_queries(start, num_queries, columns.stride), table)
+        found = [tile for piece in pieces for tile in columns.tiles(piece, batch)]
+        tiles += coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
+    return Step(0, rank, Cols.union([(0, columns.num_tokens)]), tuple(tiles))
+
+
+def _batch_rows(
+    rows: Rows, starts: tuple[int, ...]
+) -> Iterator[tuple[int | None, int, np.ndarray]]:
+    """Yield the batch row (`None` for all rows), its first query position, and its slices."""
+    if len(set(starts)) == 1:
+        yield from ((batch, starts[0], table) for batch, table in rows)
+        return
+    for batch, start in enumerate(starts):
+        yield batch, start, rows[batch if len(rows) > 1 else 0][1]
+
+
+def _queries(start: int, num_queries: int, stride: int) -> list[Run]:
+    """Return the queries as runs; against keys with gaps, each query is a run of its own."""
+    if stride == 1:
+        return [Run(start, num_queries)]
+    return [Run(start + index, 1) for index in range(num_queries)]
+
+
+class _Columns:
+    """The columns of a rank, in which its runs lie side by side.
+
+    Args:
+        starts: first position of each run, ascending.
+        lengths: number of tokens of each run, at least 1.
+        stride: the stride of all runs.
+    """
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, stride: int) -> None:
+        self._starts, self._lengths, self.stride = starts, lengths, stride
+        self._lasts = starts + (lengths - 1) * stride
+        self._offsets = np.append(0, np.cumsum(lengths))
+        self.num_tokens = int(self._offsets[-1])
+
+    def tiles(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
+        """Yield the tiles that the queries of a piece see, in no defined order."""
+        first, last = piece.run.position(piece.span[0]), piece.run.position(piece.span[1] - 1)
+        begin, end = piece.keys
+        # All queries see the keys from `inner` to `outer`; only some see the other keys.
+        inner = begin if piece.left is None else max(begin, last - piece.left)
+        outer = end if piece.right is None else min(end, first + piece.right + 1)
+        if inner >= outer:
+            inner = outer = begin
+        cols = self._below(inner), self._below(outer)
+        if length(cols):
+            yield Tile(moved(piece.span, piece.row), cols, FULL, batch)
+        for span in ((begin, inner), (outer, end)):
+            if length(span):
+                yield from self._edge(piece._replace(keys=span), batch)
+
+    def _below(self, position: int) -> int:
+        """Return the number of columns before a position."""
+        index = int(np.searchsorted(self._lasts, position))
+        if index == len(self._lasts):
+            return self.num_tokens
+        return int(self._offsets[index]) + self._run(index).indices(position, position)[0]
+
+    def _edge(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
+        """Yield the tiles of the runs that hold keys of a piece."""
+        first, end = np.searchsorted(self._lasts, piece.keys).tolist()
+        runs = tuple(map(self._run, range(first, min(end + 1, len(self._lasts)))))
+        for tile in shard_tiles([piece], runs, batch):
+            cols = moved(tile.cols, int(self._offsets[first]))
+            yield Tile(tile.rows, cols, tile.mask, batch)
+
+    def _run(self, index: int) -> Run:
+        return Run(int(self._starts[index]), int(self._lengths[index]), self.stride)
+
+
+def _columns(layout: Layout, rank: int, world_size: int, seq_len: int) -> _Columns:
+    if isinstance(layout, RunTable):  # a cache may have dropped positions
+        return _Columns(*layout.numbers_of(rank, world_size), stride=1)
+    dealing = deal(layout, world_size, seq_len)
+    is_here = dealing.owners == rank
+    return _Columns(dealing.starts[is_here], dealing.lengths[is_here], dealing.stride)

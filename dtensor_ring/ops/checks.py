@@ -1,0 +1,233 @@
+"""Checks of the ops' tensors before anything is sent, and warnings of slow layouts."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.agreement.session import session_of
+from dtensor_ring.compute.memory import empty, order_of
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.options import Call, Question
+from dtensor_ring.planning.plan import Plan
+
+# GPU kernels load this many bytes at once. If a row is not aligned, some fail or read wrong values;
+# flash attention 2 and 3, including PyTorch's own, do not check it.
+ALIGNMENT = 16
+
+
+def unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors with a last stride of 1, which kernels rely on and not all check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def loadable(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors with a last stride of 1 and, on a GPU, aligned rows; copy if necessary."""
+    return [_moved(x) if x.is_cuda and not is_aligned(x) else x for x in unit_stride(*tensors)]
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return whether rows are aligned, or have a length that no dense copy could align."""
+    size = x.itemsize
+    if x.shape[-1] * size % ALIGNMENT:
+        return True
+    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    # The stride of a dim of length 1 is never used.
+    misses = any(length > 1 and stride * size % ALIGNMENT for length, stride in steps)
+    return not misses and not x.data_ptr() % ALIGNMENT
+
+
+def _moved(x: Tensor) -> Tensor:
+    """Return a dense copy in the same memory order, which decides the order of the output."""
+    return empty(x, x.shape, order_of(x)).copy_(x)
+
+
+# The largest number of tiles of a rank without a warning: they are planned in about 0.03 s.
+MANY = 1000
+
+
+def warn_of_tiles(plan: Plan, question: Question) -> None:
+    """Warn if the layout makes many tiles, and more than there are documents.
+
+    The number is rounded down to a power of two. Python shows each text once, so a line of the user
+    is reported again only if a batch takes twice the number.
+    """
+    num_tiles = sum(len(step.tiles) for step in plan.steps)
+    if num_tiles <= MANY or num_tiles <= _num_slices(question):
+        return
+    place = f"{CALLER.place}: " if CALLER.place else ""
+    warnings.warn(
+        f"{place}the layout {question.layout.spec!r} cuts this attention into over "
+        f"{1 << (num_tiles.bit_length() - 1):,} tiles for each rank, about one for each document "
+        "and rank; planning a batch takes some 30 us for each, and so does launching, with kernels "
+        "that take one document at a time; 'balanced', made for the documents of a batch, has few",
+        stacklevel=2,
+    )
+
+
+def _num_slices(question: Question) -> int:
+    """Return the number of documents or slices in all batch rows."""
+    if question.slices is not None:
+        return sum(map(len, question.slices.tables))
+    documents = question.documents
+    return sum(row.size - 1 for row in documents.arrays) if documents else 1
+
+
+_LOG = logging.getLogger("dtensor_ring")
+
+
+def announce(
+    call: Call, question: Question, plan: Plan, kernel: str, key: Tensor, value: Tensor
+) -> None:
+    """Log the first attention of a group at level INFO, and all of them at DEBUG.
+
+    Args:
+        call: the call's options.
+        question: the planner's arguments.
+        plan: this rank's plan.
+        kernel: name of the kernel that was chosen.
+        key: `(B, Nkv, L, H)`.
+        value: `(B, Nkv, L, Hv)`.
+    """
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    session = session_of(call.group)
+    level = logging.DEBUG if session.is_announced else logging.INFO
+    session.is_announced = True
+    if not _LOG.isEnabledFor(level):
+        return
+    per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (key, value))
+    ranks = list(session.ranks)
+    rank = ranks[question.rank]
+    _LOG.log(
+        level,
+        "ring attention on rank %d of %s: kernel %s, layout %s, strategy %s, %s tokens, "
+        "%d steps, receives %s tokens (%.1f MiB) forward",
+        *(rank, ranks, kernel, question.layout.name, question.strategy.spec),
+        *(f"{question.seq_len:,}", plan.num_steps, f"{plan.num_received:,}"),
+        plan.num_received * per_token / 2**20,
+    )
+
+
+# Query, key and value.
+Tensors = tuple[Tensor, Tensor, Tensor]
+STRIDED = torch.strided
+
+
+def check_strided(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose memory is not described by strides.
+
+    Raises:
+        ValueError: if it is nested, sparse or in another library's layout.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        dense = "torch.nested.to_padded_tensor" if x.is_nested else ".to_dense()"
+        raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+    """Refuse inputs that ring attention does not support.
+
+    Raises:
+        ValueError: says what was given and what is supported.
+    """
+    tensors = query, key, value
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"query, key and value must be (B, N, L, H), got {_shapes(tensors)}")
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        raise ValueError(_differ("dtype", tensors))
+    if not query.device == key.device == value.device:
+        raise ValueError(_differ("device", tensors))
+    if not query.layout is key.layout is value.layout is STRIDED:
+        for name, x in zip(_NAMES, tensors, strict=True):
+            check_strided(name, x)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"attention needs a floating dtype of 16 bits or more, got {dtype}")
+    # Each access to `shape` builds a new tuple, so read it once.
+    batch, num_heads, _, head_dim = query.shape
+    key_batch, num_key_heads, _, key_head_dim = key.shape
+    if batch != key_batch or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"query, key and value disagree in batch, heads or length: {_shapes(tensors)}"
+        )
+    if head_dim != key_head_dim:
+        raise ValueError(f"query and key must have one head dim, got {_shapes(tensors)}")
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(
+            f"the query heads must be a multiple of the key heads, got {_shapes(tensors)}; "
+            "grouped-query heads are shared in order and need not be repeated"
+        )
+    if sinks is not None:
+        check_sinks(query, sinks)
+
+
+def check_exchanged(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that cannot be exchanged in one message.
+
+    Raises:
+        ValueError: says what was given and what is supported.
+    """
+    if not tensors or any(x.ndim != 4 for x in tensors):
+        found = _listed(tensors) or "none"
+        raise ValueError(f"tensors must be one or more (B, N, L, H), got {found}")
+    first, *others = tensors
+    # A compiler's sizes can be compared, but not collected in a set.
+    if any(x.shape[0] != first.shape[0] or x.shape[2] != first.shape[2] for x in others):
+        raise ValueError(f"tensors must have one batch size and one length, got {_listed(tensors)}")
+    if any(x.device != first.device for x in others):
+        devices = ", ".join(str(x.device) for x in tensors)
+        raise ValueError(f"tensors must be on one device, got {devices}; use .to()")
+    for x in tensors:
+        check_strided("tensors", x)
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in tensors)
+
+
+def check_num_queries(query: Tensor, largest: int) -> None:
+    """Refuse no queries, and more than every rank should compute redundantly.
+
+    Raises:
+        ValueError: says the number.
+    """
+    if not 1 <= query.shape[2] <= largest:
+        raise ValueError(
+            f"query must have 1 to {largest} tokens to decode, got {query.shape[2]}; more are for "
+            "ring_attention, which deals them to the ranks"
+        )
+
+
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Refuse sinks unless they are one logit for each query head."""
+    if tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(
+            f"sinks must hold one logit per query head, shape ({query.shape[1]},), "
+            f"got {tuple(sinks.shape)}; where heads are sharded, pass a DTensor or this rank's own"
+        )
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on {query.device}, got {sinks.device}; use .to()")
+    if not sinks.is_floating_point() or sinks.dtype.itemsize < 2:
+        raise ValueError(
+            f"sinks must have a floating dtype of 16 bits or more, got {sinks.dtype}; use .float()"
+        )
+
+
+_NAMES = "query", "key", "value"
+
+
+def _shapes(tensors: Tensors) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(_NAMES, tensors, strict=True))
+
+
+def _differ(what: str, tensors: Tensors) -> str:
+    # The error names all three, to show which one differs.
+    found = zip(_NAMES, tensors, strict=True)
+    listed = ", ".join(f"{name} {getattr(x, what)}" for name, x in found)
+    return f"query, key and value must have one {what}, got {listed}; use .to()"

@@ -1,0 +1,354 @@
+"""The ring op, forward and backward: schema, implementation, fake kernels, gradient and flops."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import register_flop_formula
+
+from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
+from dtensor_ring.agreement.record import MAX_BYTES, Word
+from dtensor_ring.agreement.session import session_of
+from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.compute.sinks import sinks_gradient
+from dtensor_ring.ops.boundaries import check_integers
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import announce, check_inputs, loadable, unit_stride, warn_of_tiles
+from dtensor_ring.ops.nodes import (
+    LIBRARY,
+    below_autograd,
+    place_of_sinks,
+    recorded,
+    refuse_tangents,
+    register_autocast,
+    register_no_autocast,
+    register_samples,
+)
+from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, Question, unflatten
+from dtensor_ring.ops.record import AttentionFacts, boundaries_text, runs_text, word_of
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.slices import slices_of
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport.policy import TransferPolicy
+from dtensor_ring.transport.transport import transport_of
+
+FORWARD = "dtensor_ring::ring_attention"
+BACKWARD = "dtensor_ring::ring_attention_backward"
+
+torch.library.define(
+    FORWARD, f"(Tensor query, Tensor key, Tensor value, {SCHEMA}) -> (Tensor out, Tensor lse)"
+)
+torch.library.define(
+    BACKWARD,
+    "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {SCHEMA}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+)
+ring_op = torch.ops.dtensor_ring.ring_attention.default
+ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Run the ring op on plain tensors."""
+    call = unflatten(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    question = call.question(query.shape[0])
+    with agreed_call(call, question, query, value) as transport:
+        # Within the context: an error of this rank is reported to the others.
+        plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
+        warn_of_tiles(plan, question)
+        announce(call, question, plan, kernel.name, key, value)
+        query, key, value = loadable(query, key, value)
+        out, lse = ring_forward(
+            *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
+        )
+    if question.world_size > 1:
+        session_of(call.group).remember(lse)
+    return out, lse
+
+
+torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the ring's backward op on plain tensors."""
+    call = unflatten(options)
+    question = call.question(query.shape[0])
+    with agreed_call(call, question, query, value, lse) as transport:
+        plan = question.plan(query, key)
+        kernel = call.select(query, value, question.slices, grad_lse is not None)
+        grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
+        saved = Saved(grad_out, out, lse, grad_lse)
+        grads = ring_backward(
+            *(saved, query, (key, value), plan, kernel, call.scores),
+            *(transport, call.place.policy),
+        )
+    return *grads, sinks_gradient(saved, call.scores.sinks)
+
+
+torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
+
+
+@torch.library.register_fake(FORWARD)
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    call = unflatten(options)
+    check_inputs(query, key, value, call.scores.sinks)
+    check_batch(query, call.batch)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # `Partial.result` returns a contiguous lse.
+    lse = query.new_empty(query.shape[:3], dtype=wide)
+    # Compilers rely on the fake's strides, so they must be those of the implementation.
+    (query,) = unit_stride(query)
+    out = empty(query, (*query.shape[:3], value.shape[3]), order_of(query))
+    return out, lse
+
+
+def check_batch(query: Tensor, batch: Any) -> None:
+    """Refuse meta boundaries beside real tensors: the fake would return uninitialized results.
+
+    Args:
+        query: the call's query.
+        batch: the call's integer tensors, a named tuple.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for name, x in batch._asdict().items():
+        if x is not None and query.device.type != "meta":
+            check_integers(x, name)
+
+
+@torch.library.register_fake(BACKWARD)
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = unflatten(rest[2:]).scores.sinks  # `rest` begins with out and lse
+    # The memory order must be that of `GradientSum.result`.
+    grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (query, key, value)]
+    grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return grads[0], grads[1], grads[2], grad_sinks
+
+
+def agreed_call(
+    call: Call,
+    question: Question,
+    query: Tensor,
+    value: Tensor,
+    lse: Tensor | None = None,
+) -> TransportContext:
+    """Return the context of a call, which gives its transport.
+
+    Args:
+        call: the call's options.
+        question: the planner's arguments.
+        query: this rank's queries.
+        value: this rank's values.
+        lse: the lse that the forward call returned, if this is its backward call.
+    """
+    group = call.group
+    if question.world_size == 1:
+        return nullcontext(transport_of(group))  # nobody to agree with
+    origin = 0 if lse is None else session_of(group).origin_of(lse)
+    direction = "forward" if lse is None else "backward"
+    # The mask is part of `question`. The shape of sinks follows from the query's heads.
+    _, scale, softcap, sinks, kernel = call.scores
+    heads = query.shape[1], value.shape[1]
+    if question.strategy.heads > 1:
+        heads = 0, 0  # the ranks of a group may have different numbers of heads
+    attention = AttentionFacts(
+        direction=direction,
+        dtype=query.dtype,
+        device=query.device.type,
+        batch=query.shape[0],
+        num_heads=heads[0],
+        head_dim=query.shape[3],
+        num_key_heads=heads[1],
+        value_head_dim=value.shape[3],
+        sinks=None if sinks is None else sinks.dtype,
+        scale=scale,
+        softcap=softcap,
+        kernel=kernel,
+    )
+    word = _word(attention, call.place.policy, *question)
+    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
+def _word(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> Word:
+    question = Question(*asked)
+    own: dict[str, object] = {
+        "tokens of keys": question.key_seq_len,
+        "strategy": question.strategy.spec,
+        "policy": policy,
+        "key_cu_seqlens": boundaries_text(question.key_documents),
+        "runs": runs_text(question.layout),
+        "key_runs": runs_text(question.key_layout),
+    }
+    return word_of(attention, question, own)
+
+
+_TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+_SINKS = place_of_sinks(LEAVES)
+
+
+class _RingFunction(_SingleLevelFunction):
+    """The autograd node of a call.
+
+    We do not use `torch.library.register_autograd`: it compares every argument of the schema with
+    every other one, and with this many arguments that dominates the host time of a call. For the
+    same reason the options are one argument. Only the sinks among them have a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
+    ) -> tuple[Tensor, Tensor]:
+        inputs = query, key, value, *options
+        output = below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
+        # Tensors are saved, so that hooks (offloading, checkpointing) see them.
+        ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
+        ctx.options = list(options)
+        for i in _TENSORS:
+            ctx.options[i] = None
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads
+        if grad_out is None and grad_lse is None:
+            return (None,) * 6
+        query, key, value, out, lse, *saved = ctx.saved_tensors
+        options = list(ctx.options)
+        for i, x in zip(_TENSORS, saved, strict=True):
+            options[i] = x
+        # Only lse was used: the formula still takes a gradient of out.
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+        # Without `create_graph` nothing is recorded, and autograd need not look at the arguments.
+        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+            *of_inputs, grad_sinks = ring_backward_op(*inputs)
+        # Without sinks their gradient is an empty tensor.
+        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
+
+
+def _autograd(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    # Inference needs no node, so it does not pay for saving tensors.
+    inputs = query, key, value, options[_SINKS]
+    if forward_ad._current_level >= 0:
+        refuse_tangents(inputs)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return recorded(_RingFunction, *inputs, keyset, options)
+    return below_autograd(ring_op, forward, keyset, query, key, value, *options)
+
+
+class _BackwardFunction(_SingleLevelFunction):
+    """The autograd node of a backward call, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError("ring attention is differentiable once, not twice")
+
+
+def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return recorded(_BackwardFunction, keyset, *inputs)
+    return below_autograd(ring_backward_op, backward, keyset, *inputs)
+
+
+LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
+LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
+register_samples(FORWARD)
+register_samples(BACKWARD)
+register_autocast(FORWARD, ring_op)
+register_no_autocast(BACKWARD, ring_backward_op)
+
+
+@register_flop_formula(ring_op.overloadpacket, get_raw=True)
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
+    """Count two products, each with 2 flops per visible pair and head dim."""
+    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
+
+
+@register_flop_formula(ring_backward_op.overloadpacket, get_raw=True)
+def _backward_flops(
+    grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
+) -> int:
+    """Count five products: the recomputed scores, and gradients of scores, query, key, value."""
+    pairs = _visible_pairs(query, key, unflatten(rest[2:]))
+    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
+
+
+def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
+    """Count the scored pairs of query and key, over batch and heads.
+
+    Plain tensors count the pairs of this rank. DTensors count those of all ranks, as torch does for
+    products of DTensors. A compiler knows only lengths: it counts an even share, equal on all
+    ranks, of the pairs without boundaries.
+    """
+    batch, heads = map(number_of, query.shape[:2])
+    is_placed = call.place.group_name is not None
+    is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
+    if is_placed and is_known:
+        # Plain tensors: this rank's plan gives the exact number.
+        tiles = (
+            tile
+            for step in call.question(query.shape[0]).plan(query, key).steps
+            for tile in step.tiles
+        )
+        return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
+    # After an all-to-all, each rank of a group has a part of the heads.
+    num_parts = call.group.size() // call.strategy.heads if is_placed else 1
+    num_queries, num_keys = _lengths(query, key, call, num_parts)
+    # With `key_runs`, the queries are the last tokens of a longer sequence.
+    begin = 0 if call.batch.key_runs is None else num_keys - num_queries
+    slices = call.slices(batch) if is_known else None
+    if slices is None:
+        documents = call.documents(batch) if is_known else (None, None)
+        slices = slices_of(call.scores.mask, (begin + num_queries, num_keys), *documents)
+    pairs = visible_pairs(slices, (begin, begin + num_queries))
+    # Slices per batch row are already summed over the rows.
+    return heads * pairs * (1 if len(slices) > 1 else batch) // num_parts
+
+
+def _lengths(query: Tensor, key: Tensor, call: Call, num_parts: int) -> tuple[int, int]:
+    """Return the global lengths; if only runs say them, assume parts of equal length."""
+    place = call.place
+    if place.seq_len is not None and place.key_seq_len is not None:
+        return number_of(place.seq_len), number_of(place.key_seq_len)
+    return number_of(query.shape[2]) * num_parts, number_of(key.shape[2]) * num_parts
+
+
+def number_of(length: Any) -> int:
+    """Return a length, or the compiler's hint of a symbolic one, 0 without a hint."""
+    # `int(length)` would add a guard, and each length would recompile the graph.
+    example = length.node.hint if isinstance(length, torch.SymInt) else length
+    return 0 if example is None else int(example)

@@ -1,0 +1,257 @@
+"""The exchange op: what each rank has after it, its gradients, and what a compiler sees of it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from itertools import chain, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
+from dtensor_ring.all_to_all.op import Dealt, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.plan import head_shard_of
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.run_table import RunTable
+from tests.played_group import PlayedGroup, play_group
+from tests.pool import Pool
+from tests.rings import runs_of
+
+TABLE = RunTable([[(0, 1), (18, 2)], [(1, 7)], [(8, 10)], []])
+"""Of a batch: ranks have different lengths, and one nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    to: Layout
+    heads: int
+    world_size: int
+    seq_len: int
+    num_heads: tuple[int, ...] = (8, 4, 4)
+    num_key_heads: int = 4
+    dtypes: tuple[torch.dtype, ...] = (torch.float64,) * 3
+    batch: int = 2
+
+    def tensors(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        dims = 3, 3, 2, 5
+        return [
+            torch.randn(self.batch, count, self.seq_len, dim, generator=generator).to(dtype)
+            for count, dim, dtype in zip(self.num_heads, dims, self.dtypes, strict=False)
+        ]
+
+    def trade(self, group_name: str, **options: object) -> Trade:
+        trade = Trade(
+            Dealt(runs_of(self.layout), runs_of(self.to)),
+            *(self.layout.spec, self.to.spec, self.heads, self.num_heads, self.num_key_heads),
+            *(self.seq_len, None, group_name),
+        )
+        return trade._replace(**options)  # type: ignore[arg-type]
+
+    def before(self, rank: int) -> list[Tensor]:
+        positions = self.layout.positions(rank, self.world_size, self.seq_len)
+        # As projections yield them.
+        return [x.transpose(1, 2)[:, positions].transpose(1, 2) for x in self.tensors()]
+
+    def after(self, rank: int) -> list[Tensor]:
+        first = rank // self.heads * self.heads
+        ranks = range(first, first + self.heads)
+        dealt = (self.to.positions(x, self.world_size, self.seq_len) for x in ranks)
+        positions = sorted(p for part in dealt for p in part)
+        shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
+        spans = [shard.span(count, self.num_key_heads) for count in self.num_heads]
+        return [
+            x[:, slice(*span), positions] for x, span in zip(self.tensors(), spans, strict=True)
+        ]
+
+    def copies(self, number: int) -> Tensor:
+        """By head of a tensor, how many ranks of a group have it."""
+        members = (head_shard_of(m, self.heads, self.num_key_heads) for m in range(self.heads))
+        counts = torch.zeros(self.num_heads[number])
+        for shard in members:
+            counts[slice(*shard.span(self.num_heads[number], self.num_key_heads))] += 1
+        return counts.view(1, -1, 1, 1)
+
+
+CASES = {
+    **{
+        f"{layout.spec} to {to.spec}, {heads} of {world_size}": Case(
+            layout, to, heads, world_size, 24
+        )
+        for layout, to in product((ZigZag(), Striped(), Contiguous(), BlockCyclic(2)), repeat=2)
+        for world_size, heads in ((2, 1), (2, 2), (4, 2), (3, 3))
+        if heads > 1 or layout != to
+    },
+    "six ranks": Case(ZigZag(), ZigZag(), 3, 6, 24, (9, 9, 9), 9),
+    "uneven heads": Case(ZigZag(), ZigZag(), 4, 4, 24, (28, 7, 7), 7),
+    "28 heads on 8": Case(ZigZag(), ZigZag(), 8, 8, 32, (28, 4, 4)),
+    "one key head": Case(ZigZag(), ZigZag(), 6, 6, 24, (6, 1, 1), 1),
+    "two key heads on three": Case(Striped(), Striped(), 3, 3, 24, (6, 2, 2), 2),
+    "uneven tokens": Case(ZigZag(), Contiguous(), 2, 4, 19),
+    "empty ranks": Case(Contiguous(), ZigZag(), 4, 4, 5),
+    "no token": Case(ZigZag(), ZigZag(), 2, 2, 0),
+    "empty batch": Case(ZigZag(), ZigZag(), 2, 2, 24, batch=0),
+    "runs": Case(TABLE, TABLE, 2, 4, 20),
+    "runs to a layout": Case(TABLE, ZigZag(), 1, 4, 20),
+    "a layout to runs": Case(Striped(), TABLE, 4, 4, 20),
+    "dtypes": Case(
+        *(ZigZag(), ZigZag(), 4, 4, 24, (8, 8, 2, 2), 2),
+        (torch.bfloat16, torch.float64, torch.int64, torch.uint8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_tokens_and_heads_go_where_they_belong_and_gradients_come_back(case: Case) -> None:
+    check_exchange(case)
+
+
+def check_exchange(case: Case) -> None:
+    def run(group: PlayedGroup) -> None:
+        inputs, expected = case.before(group.rank()), case.after(group.rank())
+        for x in inputs:
+            x.requires_grad_(x.is_floating_point())
+        results = exchange_op(inputs, *flatten_trade(case.trade(group.group_name)))
+        for found, wanted in zip(results, expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+        # Whatever is linear: its transpose brings every copy of a token back, and sums them.
+        used = [(i, x) for i, x in enumerate(results) if x.requires_grad]
+        grads = torch.autograd.grad(
+            [x for _, x in used], [inputs[i] for i, _ in used], [x.detach() for _, x in used]
+        )
+        for (i, _), grad in zip(used, grads, strict=True):
+            assert torch.equal(grad, (inputs[i] * case.copies(i)).to(grad.dtype).detach())
+
+    play_group(case.world_size, run)
+
+
+def test_gradients_are_those_of_the_results_that_are_used() -> None:
+    """A tensor without gradient sends nothing back; a second derivative goes the same ways."""
+    case = CASES["runs"]
+
+    def run(group: PlayedGroup) -> None:
+        inputs = [x.requires_grad_() for x in case.before(group.rank())]
+        _, used, _ = exchange_op(inputs, *flatten_trade(case.trade(group.group_name)))
+        (grad,) = torch.autograd.grad(used.pow(3).sum(), inputs[1], create_graph=True)
+        assert torch.allclose(grad, 3 * inputs[1] ** 2)
+        (grad,) = torch.autograd.grad(grad.sum(), inputs[1])
+        assert torch.allclose(grad, 6 * inputs[1])
+
+    play_group(case.world_size, run)
+
+
+@pytest.mark.parametrize("name", ["28 heads on 8", "uneven tokens", "empty ranks", "dtypes"])
+def test_fake_kernels_promise_what_the_real_ones_return(name: str) -> None:
+    """Shapes, strides and dtypes, there and back."""
+    case = CASES[name]
+
+    def run(group: PlayedGroup) -> None:
+        with torch.no_grad():
+            there = flatten_trade(case.trade(group.group_name))
+            back = flatten_trade(case.trade(group.group_name, is_back=True))
+            inputs = case.before(group.rank())
+            real = exchange_op(inputs, *there)
+            returned = exchange_op(real, *back)
+            with FakeTensorMode() as mode:
+                inputs, made = ([mode.from_tensor(x) for x in side] for side in (inputs, real))
+                fake = exchange_op(inputs, *there), exchange_op(made, *back)
+        for one, other in zip((*real, *returned), chain(*fake), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert one.stride() == other.stride()
+
+    play_group(case.world_size, run)
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(1, _opcheck)
+
+
+def _opcheck() -> None:
+    with warnings.catch_warnings():
+        # opcheck looks at .grad of copies that are no leaves, whatever it is given.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        case = Case(RunTable([[(0, 24)]]), ZigZag(), 1, 1, 24)
+        inputs = [x.requires_grad_() for x in case.before(0)]
+        trade = case.trade(dist.group.WORLD.group_name)
+        torch.library.opcheck(exchange_op, (inputs, *flatten_trade(trade)))
+
+
+WRONG = {
+    "no tensor": ([], {}, r"one or more \(B, N, L, H\), got none"),
+    "three dims": ([(4, 6, 2)], {}, r"one or more \(B, N, L, H\), got \(4, 6, 2\)"),
+    "two lengths": ([(2, 4, 6, 2), (2, 4, 5, 2)], {}, "one batch size and one length"),
+    "two batches": ([(2, 4, 6, 2), (1, 4, 6, 2)], {}, "one batch size and one length"),
+    "other lengths": (
+        [(2, 4, 5, 2)],
+        {},
+        r"rank 0 of 2 must have 4 heads .*of 6 tokens",
+    ),
+    "other heads": ([(2, 3, 6, 2)], {}, "must have 4 heads"),
+    "heads": ([(2, 5, 6, 2)], {"num_heads": (5,)}, "must be a multiple"),
+    "ranks": ([(2, 4, 6, 2)], {"heads": 3}, r"these do: \[1, 2\]"),
+    "a layout": ([(2, 4, 6, 2)], {"to": "spiral"}, "unknown layout 'spiral'; known layouts"),
+    "runs": ([(2, 4, 6, 2)], {"dealt": Dealt(torch.zeros(3, 2).int())}, r"shape \(W, R, 2\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_refused_before_anything_is_sent(name: str) -> None:
+    """Nobody posts the other side of a message."""
+    shapes, options, match = WRONG[name]
+    case = Case(ZigZag(), ZigZag(), 2, 2, 12, (4,), 2)
+
+    def run(group: PlayedGroup) -> None:
+        if not group.rank():
+            trade = case.trade(group.group_name, **options)
+            with pytest.raises(ValueError, match=match):
+                exchange_op([torch.zeros(shape) for shape in shapes], *flatten_trade(trade))
+
+    play_group(2, run)
+
+
+DIFFERENCES = {
+    "head dims": {"dims": (3, 2)},
+    "heads": {"num_heads": (8, 4)},
+    "layout after": {"to": "contiguous"},
+    "ranks that share the heads": {"heads": 1},
+}
+
+
+def test_ranks_that_differ_are_told_so(pool: Pool) -> None:
+    for name in DIFFERENCES:
+        for told in pool.run(2, _differing, name):
+            assert f"differ in {name}: " in told
+
+
+def _differing(name: str) -> str:
+    """What this rank is told."""
+    case, rank = Case(ZigZag(), ZigZag(), 2, 2, 12, (8, 2), 2), dist.get_rank()
+    options = dict(DIFFERENCES[name]) if rank else {}
+    dims = options.pop("dims", (3, 3))
+    trade = case.trade(dist.group.WORLD.group_name, **options)
+    tensors = [torch.zeros(2, n, 6, dim) for n, dim in zip(trade.num_heads, dims, strict=True)]
+    with pytest.raises(RingError) as told:
+        exchange_op(tensors, *flatten_trade(trade))
+    return str(told.value)
+
+
+def test_backward_calls_have_the_order_of_all_ranks(pool: Pool) -> None:
+    """Two exchanges of one shape: the gradient of one would be taken for that of the other."""
+    for told in pool.run(2, _in_another_order):
+        assert "differ in backward of call number: " in told
+
+
+def _in_another_order() -> str:
+    case, rank = Case(ZigZag(), ZigZag(), 2, 2, 12), dist.get_rank()
+    inputs = [x.requires_grad_() for x in case.before(rank)]
+    options = flatten_trade(case.trade(dist.group.WORLD.group_name))
+    calls = [exchange_op(inputs, *options)[0].sum() for _ in range(2)]
+    with pytest.raises(RingError) as told:
+        calls[rank].backward()
+    return str(told.value)

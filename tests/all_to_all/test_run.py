@@ -1,0 +1,121 @@
+"""Exchanges between processes, one after another, and what of them fails on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor_ring import RingError, Striped, ZigZag
+from dtensor_ring.all_to_all import run
+from dtensor_ring.all_to_all.op import exchange_op, flatten_trade
+from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
+from tests.all_to_all.test_op import CASES, Case
+from tests.pool import Pool
+
+
+def _options(case: Case) -> tuple[Any, ...]:
+    group = dist.group.WORLD
+    assert group is not None
+    return flatten_trade(case.trade(group.group_name))
+
+
+def _check_turn(case: Case, turn: int) -> None:
+    """There and back, with content that no other turn has."""
+    rank = dist.get_rank()
+    inputs, expected = case.before(rank), case.after(rank)
+    for x in inputs:
+        x.requires_grad_(x.is_floating_point())
+    results = exchange_op([x * turn for x in inputs], *_options(case))
+    for found, wanted in zip(results, expected, strict=True):
+        assert torch.equal(found, wanted * turn)
+    used = [(i, x) for i, x in enumerate(results) if x.requires_grad]
+    grads = torch.autograd.grad(
+        [x for _, x in used], [inputs[i] for i, _ in used], [x.detach() for _, x in used]
+    )
+    for (i, _), grad in zip(used, grads, strict=True):
+        by_hand = inputs[i] * turn * case.copies(i) * turn
+        assert torch.equal(grad, by_hand.to(grad.dtype).detach())
+
+
+def _three_turns(case: Case) -> None:
+    for turn in range(1, 4):  # memory serves again
+        _check_turn(case, turn)
+
+
+@pytest.mark.parametrize("name", [x for x, case in CASES.items() if case.world_size in (2, 4)])
+def test_processes_exchange(pool: Pool, name: str) -> None:
+    pool.run(CASES[name].world_size, _three_turns, CASES[name])
+
+
+def _peers_in_turns() -> None:
+    cases = [
+        Case(ZigZag(), ZigZag(), 2, 4, 24),
+        Case(ZigZag(), Striped(), 1, 4, 24),
+        Case(ZigZag(), ZigZag(), 4, 4, 24),
+    ]
+    for turn in range(1, 7):
+        for case in cases:
+            _check_turn(case, turn)
+
+
+def test_exchanges_with_other_peers_take_turns(pool: Pool) -> None:
+    pool.run(4, _peers_in_turns)
+
+
+def _slow_reader() -> None:
+    """Rank 1 reads late; rank 0 has gone on by then."""
+    unpack = run._unpack
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05 if dist.get_rank() else 0)
+        unpack(*args)
+
+    with patch.object(run, "_unpack", late):
+        for turn in range(1, 7):
+            _check_turn(CASES["zigzag to zigzag, 2 of 2"], turn)
+
+
+def test_memory_is_not_written_to_before_it_was_read(pool: Pool) -> None:
+    pool.run(2, _slow_reader)
+
+
+def _raise_alike() -> None:
+    """All ranks fail before they send, as without memory; the next call is as ever."""
+    case = CASES["zigzag to zigzag, 2 of 4"]
+    for turn in range(1, 4):
+        with (
+            patch.object(run, "pack", side_effect=MemoryError("none")),
+            pytest.raises(MemoryError),
+        ):
+            exchange_op(case.before(dist.get_rank()), *_options(case))
+        _check_turn(case, turn)
+
+
+def test_an_error_of_all_ranks_leaves_the_group_as_it_is(pool: Pool) -> None:
+    pool.run(4, _raise_alike, timeout=60)
+
+
+class Own(ProcessGroupTransport):
+    """As a user's, which sends in its own way."""
+
+
+def _with_another_transport() -> str:
+    """The error of an exchange between three ranks, one of which has a transport of its own."""
+    case = CASES["two key heads on three"]
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    if rank == 1:
+        set_transport(group, Own(group))
+    with pytest.raises(RingError) as found:
+        exchange_op(case.before(rank), *_options(case))
+    return str(found.value)
+
+
+def test_ranks_with_other_transports_are_told(pool: Pool) -> None:
+    for text in pool.run(3, _with_another_transport):
+        assert "they differ in transport" in text, text

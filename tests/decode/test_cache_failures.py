@@ -1,0 +1,241 @@
+"""What sharded caches refuse, and turns that failed half way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring import ShardedCache
+from tests.decode.caches import BLOCK, LAYERS, World, empty, own, tokens
+from tests.pool import Pool
+
+
+def _begun(dealt: bool = True) -> ShardedCache:
+    """A cache of one rank with six tokens, and a turn of two more that no layer appended."""
+    (cache,) = World(1).caches
+    for num_tokens, appends in ((6, True), (2, False)):
+        cache.begin(num_tokens, dealt=dealt)
+        for layer, shape in zip(cache, LAYERS, strict=True):
+            if appends:
+                layer.append(*tokens(shape, 2, num_tokens))
+    return cache
+
+
+def _append(cache: ShardedCache, change: Callable[[Tensor], Any], num_tokens: int = 2) -> None:
+    key, value = tokens(LAYERS[0], 2, num_tokens)
+    cache[0].append(change(key), change(value))
+
+
+def _again(cache: ShardedCache) -> None:
+    _append(cache, lambda x: x)
+    _append(cache, lambda x: x)
+
+
+def _without_turn(cache: ShardedCache) -> None:
+    cache.crop(6)
+    _append(cache, lambda x: x)
+
+
+REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] = {
+    "appended twice": (_again, ValueError, "layer 0 has appended this turn already; cache.begin"),
+    "no turn": (_without_turn, ValueError, "layer 0 cannot append: no turn has begun, cache.begin"),
+    "layers left out": (
+        lambda cache: cache.begin(1, dealt=False),
+        ValueError,
+        r"cannot begin a turn: of 3 layers, 0, 1, 2 did not append the 2 tokens of this turn; if "
+        r"it failed, crop\(6\) takes it back",
+    ),
+    "some layers left out": (
+        lambda cache: (_append(cache, lambda x: x), cache.reorder(torch.tensor([1, 0]))),
+        ValueError,
+        "cannot select sequences: of 3 layers, 1, 2 did not append",
+    ),
+    "half a turn": (
+        lambda cache: cache.crop(7),
+        ValueError,
+        "cannot crop to 7 tokens: of 3 layers",
+    ),
+    "more than there is": (lambda cache: cache.crop(9), ValueError, "from 0 to 8, got 9"),
+    "less than nothing": (lambda cache: cache.crop(-1), ValueError, "from 0 to 8, got -1"),
+    "another length": (
+        lambda cache: _append(cache, lambda x: x[:, :, :1]),
+        ValueError,
+        r"key must be \(B, N, L, H\) with the 2 tokens of this turn, got \(2, 2, 1, 8\)",
+    ),
+    "another batch": (
+        lambda cache: _append(cache, lambda x: x[:1]),
+        ValueError,
+        "key and value must be of 2 sequences, got 1 and 1",
+    ),
+    "other heads": (
+        lambda cache: _append(cache, lambda x: x[:, :1]),
+        ValueError,
+        r"layer 0 holds keys of 2 heads of 8, torch.float32 on cpu, got 1 heads of 8",
+    ),
+    "another dtype": (
+        lambda cache: _append(cache, lambda x: x.double()),
+        ValueError,
+        "torch.float32 on cpu, got 2 heads of 8, torch.float64 on cpu; cache.reset",
+    ),
+    "another device": (
+        lambda cache: _append(cache, lambda x: x.to("meta")),
+        ValueError,
+        "torch.float32 on cpu, got 2 heads of 8, torch.float32 on meta",
+    ),
+    "gradients": (
+        lambda cache: _append(cache, lambda x: x.requires_grad_()),
+        ValueError,
+        r"key needs a gradient, which a cache has none of: use torch.no_grad\(\)",
+    ),
+    "a DTensor": (
+        lambda cache: _append(cache, lambda x: DTensor.from_local(x, cache.mesh, run_check=False)),
+        TypeError,
+        r"key must be a plain tensor, got DTensor; use .to_local\(\)",
+    ),
+    "a list": (lambda cache: _append(cache, lambda x: [x]), TypeError, "a plain tensor, got list"),
+    "a layer too many": (lambda cache: cache[3], IndexError, "3 layers, there is no layer 3"),
+    "no number of a layer": (lambda cache: cache["a"], TypeError, "number must be an int, got 'a'"),
+    "no tokens": (
+        lambda cache: (cache.crop(6), cache.begin(0, dealt=True)),
+        ValueError,
+        "num_tokens must be from 1",
+    ),
+    "runs of single tokens": (
+        lambda cache: (cache.crop(6), cache.begin(1, dealt=False), cache.query_runs),
+        ValueError,
+        "only the tokens of a dealt turn have runs",
+    ),
+    "no such row": (
+        lambda cache: (cache.crop(6), cache.select(torch.tensor([0, 2]))),
+        ValueError,
+        "rows must be from 0 to 1, got 2",
+    ),
+    "rows of floats": (
+        lambda cache: (cache.crop(6), cache.select(torch.tensor([0.0]))),
+        ValueError,
+        "rows must be int32 or int64",
+    ),
+    "rows without content": (
+        lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1], device="meta"))),
+        ValueError,
+        "rows must have content, got a tensor on meta; make it on the CPU",
+    ),
+    "rows in a list": (
+        lambda cache: (cache.crop(6), cache.select([0])),
+        TypeError,
+        "rows must be a tensor of numbers, got list",
+    ),
+    "more rows than there are": (
+        lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1, 1]))),
+        ValueError,
+        "rows must be a number for each of 2 sequences, got 3; select takes any",
+    ),
+    "no copies": (
+        lambda cache: (cache.crop(6), cache.repeat(0)),
+        ValueError,
+        "times must be from 1",
+    ),
+    "no layers": (lambda cache: ShardedCache(cache.mesh, 0), ValueError, "num_layers must be from"),
+    "no mesh": (lambda _: ShardedCache("cp", 1), TypeError, "mesh must be a DeviceMesh, got str"),
+    "a layout of a batch": (
+        lambda cache: ShardedCache(cache.mesh, 1, "balanced").begin(8, dealt=True),
+        ValueError,
+        "belongs to one batch",
+    ),
+}
+
+
+def test_refused(pool: Pool) -> None:
+    pool.run(1, refused)
+
+
+def refused() -> None:
+    """And nothing is changed: what was there, and the next turn, are right."""
+    for name, (call, kind, message) in REFUSALS.items():
+        cache = _begun()
+        with pytest.raises(kind, match=message):
+            call(cache)
+        cache.crop(6)
+        held = [[x.clone() for x in own(layer)] for layer in cache]
+        cache.begin(3, dealt=False)
+        for layer, shape, before in zip(cache, LAYERS, held, strict=True):
+            new = tokens(shape, 2, 3)
+            found = layer.append(*new)
+            for x, y, z in zip(found, before, new, strict=True):
+                assert torch.equal(x, torch.cat([y, z], 2)), name
+
+
+def test_a_turn_that_failed_is_taken_back(pool: Pool) -> None:
+    pool.run(1, taken_back)
+
+
+def taken_back() -> None:
+    cache = _begun()
+    before = [x.clone() for x in own(cache[0])]
+    _append(cache, lambda x: x)
+    assert cache[0].keys.shape[2] == 8
+    assert cache[1].keys.shape[2] == 6
+    cache.crop(6)
+    assert all(map(torch.equal, own(cache[0]), before))
+    assert cache[1].keys.shape[2] == 6
+
+
+def test_a_turn_that_failed_leaves_nothing(pool: Pool) -> None:
+    pool.run(1, left_over)
+
+
+def left_over() -> None:
+    """No memory, no promise of it, and no number of sequences, if it was the first."""
+    for layout, num_before, fits in (("zigzag", 6, 2), ("zigzag", 0, 3), ("contiguous", 1, 2)):
+        world = World(3, layout)
+        if num_before:
+            world.dealt(num_before)
+        before = [cache.usage() for cache in world.caches]
+        for rank, cache in enumerate(world.caches):
+            cache.begin(600, dealt=True)
+            for layer, shape in list(zip(cache, LAYERS, strict=True))[
+                : 1 + rank
+            ]:  # the last rank has all
+                layer.append(*tokens(shape, 2, 200))
+            cache.crop(num_before)
+        assert [cache.usage() for cache in world.caches] == before
+        if not num_before:
+            world.batch, world.wholes = fits, empty(fits)
+        world.check()
+        world.single(2)
+        world.check()
+        assert max(world.caches[0][0].capacities) <= num_before + BLOCK
+
+
+def test_rows_of_all_layers_or_of_none(pool: Pool) -> None:
+    pool.run(1, short_of_memory)
+
+
+def short_of_memory() -> None:
+    world = World(1)
+    (cache,), calls, copied = world.caches, count(), Tensor.index_select
+
+    def short(*args: Any) -> Tensor:
+        if next(calls) == 2:  # the keys of the second layer
+            raise MemoryError
+        return copied(*args)
+
+    world.dealt(6)
+    rows = torch.tensor([1, 1, 0])
+    with patch.object(Tensor, "index_select", short):
+        cache.select(rows)
+        cache.reorder(torch.tensor([2, 0, 1]))
+        rows.zero_()  # nothing is read later
+        assert cache[0].keys.shape[0] == 3
+        with pytest.raises(MemoryError):
+            own(cache[1])
+    world.batch = 3
+    world.wholes = [tuple(x[[0, 1, 1]] for x in pair) for pair in world.wholes]
+    world.check()

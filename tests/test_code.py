@@ -16,8 +16,8 @@ import dtensor_ring
 from dtensor_ring import extension
 from tests.test_public import ROOT
 
-# A feature's `plan`, `run` and `op` stand beside the planner, the transport and the ops; the rest of
-# it, which knows DTensors, stands above `dtensor`.
+# A feature's `plan`, `run` and `op` stand beside the planner, the transport and the ops.
+# Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
 LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run", "agreement")

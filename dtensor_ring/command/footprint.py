@@ -24,7 +24,8 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.ops.checks import unit_stride
-from dtensor_ring.ops.options import Call, unflatten
+from dtensor_ring.ops.options import Call, group_named, unflatten
+from dtensor_ring.ops.parts import sum_ranks_op
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
@@ -164,6 +165,8 @@ class Footprint(Storages):
             self._attend_backward(*args)
         elif func is exchange_op:
             self._send(_exchange_cost(*args))
+        elif func is sum_ranks_op:
+            self._send(_sum_cost(*args))
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
         if func is ring_op:
             self._kept |= self.held([args[:3], result])
@@ -247,3 +250,10 @@ def _exchange_cost(tensors: list[Tensor], *options: Any) -> Cost:
     sizes = Sizes((0, trade.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)
     shapes = [(count, x.shape[3]) for count, x in zip(trade.num_heads, tensors, strict=True)]
     return traded(plan, sizes, shapes, trade.is_back)
+
+
+def _sum_cost(local: Tensor, group_name: str, *_: Any) -> Cost:
+    """Return the messages of a sum over ranks: each rank sends its tensor to all others."""
+    peers = group_named(group_name).size() - 1
+    num_bytes = peers * local.nbytes
+    return Cost(sent=num_bytes, received=num_bytes, messages=peers)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtensor_ring import set_sequence_layout, shard_sequence, sum_over_sequence
+from dtensor_ring import SequenceAxis, shard_sequence, sum_over_sequence
 from parallel_plans.huggingface import context_parallel_plan
 
 WORLD_SIZE = 2
@@ -104,7 +104,7 @@ class Measurement:
 
 def attention(mesh: DeviceMesh) -> list[Count]:
     """Count an attention of DTensors."""
-    set_sequence_layout(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag")
     inputs = [shard_sequence(torch.randn(1, 4, 64, 8), mesh, 2) for _ in range(3)]
     query, key, value = (x.requires_grad_() for x in inputs)
     return _both(

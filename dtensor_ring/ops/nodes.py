@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -183,38 +184,25 @@ def place_of_sinks(leaves: tuple[Leaf, ...]) -> int:
     return [leaf.name for leaf in leaves].index("sinks")
 
 
-def register_autocast(name: str, op: Any) -> None:
+def register_autocast(name: str, op: Any, num_cast: int = 3) -> None:
     """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does.
 
-    Nothing is cast below that, nor in backward.
+    Nothing is cast below that.
 
     Args:
         name: of the op, with its namespace.
-        op: its overload; query, key and value are its first arguments.
+        op: its overload.
+        num_cast: number of its first arguments that are cast; 0 for an op of backward.
     """
     for device_type in ("cpu", "cuda"):
-
-        def run(
-            query: Tensor, key: Tensor, value: Tensor, *options: Any, on: str = device_type
-        ) -> Any:
-            dtype = torch.get_autocast_dtype(on)
-            with _without_autocast(on):
-                return op(*(cast(x, on, dtype) for x in (query, key, value)), *options)
-
-        torch.library.impl(name, f"Autocast{device_type.upper()}")(run)
+        key = f"Autocast{device_type.upper()}"
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        run = partial(_below_autocast, device_type, keys, op, num_cast)
+        torch.library.impl(name, key)(run)
 
 
-def register_no_autocast(name: str, op: Any) -> None:
-    """Run an op below autocast: its inputs have the dtypes that it wants."""
-    for device_type in ("cpu", "cuda"):
-
-        def run(*inputs: Any, on: str = device_type) -> Any:
-            with _without_autocast(on):
-                return op(*inputs)
-
-        torch.library.impl(name, f"Autocast{device_type.upper()}")(run)
-
-
-def _without_autocast(device_type: str) -> Any:
-    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+def _below_autocast(device_type: str, keys: Any, op: Any, num_cast: int, *inputs: Any) -> Any:
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        cast_inputs = (cast(x, device_type, dtype) for x in inputs[:num_cast])
+        return op(*cast_inputs, *inputs[num_cast:])

@@ -29,7 +29,6 @@ from dtensor_ring.ops.nodes import (
     recorded,
     refuse_tangents,
     register_autocast,
-    register_no_autocast,
     register_samples,
 )
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, Question, unflatten
@@ -287,7 +286,7 @@ LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
 register_samples(FORWARD)
 register_samples(BACKWARD)
 register_autocast(FORWARD, ring_op)
-register_no_autocast(BACKWARD, ring_backward_op)
+register_autocast(BACKWARD, ring_backward_op, num_cast=0)
 
 
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)

@@ -25,13 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.extension import axis_group, meeting
-from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP, described, has_content
+from parallel_plans.huggingface.batch import BOUNDARIES, LOGITS_TO_KEEP
 from parallel_plans.huggingface.cached import GROWS, asks_cache, cache_of, call_with_cache
 from parallel_plans.huggingface.documents import Documents
 from parallel_plans.huggingface.head import give_labels, take_losses
-from parallel_plans.huggingface.outputs import OutputSpec, takes_tuple
-from parallel_plans.huggingface.sharding import Sharding
+from parallel_plans.huggingface.outputs import OutputSpec
+from parallel_plans.huggingface.sharding import (
+    Sharding,
+    forward_by_name,
+    named_arguments,
+    own_method,
+)
 from parallel_plans.huggingface.tower import install_tower
 from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name
 
@@ -84,8 +88,7 @@ class Around:
 
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
-        found = dict(zip(self._names, args, strict=False)) | kwargs
-        found = {name: x for name, x in found.items() if x is not None}
+        found = named_arguments(self._names, args, kwargs)
         if model.get_output_embeddings() is None:
             found.pop("labels", None)  # they belong to a model around the base model
         return found
@@ -109,10 +112,8 @@ class Around:
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
         # Check on every call: otherwise a rank without images would not join the exchange. Text
         # after a cache is compared where it is sharded, or in a message of a layer.
-        if has_content(given) and (cache is None or has_images(given)):
-            group = axis_group(self._sharding.axis.mesh)
-            with meeting(group, "a batch with images", described(given | taken)):
-                pass
+        if cache is None or has_images(given):
+            self._sharding.meet(given | taken, "a batch with images")
         if cache is not None:
             self._sharding.agree(model, given | taken)
         is_image = image_tokens(model.config, given)
@@ -137,13 +138,6 @@ class Around:
         call.has_run = True
         return call
 
-    def deal(self, call: Call, given: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the inputs of the language model."""
-        batch, call.spec = self._sharding.inputs(call.model, given | call.taken)
-        if call.is_image is not None and not torch.compiler.is_compiling():
-            check_cuts(call.is_image, batch["ring"].frames[0].documents)
-        return {name: x for name, x in batch.items() if name != "ignore_index"}
-
 
 def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
     """Shard the tokens of a model where it calls its language model, and maybe images before."""
@@ -154,12 +148,13 @@ def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bo
         return around.is_called or sharding.generates
 
     install_tower(model, decoder, sharding.axis, deal_images, is_called)
-    model.forward = _method(model, _whole_forward(type(model).forward, sharding, around))
-    decoder.forward = _method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
+    model.forward = _whole_forward(model, sharding, around)
+    decoder.forward = own_method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
 
 
-def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
+def _whole_forward(model: nn.Module, sharding: Sharding, around: Around) -> MethodType:
     """Return the forward of the model around."""
+    plain: Any = type(model).forward
 
     def run(self: nn.Module, given: dict[str, Any]) -> Any:
         try:
@@ -172,18 +167,14 @@ def _whole_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
             raise ValueError(f"{type(self).__name__} did not call its language model")
         if call.spec is None:
             return output  # whole, as it is with a cache
-        return sharding.outputs(output, call.spec, losses)
+        return sharding.joined(output, call.spec, losses)
 
     run_eager = torch.compiler.disable(run, reason=GROWS)
 
-    @wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = around.given(self, args, kwargs)
-        is_tuple = takes_tuple(given)
-        output = (run_eager if asks_cache(given) else run)(self, given)
-        return output.to_tuple() if is_tuple else output
+    def run_either(self: nn.Module, given: dict[str, Any]) -> Any:
+        return run_eager(self, given) if asks_cache(given) else run(self, given)
 
-    return forward
+    return forward_by_name(model, around.given, run_either)
 
 
 def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
@@ -196,8 +187,9 @@ def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
         if call.cache is not None:
             asked = given | call.taken, call.tokens
             return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
-        batch = around.deal(call, given)
-        spec: Any = call.spec
+        batch, spec = sharding.inputs(call.model, given | call.taken)
+        if call.is_image is not None and not torch.compiler.is_compiling():
+            check_cuts(call.is_image, spec.plan.documents)
         give_labels(call.model, spec.head_labels)
         output = kept(self, **batch)
         call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
@@ -219,13 +211,6 @@ def _of_last(plain: Any) -> Any:
         return output
 
     return forward
-
-
-def _method(model: nn.Module, forward: Any) -> MethodType:
-    """Bind a forward in place of the model's own, with its signature."""
-    forward.__signature__ = signature(type(model).forward)
-    del forward.__wrapped__  # else accelerate's unwrap_model restores the plain one
-    return MethodType(forward, model)
 
 
 def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:

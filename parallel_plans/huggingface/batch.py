@@ -1,28 +1,34 @@
-"""A batch of a Hugging Face model: checks, padding, and the part of each rank."""
+"""The batch of a call: its arguments by name, its checks, its plan, and the part of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import next_token_labels
-from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided, local_tokens
+from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided
+from parallel_plans.huggingface.attention import RingInputs
+from parallel_plans.huggingface.documents import Documents
+from parallel_plans.huggingface.given import GivenMask, given_masks, is_given
 from parallel_plans.huggingface.language_model import has_axes
+from parallel_plans.huggingface.loss import Loss
+from parallel_plans.huggingface.pieces import Pieces
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-WHOLE = (*BOUNDARIES, "num_items_in_batch")
-SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 # Positions of several axes have the sequence in the last dim; other inputs have it in dim 1.
-POSITIONS, SHAPES_OF_AXES = "position_ids", ("(3, B, S)", "(4, B, S)")
+POSITIONS, NUM_AXES = "position_ids", (3, 4)
+SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
+# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
+IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 NO_ALORA = (
     "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
     "alora_invocation_tokens out"
@@ -34,13 +40,156 @@ SAME_BATCH = (
 )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of a call, about all tokens or about those of this rank.
+
+    Attributes:
+        name: the argument that holds the tokens, `input_ids` or `inputs_embeds`.
+        tokens: ids, `(B, S)`, or embeddings, `(B, S, H)`.
+        positions: `(B, S)`, or with several axes `(3, B, S)` or `(4, B, S)`.
+        mask: 1 for tokens and 0 for padding, `(B, S)`.
+        seen: what tokens see if the model around made their masks: one, or one per layer type.
+        labels: what each token should predict, `(B, S)`.
+        num_items: divisor of the loss, the number of labels of the whole batch.
+        cu_seq_lens_q: boundaries of documents in the whole batch, `(D+1,)`.
+        cu_seq_lens_k: the same boundaries for keys.
+        others: the other arguments, passed on by name; tensors have the tokens in dim 1.
+    """
+
+    name: str
+    tokens: Tensor
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    seen: Any = None
+    labels: Tensor | None = None
+    num_items: Any = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch is sharded over the ranks of an axis.
+
+    Attributes:
+        seq_len: tokens of a row, without padding.
+        dealt_length: tokens of a row, with the padding of the layout.
+        layout: the layout of this batch.
+        documents: where documents begin and end.
+        positions: the positions of all tokens, in a shape of `Batch.positions`.
+        indices: which tokens of a padded row this rank has, `(L,)`.
+        pieces: pieces of the sequence, for layers with a state.
+    """
+
+    seq_len: int
+    dealt_length: int
+    layout: Layout
+    documents: Documents
+    positions: Tensor
+    indices: Tensor
+    pieces: Pieces | None
+
+
+def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
+    """Check the arguments of a call, and return them as a batch.
+
+    Raises:
+        ValueError: naming the argument that would be computed wrongly.
+    """
+    others = dict(given)
+    seen = others.pop("attention_mask") if is_given(others.get("attention_mask")) else None
+    cu_seq_lens_q, cu_seq_lens_k, *_ = [others.pop(name, None) for name in BOUNDARIES]
+    num_items = others.pop("num_items_in_batch", None)
+    seq_len = check_batch(model, others)
+    labels, shifted = others.pop("labels", None), others.pop("shift_labels", None)
+    if labels is not None:
+        loss.check(model)
+        if shifted is not None:
+            labels = shifted
+        elif loss.predicts_next:  # shift before sharding: the next token may be on another rank
+            labels = next_token_labels(labels)
+        num_items = (labels != IGNORE_INDEX).sum() if num_items is None else num_items
+    if seen is not None:
+        if cu_seq_lens_q is not None:
+            raise ValueError(
+                "cu_seq_lens_q say where documents are, and the model has made its masks without "
+                "them; give position_ids that start anew instead"
+            )
+        seen = given_masks(seen, seq_len)
+    others.pop("ignore_index", None)  # it is the only one that labels may have, see `check_batch`
+    name = "input_ids" if "input_ids" in others else "inputs_embeds"
+    return Batch(
+        name=name,
+        tokens=others.pop(name),
+        positions=others.pop(POSITIONS, None),
+        mask=others.pop("attention_mask", None),
+        seen=seen,
+        labels=labels,
+        num_items=num_items,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        others=others,
+    )
+
+
+def shard(batch: Batch, indices: Tensor, dealt_length: int) -> Batch:
+    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `dealt_length`."""
+    padding = dealt_length - batch.tokens.shape[1]
+
+    def local(x: Tensor | None, dim: int = 1, value: int = 0) -> Any:
+        if x is None:
+            return None
+        if padding:
+            after = (x.ndim - 1 - dim) % x.ndim
+            x = nn.functional.pad(x, (0, 0) * after + (0, padding), value=value)
+        return x.index_select(dim, indices.to(x.device))
+
+    others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
+    if FEATURES in others:
+        is_image = batch.others[IS_IMAGE]
+        rows = local(is_image.flatten().cumsum(0).view(is_image.shape) - 1)[others[IS_IMAGE]]
+        others[FEATURES] = [x.index_select(0, rows.to(x.device)) for x in others[FEATURES]]
+    return replace(
+        batch,
+        tokens=local(batch.tokens),
+        positions=local(batch.positions, dim=-1),
+        mask=local(batch.mask),
+        labels=local(batch.labels, value=IGNORE_INDEX),
+        others=others,
+    )
+
+
+def keywords(
+    batch: Batch, ring: RingInputs, mask: Tensor | None = None, use_cache: bool = False
+) -> dict[str, Any]:
+    """Return the keywords of the model's forward on these tokens.
+
+    Note [A mask of ones]: without an attention mask, transformers takes jumps in positions for
+    packed documents, but the positions of a shard jump anyway. We pass a mask of ones, and find the
+    documents in the whole batch. `mask`, `(B, L)`, replaces the ones.
+    """
+    if mask is None:
+        mask = batch.tokens.new_ones(batch.tokens.shape[:2], dtype=torch.bool)
+    seen = batch.seen
+    # Layers look up their mask in a dict by type; the model would take a single one for a tensor.
+    return batch.others | {
+        batch.name: batch.tokens,
+        POSITIONS: batch.positions,
+        "attention_mask": seen if isinstance(seen, dict) else mask,
+        "ring": ring._replace(given=seen) if isinstance(seen, GivenMask) else ring,
+        "use_cache": use_cache,
+    }
+
+
 def has_content(batch: dict[str, Any]) -> bool:
     """Return whether the tensors hold real data, which can be compared between ranks."""
     # A graph cannot raise, and tensors within transforms of torch.func have no memory to read.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in batch.values() if isinstance(x, Tensor)]
-    return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
+    return detect_fake_mode(tensors) is None and "meta" not in {x.device.type for x in tensors}
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
@@ -95,7 +244,7 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
             f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
             "give such labels that number"
         )
-    seq_len = _check_lengths(given, has_axes(model))
+    seq_len = _check_lengths(model, given)
     _check_range(model, given)
     return seq_len
 
@@ -171,95 +320,39 @@ def _num_words(model: Any, embeddings: nn.Module) -> int:
     return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 
 
-def _check_lengths(given: dict[str, Any], has_axes: bool) -> int:
+def _check_lengths(model: Any, given: dict[str, Any]) -> int:
     """Refuse inputs of wrong shape or different lengths; return the length."""
     lengths = {}
     for name, x in given.items():
-        if x is None or name in WHOLE or not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
             continue
-        shapes = [SHAPES.get(name, "(B, S)")]
-        if name == POSITIONS and has_axes:
-            shapes += SHAPES_OF_AXES
-        if not any(_fits(x, shape) for shape in shapes):
-            raise ValueError(
-                f"{name} must be {' or '.join(shapes)} over a sharded sequence, got "
-                f"{tuple(x.shape)}"
-            )
-        if not x.numel():
-            raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
-        lengths[name] = x.shape[_sequence_dim(name)]
+        _check_shape(model, name, x)
+        lengths[name] = x.shape[-1 if name == POSITIONS else 1]
     _check_rows(given)
-    seq_len = next(iter(lengths.values()))
-    if any(length != seq_len for length in lengths.values()):
+    if len(set(lengths.values())) > 1:
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
-    return seq_len
+    return next(iter(lengths.values()))
 
 
-def _fits(x: Tensor, shape: str) -> bool:
-    """Return whether the tensor has the dims of the shape, and the sizes where it gives numbers."""
-    sizes = shape.strip("()").split(", ")
-    if len(sizes) != x.ndim:
-        return False
-    return all(
-        int(size) == number for size, number in zip(sizes, x.shape, strict=True) if size.isdigit()
-    )
-
-
-def _sequence_dim(name: str) -> int:
-    """Return the dimension of an argument that holds the tokens."""
-    return -1 if name == POSITIONS else 1
+def _check_shape(model: Any, name: str, x: Tensor) -> None:
+    """Refuse an input that has other dims than those of its name, or no tokens."""
+    shape = SHAPES.get(name, "(B, S)")
+    fits = x.ndim == len(shape.split(","))
+    if name == POSITIONS and has_axes(model):
+        shape = " or ".join([shape, *(f"({number}, B, S)" for number in NUM_AXES)])
+        fits = fits or (x.ndim == 3 and len(x) in NUM_AXES)
+    if not fits:
+        raise ValueError(f"{name} must be {shape} over a sharded sequence, got {tuple(x.shape)}")
+    if not x.numel():
+        raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
 
 
 def _check_rows(given: dict[str, Any]) -> None:
     """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
-    ids = given.get("input_ids")
-    tokens = given["inputs_embeds"] if ids is None else ids
-    for name, rows in (("attention_mask", 1), ("position_ids", 1), ("labels", len(tokens))):
+    tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    for name, rows in (("attention_mask", 1), (POSITIONS, 1), ("labels", len(tokens))):
         x = given.get(name)
-        if x is not None and x.shape[_sequence_dim(name) - 1] not in (rows, len(tokens)):
+        if x is not None and x.shape[-2] not in (rows, len(tokens)):
             raise ValueError(
                 f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
             )
-
-
-def pad(batch: dict[str, Any], by: int) -> dict[str, Any]:
-    """Return the batch with `by` more tokens at its end, which have no labels."""
-    padded = dict(batch)
-    for name, x in batch.items() if by else ():
-        if isinstance(x, Tensor) and name not in WHOLE:
-            value = IGNORE_INDEX if name.endswith("labels") else 0
-            after = (x.ndim - 1 - _sequence_dim(name)) % x.ndim
-            padded[name] = nn.functional.pad(x, (0, 0) * after + (0, by), value=value)
-    return padded
-
-
-def local_batch(batch: dict[str, Any], mesh: DeviceMesh, layout: Layout) -> dict[str, Any]:
-    """Return the batch with this rank's tokens of each tensor that is sharded."""
-    return {
-        name: local_tokens(x, mesh, _sequence_dim(name), layout)
-        if isinstance(x, Tensor) and name not in WHOLE
-        else x
-        for name, x in batch.items()
-    }
-
-
-def next_tokens(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the labels, shifted to the next token before they are sharded, and their number."""
-    targets = batch.get("shift_labels")
-    if targets is None:
-        targets = next_token_labels(batch["labels"])
-    return {"shift_labels": targets, "num_items_in_batch": num_items(batch | {"labels": targets})}
-
-
-def take_labels(batch: dict[str, Any]) -> Tensor | None:
-    """Pop the labels, which the model must not see; prefer those that are shifted already."""
-    labels = batch.pop("labels", None)
-    batch.pop("num_items_in_batch", None)
-    return batch.pop("shift_labels", labels)
-
-
-def num_items(batch: dict[str, Any]) -> Any:
-    """Return the divisor of the summed losses: as given, or the number of labels."""
-    if "labels" not in batch or "num_items_in_batch" in batch:
-        return batch.get("num_items_in_batch")
-    return (batch["labels"] != IGNORE_INDEX).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,13 @@ from parallel_plans.huggingface.attention import RingInputs
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     LOGITS_TO_KEEP,
-    check_batch,
-    local_batch,
-    pad,
+    Batch,
+    keywords,
+    parse,
+    shard,
 )
-from parallel_plans.huggingface.deepstack import feature_rows, local_features
 from parallel_plans.huggingface.documents import left_padding
-from parallel_plans.huggingface.given import GivenMask, given_masks, is_given, padding_of
+from parallel_plans.huggingface.given import given_masks, is_given, padding_of
 from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding import Sharding
@@ -118,35 +119,32 @@ def call_with_cache(
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
     """
-    batch = without_cache(given)
+    asked = without_cache(given)
     for name in ("use_cache", "output_logits"):
-        batch.pop(name, None)
-    mask = batch.pop("attention_mask", None)
-    _check(model, batch, mask)
-    past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
+        asked.pop(name, None)
+    mask = asked.pop("attention_mask", None)
+    _check(model, asked, mask)
+    batch, past = parse(model, asked, sharding.loss), cache.get_seq_length()
+    num_tokens = batch.tokens.shape[1]
     if tokens is None:
-        tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
+        tokens = batch.tokens
     seen = given_masks(mask, num_tokens, keeps_plain=True) if is_given(mask) else None
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
-    batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
-    during = sharding.largest.during(batch["position_ids"])
-    with during, cache.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+    positions = sharding.positions(batch, past, mask)
+    batch = replace(batch, positions=positions, seen=seen)
+    during = sharding.largest.during(positions)
+    with during, cache.turn(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
         if turn.dealt_length:  # otherwise a layer's message compares the tokens
-            sharding.meet(given | {"input_ids": tokens})
-        batch, indices = _dealt(batch, turn)
-        kept = None
+            sharding.meet(given | {"input_ids": tokens}, "a dealt turn")
+        local, indices = _dealt(batch, turn)
+        ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)
+        how, kept = keywords(local, ring, use_cache=True), None
         if turn.dealt_length:
-            kept = sharding.keep_logits(batch, turn.layout, num_tokens, turn.dealt_length)
-        of_all = seen if isinstance(seen, GivenMask) else None
-        ring = RingInputs(frames, past + indices, sharding.layer_masks, of_all, past)
-        ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
-        # Layers look up their mask in a dict by their type.
-        by_type = seen if isinstance(seen, dict) else ones
-        how = {"use_cache": True, "attention_mask": by_type, "ring": ring}
+            kept = sharding.keep_logits(how, turn.layout, num_tokens, turn.dealt_length)
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        output = plain(model, **batch | how, **{cache_name(model): cache})
+        output = plain(model, **how, **{cache_name(model): cache})
     parts = output.items()
     return type(output)(
         **{name: _whole(x, turn, kept if name == of_kept else None) for name, x in parts}
@@ -178,16 +176,13 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
         )
 
 
-def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
+def _dealt(batch: Batch, turn: Turn) -> tuple[Batch, Tensor]:
     """Return this rank's part of the batch, and the indices of its tokens among the new ones."""
-    device = batch["position_ids"].device
+    indices = torch.arange(turn.dealt_length or turn.num_tokens, device=batch.tokens.device)
     if not turn.dealt_length:
-        return batch, torch.arange(turn.num_tokens, device=device)
-    mesh, layout = turn.axis.mesh, turn.layout
-    padded = pad(batch | feature_rows(batch), turn.dealt_length - turn.num_tokens)
-    indices = torch.arange(turn.dealt_length, device=device)
-    local = local_features(local_batch(padded, mesh, layout))
-    return local, local_tokens(indices, mesh, 0, layout)
+        return batch, indices
+    indices = local_tokens(indices, turn.axis.mesh, 0, turn.layout)
+    return shard(batch, indices, turn.dealt_length), indices
 
 
 def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:

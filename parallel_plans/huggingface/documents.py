@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +49,16 @@ class Documents:
         return replace(self, packed=packed, others=others)
 
 
-def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Documents:
-    """Return the documents of a batch.
+def find_documents(
+    seq_len: int,
+    chunks: Set[int],
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+) -> Documents:
+    """Return the documents of a batch of `seq_len` tokens, by its arguments.
 
     `cu_seq_lens_q` holds for all layers, as in flash attention. Without it, an `attention_mask`
     makes padding a document of its own. Without both, documents begin where `position_ids` do not
@@ -61,25 +68,24 @@ def find_documents(batch: dict[str, Any], seq_len: int, chunks: Set[int]) -> Doc
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
             boundaries are not one row.
     """
-    given, padding = (batch.get(name) for name in ("cu_seq_lens_q", "attention_mask"))
-    positions, has_axes = _text_positions(batch.get("position_ids"))
-    if given is not None:
-        if padding is not None:
+    positions, has_axes = _text_positions(position_ids)
+    if cu_seq_lens_q is not None:
+        if attention_mask is not None:
             _require(
-                padding.bool().all(),
+                attention_mask.bool().all(),
                 "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
                 "leave one of them out",
             )
-        return _by_boundaries(given, batch.get("cu_seq_lens_k"), seq_len, chunks)
-    elif padding is not None:
-        starts = _starts_by_padding(padding)
+        return _by_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_len, chunks)
+    elif attention_mask is not None:
+        starts = _starts_by_padding(attention_mask)
     elif positions is not None:
         starts = _starts_by_positions(positions)
     else:
         return Documents()
     bounds = boundaries(starts)
     # Masks by padding hold in all layers, masks by positions in some.
-    by_positions = padding is None
+    by_positions = attention_mask is None
     within = _within(starts, chunks, positions if by_positions else None)
     others = None if by_positions else bounds
     return Documents(bounds, others, within, has_axes=has_axes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from math import isclose
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallel_plans.huggingface.cross_entropy import projected_cross_entropy
 from parallel_plans.huggingface.probe import NUM_TOKENS, frozen, probe
@@ -63,7 +62,7 @@ def loss_head(model: Any) -> LossHead | None:
     """Return the model's head, if nothing was put around or into it since the plan was applied."""
     head = model.get_output_embeddings()
     # Adapters replace the head.
-    if not isinstance(head, LossHead) or any(_added(head)):
+    if not isinstance(head, LossHead) or _is_changed(head):
         return None
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 
@@ -78,15 +77,14 @@ def pops_logits(model: Any, given: dict[str, Any]) -> bool:
     return bool(is_asked) or not is_large
 
 
-def _added(head: nn.Module) -> Iterator[Any]:
-    """Yield what libraries other than FSDP2 have added to a module to change its result."""
-    yield from (name for name in ("forward", "parametrizations") if name in vars(head))
-    if nn.utils.parametrize.is_parametrized(head):
-        yield "parametrizations"
+def _is_changed(head: nn.Module) -> bool:
+    """Return whether libraries other than FSDP2 have put something around or into a module."""
+    if {"forward", "parametrizations"} & vars(head).keys() or is_parametrized(head):
+        return True
     forward = head._forward_pre_hooks, head._forward_hooks
-    hooks = (*forward, head._backward_pre_hooks, head._backward_hooks)
-    everything = chain.from_iterable(x.values() for x in hooks)
-    yield from (x for x in everything if not x.__module__.startswith("torch.distributed.fsdp"))
+    backward = head._backward_pre_hooks, head._backward_hooks
+    modules = [hook.__module__ for hooks in forward + backward for hook in hooks.values()]
+    return any(not name.startswith("torch.distributed.fsdp") for name in modules)
 
 
 def _is_plain(head: nn.Linear) -> bool:
@@ -116,7 +114,7 @@ def find_tail(model: Any) -> Tail | None:
     Return `None` if it is not a `Tail`, or the head is not a plain projection.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or not _is_plain(head) or any(_added(head)):
+    if type(head) is not nn.Linear or not _is_plain(head) or _is_changed(head):
         return None
     ladders: list[Tensor] = []
 

@@ -21,13 +21,15 @@ class Loss(NamedTuple):
 
     Attributes:
         function: the model's `_loss_function`.
+        predicts_next: whether labels are tokens, which each predict the next one.
         why_not: why shards cannot compute the loss; `None` if they can.
         why_no_balance: why shards cannot compute the load-balancing loss of routers.
     """
 
     function: Any
+    predicts_next: bool
     why_not: str | None
-    why_no_balance: str | None = None
+    why_no_balance: str | None
 
     def check(self, model: Any) -> None:
         """Refuse labels if the loss is not the cross-entropy of tokens."""

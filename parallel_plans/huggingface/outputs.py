@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Balanced, SequenceAxis, unshard_sequence
-from dtensor_ring.extension import Layout, from_local_tokens
+from dtensor_ring.extension import from_local_tokens
+from parallel_plans.huggingface.batch import BatchPlan
 from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.loss import token_loss
 from parallel_plans.huggingface.router import OF_ROUTERS, RouterSpec, load_balancing_loss
@@ -18,41 +19,24 @@ class OutputSpec(NamedTuple):
     """What joining the outputs of a batch needs.
 
     Attributes:
-        seq_len: tokens of a row, without padding.
-        dealt_length: tokens of a row, with the padding of the layout.
-        layout: the layout of this batch.
-        local_length: tokens of a row on this rank.
-        labels: labels that the plan takes the loss of; the model does not see them.
-        num_items: divisor of the loss, the number of labelled tokens.
+        plan: how the batch is sharded.
+        labels: labels that the plan takes the loss of.
         head_labels: labels that the head computes losses from, see `LossHead`.
+        num_items: divisor of the loss, the number of labelled tokens.
         has_logits: whether the outputs include logits.
         router: what the load-balancing loss needs, if it is requested.
         kept: the tokens that have logits; `None` for all.
         of_tokens: names of the outputs that are sharded; `None` for all.
     """
 
-    seq_len: int
-    dealt_length: int
-    layout: Layout
-    local_length: int
+    plan: BatchPlan
     labels: Tensor | None
-    num_items: Any
     head_labels: Tensor | None
+    num_items: Any
     has_logits: bool
     router: RouterSpec | None
     kept: LastTokens | None = None
     of_tokens: frozenset[str] | None = None
-
-
-def takes_tuple(given: dict[str, Any]) -> bool:
-    """Remove `return_dict` from a call's arguments, and return whether it requests a tuple.
-
-    A tuple is read by index, so it always includes logits.
-    """
-    is_tuple = given.pop("return_dict", None) is False
-    if is_tuple:
-        given["output_logits"] = True
-    return is_tuple
 
 
 class Outputs:
@@ -64,7 +48,7 @@ class Outputs:
     """
 
     def __init__(self, axis: SequenceAxis, unshard_outputs: bool) -> None:
-        self.axis, self.unshards_outputs = axis, unshard_outputs
+        self.axis, self.unshards = axis, unshard_outputs
 
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """Return the loss over all ranks, and other outputs as sharded DTensors or whole.
@@ -107,7 +91,7 @@ class Outputs:
             by_token = tuple(router.by_token(x) for x in parts["router_logits"])
             logits = self._output("router_logits", by_token, spec, detaches)
             # Whole router logits have the shape of the model, (B * S, E).
-            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards_outputs else logits
+            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards else logits
             results["router_logits"] = whole
         return results
 
@@ -118,19 +102,20 @@ class Outputs:
             return x
         if name == "logits" and spec.kept is not None:
             return spec.kept.join(x, 1)
-        if x.ndim < 3 or x.shape[1] != spec.local_length:
+        num_tokens = len(spec.plan.indices)
+        if x.ndim < 3 or x.shape[1] != num_tokens:
             raise ValueError(
                 f"the model's output {name}, {tuple(x.shape)}, has no token for each of the "
-                f"{spec.local_length} of this rank: what is made of the whole sequence is "
+                f"{num_tokens} of this rank: what is made of the whole sequence is "
                 "not supported; leave it out"
             )
         local = x.detach() if detaches else x
-        if self.unshards_outputs:
-            return self.whole(local, spec)
-        return from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
+        if self.unshards:
+            return self.whole(local, spec.plan)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.plan.dealt_length)
 
-    def whole(self, local: Tensor, spec: OutputSpec) -> Tensor:
+    def whole(self, local: Tensor, plan: BatchPlan) -> Tensor:
         """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""
-        layout = spec.layout if isinstance(spec.layout, Balanced) else None
-        sharded = from_local_tokens(local, self.axis.mesh, 1, spec.dealt_length)
-        return unshard_sequence(sharded, 1, layout)[:, : spec.seq_len]
+        layout = plan.layout if isinstance(plan.layout, Balanced) else None
+        sharded = from_local_tokens(local, self.axis.mesh, 1, plan.dealt_length)
+        return unshard_sequence(sharded, 1, layout)[:, : plan.seq_len]

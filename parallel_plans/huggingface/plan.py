@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from functools import wraps
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -34,13 +31,12 @@ from parallel_plans.huggingface.head import (
 from parallel_plans.huggingface.language_model import language_model_of
 from parallel_plans.huggingface.layout import DEFAULT, compared_layouts
 from parallel_plans.huggingface.locality import check_head, check_locality
-from parallel_plans.huggingface.loss import Loss, other_loss
-from parallel_plans.huggingface.outputs import takes_tuple
+from parallel_plans.huggingface.loss import Loss, other_loss, predicts_next
 from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
 from parallel_plans.huggingface.restore import changing, origin
 from parallel_plans.huggingface.router import other_balance
-from parallel_plans.huggingface.sharding import Sharding, shardings_of
+from parallel_plans.huggingface.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.stateful import attention_layers, relay_states, stateful_layers
 from parallel_plans.huggingface.tower import check_dealing
 from parallel_plans.huggingface.twin import small_twin
@@ -183,12 +179,12 @@ class ShardedModel(ParallelStyle):
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
         if tail is not None:
             install_head(backbone, tail)
-        loss = Loss(getattr(backbone, "_loss_function", None), *why_not)
+        loss = Loss(getattr(backbone, "_loss_function", None), predicts_next(backbone), *why_not)
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         relay = AxisRelay(axis, states) if states else None
-        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, relay, around)
+        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, relay)
         if relay is not None:
             relay_states(stateful_layers(decoder), relay)
         if head is not None:
@@ -196,7 +192,7 @@ class ShardedModel(ParallelStyle):
         if around is not None:
             install_around(around, decoder, sharding, self.deal_images)
         else:
-            backbone.forward = MethodType(_sharded_forward(backbone, sharding), backbone)
+            backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
         _name_layers(model)
         # Insert it first: pickle must reach its error before objects that transformers added.
@@ -246,33 +242,19 @@ def _own_config(model: nn.Module, shared: Any) -> None:
             module.config = copies[id(config)]
 
 
-def _sharded_forward(model: nn.Module, sharding: Sharding) -> Callable[..., Any]:
-    """Wrap the model's forward: shard its inputs and join its outputs.
-
-    This is a method of the instance, not a hook: torch.compile runs the hooks of the module that it
-    compiles outside the graph.
-    """
+def _sharded_forward(model: nn.Module, sharding: Sharding) -> MethodType:
+    """Return the model's forward with its inputs sharded and its outputs joined."""
     plain = type(model).forward
-
-    @wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = sharding.given(self, args, kwargs)
-        is_tuple = takes_tuple(given)
-        output = run(self, given)
-        return output.to_tuple() if is_tuple else output
 
     def run(self: nn.Module, given: dict[str, Any]) -> Any:
         if asks_cache(given):
             return forward_with_cache(plain, self, sharding, given)
-        batch, outcome = sharding.inputs(self, given)
-        give_labels(self, outcome.head_labels)
+        batch, spec = sharding.inputs(self, given)
+        give_labels(self, spec.head_labels)
         try:
             output = plain(self, **batch)
         finally:
             losses = take_losses(self)
-        return sharding.outputs(output, outcome, losses)
+        return sharding.joined(output, spec, losses)
 
-    wrapper: Any = forward
-    wrapper.__signature__ = signature(plain)
-    del wrapper.__wrapped__  # else accelerate's unwrap_model would restore the plain forward
-    return wrapper
+    return forward_by_name(model, sharding.given, run)

@@ -20,8 +20,8 @@ FROM_TOKENS, FROM_EMBEDDINGS = (
     "create_position_ids_from_inputs_embeds",
 )
 
-# Returns the positions of a whole batch, `(B, S)`.
-PositionsOf = Callable[[dict[str, Any]], Tensor]
+# Returns the positions of ids or embeddings under an attention mask, `(B, S)`.
+PositionsOf = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class LargestPosition:
@@ -101,20 +101,15 @@ def counts_mask(embedding: nn.Embedding) -> bool:
     return {"attention_mask", "position_ids"} <= set(signature(embedding.forward).parameters)
 
 
-def _from_tokens(owner: Any, batch: dict[str, Any]) -> Tensor:
+def _from_tokens(owner: Any, tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Count positions by the model's own method, which skips padding tokens, as in RoBERTa."""
-    name, tokens = FROM_TOKENS, batch.get("input_ids")
-    if tokens is None:
-        name, tokens = FROM_EMBEDDINGS, batch["inputs_embeds"]
-    method = getattr(owner, name)
+    method = getattr(owner, FROM_EMBEDDINGS if tokens.is_floating_point() else FROM_TOKENS)
     options = {"padding_idx": owner.padding_idx}
     return method(tokens, **{k: x for k, x in options.items() if k in signature(method).parameters})
 
 
-def _from_mask(embedding: nn.Embedding, batch: dict[str, Any]) -> Tensor:
+def _from_mask(embedding: nn.Embedding, tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Count positions by the embedding, without the offset that it adds to given positions."""
-    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-    mask = batch.get("attention_mask")
     if mask is None:
         mask = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
     # In a table that holds its own row numbers, each look-up returns the index it read.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from inspect import signature
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -16,40 +18,36 @@ from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.extension import Layout, axis_group, local_tokens, meeting
 from parallel_plans.huggingface.attention import RingInputs, check_implementation
 from parallel_plans.huggingface.batch import (
-    BOUNDARIES,
     LOGITS_TO_KEEP,
-    check_batch,
+    Batch,
+    BatchPlan,
     described,
     has_content,
-    local_batch,
-    next_tokens,
-    num_items,
-    pad,
-    take_labels,
+    keywords,
+    parse,
+    shard,
 )
-from parallel_plans.huggingface.deepstack import feature_rows, local_features
 from parallel_plans.huggingface.documents import Documents, find_documents
 from parallel_plans.huggingface.frames import Dealt
-from parallel_plans.huggingface.given import given_masks, is_given, largest
+from parallel_plans.huggingface.given import largest
 from parallel_plans.huggingface.head import loss_head, pops_logits
 from parallel_plans.huggingface.last_tokens import LastTokens
-from parallel_plans.huggingface.loss import Loss, predicts_next
+from parallel_plans.huggingface.loss import Loss
 from parallel_plans.huggingface.outputs import Outputs, OutputSpec
 from parallel_plans.huggingface.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.relay import AxisRelay
 from parallel_plans.huggingface.restore import NO_PICKLE
-from parallel_plans.huggingface.router import RouterSpec, asks_router_logits, router_spec
+from parallel_plans.huggingface.router import asks_router_logits, router_spec
 from parallel_plans.huggingface.weights import Agreement
 
 
-class Sharding(Outputs):
+class Sharding:
     """Shards a batch over the ranks of the axis, and joins their outputs.
 
-    Note [A mask of ones]: without an attention mask, transformers takes jumps in positions for
-    packed documents, but the positions of a shard jump anyway. We pass a mask of ones, and find the
-    documents in the whole batch.
+    A batch goes through four steps: `parse` checks it and names its parts, `plan` decides where its
+    tokens go, `shard` takes this rank's tokens, and `call` makes the keywords of the forward.
     """
 
     def __init__(
@@ -60,22 +58,17 @@ class Sharding(Outputs):
         loss: Loss,
         unshard_outputs: bool,
         relay: AxisRelay | None = None,
-        around: Any = None,
     ) -> None:
-        """Prepare the sharding of `model`, which may be the language model within `around`."""
-        self._names = list(signature(model.forward).parameters)
-        self._predicts_next = predicts_next(around or model)
-        # A model around it is called with the whole batch, before its tokens are sharded.
-        self._passes_labels = self._predicts_next and around is None
-        super().__init__(axis, unshard_outputs)
+        self.axis, self.layer_masks, self.loss, self.relay = axis, layer_masks, loss, relay
+        self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
+        self.largest = LargestPosition(model)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
         self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
-        self.layer_masks, self._loss, self._relay = layer_masks, loss, relay
-        self._agreement = Agreement()
-        self._masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
-        self.chunks = frozenset(mask.chunk for mask in self._masks if mask.chunk)
-        self._counts, self.largest = counter_of(model), LargestPosition(model)
+        known = [x for x in layer_masks.values() if isinstance(x, LayerMask)]
+        self.chunks = frozenset(x.mask.chunk for x in known if x.mask.chunk)
+        self._known_masks, self._counts = known, counter_of(model)
+        self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
@@ -89,145 +82,58 @@ class Sharding(Outputs):
     def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
-        found = dict(zip(self._names, args, strict=False)) | kwargs
-        unread = {"cache_position"} - {*self._names}  # of transformers 4
+        found = named_arguments(self._names, args, kwargs)
+        if "cache_position" not in self._names:
+            found.pop("cache_position", None)  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            unread.add("labels")  # they belong to the model around a base model
-        return {name: x for name, x in found.items() if x is not None and name not in unread}
+            found.pop("labels", None)  # they belong to the model around a base model
+        return found
 
     def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
-        """Return this rank's part of the batch as keywords, and what joining its outputs needs."""
+        """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, given) or self.returns_logits
-        batch = dict(given)
-        self.agree(model, batch)
-        masks = batch.pop("attention_mask") if is_given(batch.get("attention_mask")) else None
-        seq_len = check_batch(model, batch)
-        if "labels" in batch:
-            self._loss.check(model)
-            # Shift labels before sharding: the next token may be on another rank.
-            batch |= next_tokens(batch) if self._predicts_next else {}
-        # This counts the labels of all ranks, so it precedes the sharding of the batch.
-        count = num_items(batch)
-        if masks is not None and "cu_seq_lens_q" in batch:
-            raise ValueError(
-                "cu_seq_lens_q say where documents are, and the model has made its masks without "
-                "them; give position_ids that start anew instead"
-            )
-        seen = None if masks is None else given_masks(masks, seq_len)
-        ring, length, layout = self._deal(batch, seq_len, seen)
-        positions = self.positions(batch, seq_len)
-        self.largest.set(positions)
-        batch |= {"position_ids": positions} | feature_rows(batch)
-        batch = pad(batch, length - seq_len)
-        batch = local_features(local_batch(batch, self.axis.mesh, layout))
-        is_projected = not has_logits and loss_head(model) is not None
-        routers = self._routers(model, batch, ring.indices < seq_len)
-        # Given labels, the model would add the load-balancing loss of this rank's tokens.
-        is_ours = is_projected or routers is not None or not self._passes_labels
-        labels = take_labels(batch) if is_ours else None
-        # Boundaries refer to the whole batch, and attention gets the documents from `ring`.
-        for name in BOUNDARIES:
-            batch.pop(name, None)
-        ones = _tokens(batch).new_ones(_tokens(batch).shape[:2], dtype=torch.bool)
-        if self._relay is not None:  # layers with a state mask their own padding
-            ones = batch.get("attention_mask", ones)
-        # A dict gives each layer type its mask; the model would take a single one for a tensor.
-        by_type = seen if isinstance(seen, dict) else ones
-        ring = ring._replace(given=seen if by_type is ones else None)
-        batch |= {"attention_mask": by_type, "use_cache": False, "ring": ring}
-        lengths = seq_len, length, layout, len(ring.indices)
-        of_head = (None, count, labels) if is_projected else (labels, count, None)
-        kept = self.keep_logits(batch, layout, seq_len, length)
-        return batch, OutputSpec(*lengths, *of_head, has_logits, routers, kept)
+        self.agree(model, given)
+        batch = parse(model, given, self.loss)
+        plan = self.plan(batch)
+        self.largest.set(plan.positions)
+        batch = replace(batch, positions=plan.positions)
+        local = shard(batch, plan.indices, plan.dealt_length)
+        return self.call(model, local, plan, has_logits)
 
-    def keep_logits(
-        self, batch: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
-    ) -> LastTokens | None:
-        """Return the tokens whose logits are requested, if not all, and set them in the batch."""
-        if not batch.get(LOGITS_TO_KEEP):
-            return None
-        kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, batch[LOGITS_TO_KEEP])
-        batch[LOGITS_TO_KEEP] = kept.local_indices(_tokens(batch).device)
-        return kept
-
-    def _routers(self, model: Any, batch: dict[str, Any], is_token: Tensor) -> RouterSpec | None:
-        """Return which tokens count in the load-balancing loss, if it is requested."""
-        if not asks_router_logits(model, batch, self._loss.why_no_balance):
-            return None
-        batch[ROUTER_LOGITS] = True
-        mask = batch.get("attention_mask")
-        weights = is_token.expand(_tokens(batch).shape[:2]) if mask is None else mask
-        return router_spec(model, weights)
-
-    def positions(
-        self, batch: dict[str, Any], num_tokens: int, past: int = 0, mask: Tensor | None = None
-    ) -> Tensor:
-        """Return the given positions, or count them as the model does, by default from zero.
-
-        Args:
-            batch: the batch of new tokens.
-            num_tokens: number of new tokens of a row.
-            past: number of cached tokens before them.
-            mask: the attention mask of all tokens, if it is not in the batch.
-        """
-        given = batch.get("position_ids")
-        if given is not None:
-            return given
-        if self._counts is None:
-            index = torch.arange(past, past + num_tokens, device=_tokens(batch).device)
-            return index.unsqueeze(0)
-        if past and mask is None:
-            mask = _tokens(batch).new_ones(len(_tokens(batch)), past + num_tokens)
-        found = self._counts(batch if mask is None else batch | {"attention_mask": mask})
-        return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
-
-    def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Check in some forwards that all ranks have the same batch and weights."""
-        if has_content(batch):
-            self._agreement.check(model, batch, axis_group(self.axis.mesh))
-
-    def meet(self, batch: dict[str, Any]) -> None:
-        """Check that all ranks got the same new tokens, and all shard them; for each sharded turn.
-
-        Raises:
-            RingError: on every rank, if they differ.
-        """
-        if has_content(batch):
-            with meeting(axis_group(self.axis.mesh), "a dealt turn", described(batch)):
-                pass
-
-    def _deal(
-        self, batch: dict[str, Any], seq_len: int, given: Any
-    ) -> tuple[RingInputs, int, Layout]:
-        """Return what attention needs of this batch, its length with padding, and its layout."""
-        axis = self.axis
-        length = axis.layout.dealt_length(seq_len, axis.mesh.size())
-        documents, pieces = find_documents(batch, seq_len, self.chunks), None
-        if self._relay is not None:
+    def plan(self, batch: Batch) -> BatchPlan:
+        """Decide how a batch is sharded, and find its documents and positions."""
+        layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
+        documents = find_documents(
+            seq_len,
+            self.chunks,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            cu_seq_lens_q=batch.cu_seq_lens_q,
+            cu_seq_lens_k=batch.cu_seq_lens_k,
+        )
+        if self.relay is None:
+            length, pieces = layout.dealt_length(seq_len, mesh.size()), None
+        else:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
-            length = axis.layout.padded_length(max(seq_len, 2 * axis.mesh.size()), axis.mesh.size())
-            mask = batch.get("attention_mask")
-            pieces = self._relay.begin(self._boundaries(batch, documents), length, mask)
+            length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
+            pieces = self.relay.begin(self._boundaries(batch, documents), length, batch.mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
-        layout = axis.layout
         if layout.per_batch:
-            layout = self._balanced(documents, length, given)
+            layout = self._balanced(documents, length, batch.seen)
             documents = replace(documents, runs=sequence_runs(layout))
-        indices = torch.arange(length, device=_tokens(batch).device)
-        local = local_tokens(indices, axis.mesh, 0, layout)
-        frame = Dealt(axis, length, documents, documents.runs)
-        ring = RingInputs((frame,), local, self.layer_masks, pieces=pieces)
-        return ring, length, layout
+        indices = torch.arange(length, device=batch.tokens.device)
+        indices, positions = local_tokens(indices, mesh, 0, layout), self.positions(batch)
+        return BatchPlan(seq_len, length, layout, documents, positions, indices, pieces)
 
-    def _boundaries(self, batch: dict[str, Any], documents: Documents) -> Tensor | None:
+    def _boundaries(self, batch: Batch, documents: Documents) -> Tensor | None:
         """Return the document boundaries for stateful layers, which mask padding themselves."""
-        masks = [x for x in self.layer_masks.values() if isinstance(x, LayerMask)]
-        starts_anew = not masks or any(x.starts_anew(documents.has_axes) for x in masks)
-        is_packed = starts_anew and "attention_mask" not in batch
-        return documents.packed if is_packed or "cu_seq_lens_q" in batch else None
+        known = self._known_masks
+        starts_anew = not known or any(x.starts_anew(documents.has_axes) for x in known)
+        is_packed = starts_anew and batch.mask is None
+        return documents.packed if is_packed or batch.cu_seq_lens_q is not None else None
 
-    def _balanced(self, documents: Documents, seq_len: int, given: Any) -> Balanced:
+    def _balanced(self, documents: Documents, seq_len: int, seen: Any) -> Balanced:
         """Return a layout with equal work for the documents and the most frequent mask."""
         if torch.compiler.is_compiling():
             raise ValueError(
@@ -235,17 +141,83 @@ class Sharding(Outputs):
                 "compile the model with another layout"
             )
         # One layout serves all layers: of given masks the largest decides, else the most frequent.
-        if given is not None:
-            return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(given))
-        mask = max(self._masks, key=self._masks.count, default=Mask.causal())
+        if seen is not None:
+            return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(seen))
+        masks = [x.mask for x in self._known_masks]
+        mask = max(masks, key=masks.count, default=Mask.causal())
         return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
-    def outputs(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
+    def positions(self, batch: Batch, past: int = 0, mask: Tensor | None = None) -> Tensor:
+        """Return the given positions, or count them as the model does, by default from zero.
+
+        Args:
+            batch: the batch of new tokens.
+            past: number of cached tokens before them.
+            mask: the attention mask of all tokens, if it is not in the batch.
+        """
+        if batch.positions is not None:
+            return batch.positions
+        tokens, num_tokens = batch.tokens, batch.tokens.shape[1]
+        if self._counts is None:
+            return torch.arange(past, past + num_tokens, device=tokens.device).unsqueeze(0)
+        mask = batch.mask if mask is None else mask
+        if past and mask is None:
+            mask = tokens.new_ones(len(tokens), past + num_tokens)
+        found = self._counts(tokens, mask)
+        return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
+
+    def call(
+        self, model: Any, batch: Batch, plan: BatchPlan, has_logits: bool
+    ) -> tuple[dict[str, Any], OutputSpec]:
+        """Return the keywords of the forward, and what joining its outputs needs.
+
+        The model does not get the labels: the plan takes the loss, or a head that has them.
+        """
+        frame = Dealt(self.axis, plan.dealt_length, plan.documents, plan.documents.runs)
+        ring = RingInputs((frame,), plan.indices, self.layer_masks, pieces=plan.pieces)
+        # Layers with a state mask their own padding.
+        how = keywords(batch, ring, None if self.relay is None else batch.mask)
+        router = None
+        if asks_router_logits(model, batch.others, self.loss.why_no_balance):
+            is_token = plan.indices < plan.seq_len
+            weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
+            router, how[ROUTER_LOGITS] = router_spec(model, weights), True
+        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.dealt_length)
+        in_head = not has_logits and loss_head(model) is not None
+        labels = (None, batch.labels) if in_head else (batch.labels, None)
+        return how, OutputSpec(plan, *labels, batch.num_items, has_logits, router, kept)
+
+    def keep_logits(
+        self, how: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
+    ) -> LastTokens | None:
+        """Return the tokens whose logits are requested, if not all; set them in the keywords."""
+        if not how.get(LOGITS_TO_KEEP):
+            return None
+        kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, how[LOGITS_TO_KEEP])
+        how[LOGITS_TO_KEEP] = kept.local_indices(how["ring"].indices.device)
+        return kept
+
+    def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Check in some forwards that all ranks have the same batch and weights."""
+        if has_content(batch):
+            self.agreement.check(model, batch, self.axis.mesh)
+
+    def meet(self, batch: dict[str, Any], what: str) -> None:
+        """Check in every forward that all ranks have the same batch; `what` names it in errors.
+
+        Raises:
+            RingError: on every rank, if they differ.
+        """
+        if has_content(batch):
+            with meeting(axis_group(self.axis.mesh), what, described(batch)):
+                pass
+
+    def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """Join the outputs of a batch; `losses` come from a head that computes them."""
         self.finish(spec)
-        if self._relay is not None:
-            self._relay.keep(output)
-        return self.joined(output, spec, losses)
+        if self.relay is not None:
+            self.relay.keep(output)
+        return self.outputs.joined(output, spec, losses)
 
     def finish(self, spec: OutputSpec) -> None:
         """Forget a batch after the model has run, except what joins its outputs."""
@@ -255,12 +227,53 @@ class Sharding(Outputs):
     def join(self, local: Tensor) -> Tensor:
         """Gather what a head computed for each of this rank's tokens of the last batch."""
         assert self._spec is not None, "nothing was sharded yet"
-        if local.shape[1] != self._spec.local_length:
+        plan = self._spec.plan
+        if local.shape[1] != len(plan.indices):
             raise RuntimeError(
                 f"a head ran on {local.shape[1]} tokens of another batch than the last, whose part "
-                f"on this rank has {self._spec.local_length}; run it once, right after its backbone"
+                f"on this rank has {len(plan.indices)}; run it once, right after its backbone"
             )
-        return self.whole(local, self._spec)
+        return self.outputs.whole(local, plan)
+
+
+def forward_by_name(model: nn.Module, given_of: Callable[..., Any], run: Any) -> MethodType:
+    """Return a method to replace a model's forward, which calls `run(model, given)`.
+
+    This is a method of the instance, not a hook: torch.compile runs the hooks of the module that it
+    compiles outside the graph.
+
+    Args:
+        model: the model.
+        given_of: returns the arguments of a call by name, see `Sharding.given`.
+        run: returns the output with named fields.
+    """
+    plain = type(model).forward
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = given_of(self, args, kwargs)
+        is_tuple = given.pop("return_dict", None) is False
+        if is_tuple:  # it is read by index, so it always includes logits
+            given["output_logits"] = True
+        output = run(self, given)
+        return output.to_tuple() if is_tuple else output
+
+    return own_method(model, forward)
+
+
+def own_method(model: nn.Module, forward: Any) -> MethodType:
+    """Bind a forward in place of the model's own, with its signature."""
+    forward.__signature__ = signature(type(model).forward)
+    del forward.__wrapped__  # else accelerate's unwrap_model would restore the plain forward
+    return MethodType(forward, model)
+
+
+def named_arguments(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call that are not `None`, by the names of the parameters."""
+    found = dict(zip(names, args, strict=False)) | kwargs
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def shardings_of(model: Any) -> list[Sharding]:
@@ -276,15 +289,11 @@ def whole_outputs(model: nn.Module) -> Iterator[None]:
     Only the plan knows the order of tokens in a layout that belongs to a batch.
     """
     shardings = shardings_of(model)
-    before = [(x.unshards_outputs, x.returns_logits) for x in shardings]
+    before = [(x.outputs.unshards, x.returns_logits) for x in shardings]
     for sharding in shardings:
-        sharding.unshards_outputs = sharding.returns_logits = True
+        sharding.outputs.unshards = sharding.returns_logits = True
     try:
         yield
     finally:
         for sharding, were in zip(shardings, before, strict=True):
-            sharding.unshards_outputs, sharding.returns_logits = were
-
-
-def _tokens(batch: dict[str, Any]) -> Tensor:
-    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+            sharding.outputs.unshards, sharding.returns_logits = were

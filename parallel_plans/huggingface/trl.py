@@ -128,11 +128,11 @@ def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
         # Request logits, so that TRL's head gets the labels, not the head of the plan.
         given = sharding.given(self, args, kwargs | {"output_logits": True})
         batch, spec = sharding.inputs(self, given)
-        output = inner(**batch, fused_lm_head=True)
+        output = inner(**batch, shift_labels=spec.labels, fused_lm_head=True)
         _check_head(self)
         sharding.finish(spec)
         # Keep only tokens that predict one: the last does if labels came shifted.
-        length = spec.seq_len - (kwargs.get("shift_labels") is None)
+        length = spec.plan.seq_len - (kwargs.get("shift_labels") is None)
         fields = {name: x for name in PER_TOKEN if (x := getattr(output, name)) is not None}
         for name, x in _gathered(fields, sharding, spec).items():
             setattr(output, name, x[:, :length])
@@ -162,5 +162,5 @@ def _check_head(model: Any) -> None:
 def _gathered(fields: dict[str, Tensor], sharding: Sharding, spec: Any) -> dict[str, Tensor]:
     """Gather per-token values `(B, L)` in one message, in the order of the tokens, `(B, S)`."""
     local = torch.stack([x.float() for x in fields.values()], -1)
-    whole = sharding.whole(local, spec).unbind(-1)
+    whole = sharding.outputs.whole(local, spec.plan).unbind(-1)
     return {name: y.to(x.dtype) for (name, x), y in zip(fields.items(), whole, strict=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -11,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.extension import check_agreement
+from dtensor_ring.extension import axis_group, check_agreement
 from parallel_plans.huggingface.batch import SAME_BATCH, described
 
 # Bytes that are summed as one integer.
@@ -32,7 +32,7 @@ class Agreement:
     def __init__(self) -> None:
         self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
 
-    def check(self, model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> None:
+    def check(self, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh) -> None:
         """Compare weights and batch with the other ranks, if this forward is one to check.
 
         Raises:
@@ -42,6 +42,7 @@ class Agreement:
         count = self._num_agreed[trains] + 1
         # Powers of two have one bit.
         if count.bit_count() == 1 if trains else count == 1:
+            group = axis_group(mesh)
             here = described(batch) | {"weights": checksum(model, group)}
             check_agreement(group, here, SAME_BATCH)
         self._num_agreed[trains] = count
@@ -62,9 +63,9 @@ def checksum(model: nn.Module, group: ProcessGroup) -> str:
     return f"checksum {crc32(repr(numbers).encode()):08x}"
 
 
-def _comparable(model: nn.Module, group: ProcessGroup) -> Iterator[Tensor]:
-    """Yield this rank's weights that should be equal on each rank of the group."""
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
+    """Return this rank's weights that should be equal on each rank of the group."""
+    others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():
         if isinstance(x, DTensor):
             if others & set(x.device_mesh.mesh.flatten().tolist()):
@@ -72,7 +73,8 @@ def _comparable(model: nn.Module, group: ProcessGroup) -> Iterator[Tensor]:
             x = x.to_local()
         # A tensor subclass, such as a quantized one, may not store its values as plain bits.
         if type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_quantized:
-            yield x.detach()
+            found.append(x.detach())
+    return found
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.batch import parse, shard
+from parallel_plans.huggingface.loss import Loss
 from tests.families import SMALL
 from tests.pool import Pool
 
@@ -29,6 +31,25 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "labels of two rows": ({"labels": IDS.expand(2, 8)}, "labels must have the 1 rows of the tok"),
     "sparse mask": ({"attention_mask": IDS.to_sparse()}, "attention_mask must be a dense, strided"),
 }
+
+
+def test_parts_of_a_batch() -> None:
+    """Labels are shifted in the whole batch; padding has none, and is no token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    loss = Loss(None, True, None, None)
+    types = torch.ones_like(IDS)
+    given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
+    whole = parse(model, given | {"use_cache": False}, loss)
+    assert (whole.name, whole.positions, whole.num_items) == ("input_ids", None, 7)
+    assert whole.labels is not None
+    assert whole.labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100]]
+    assert list(whole.others) == ["token_type_ids", "use_cache"]
+    local = shard(whole, torch.tensor([1, 2, 7, 8]), 10)
+    assert local.labels is not None
+    assert local.mask is not None
+    assert local.tokens.tolist() == [[1, 2, 7, 0]]
+    assert local.labels.tolist() == [[2, 3, -100, -100]]
+    assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
 
 
 def test_refusals(pool: Pool) -> None:

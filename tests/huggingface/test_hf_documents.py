@@ -64,17 +64,17 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 @pytest.mark.parametrize(("given", "packed", "others"), CASES.values(), ids=list(CASES))
 def test_documents(given: dict[str, Any], packed: Any, others: Any) -> None:
-    found = find_documents({k: torch.tensor(x) for k, x in given.items()}, SEQ_LEN, set())
+    found = find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
     assert bounds(found.of(BY_POSITIONS)[0]) == packed
     assert bounds(found.of(OTHER)[0]) == others
 
 
 def test_chunks_count_from_where_a_document_begins() -> None:
-    batch = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1]])
     chunked = LayerMask(Mask.chunked(2), True)
-    cu_seqlens, mask = find_documents(batch, SEQ_LEN, {2}).of(chunked)
+    cu_seqlens, mask = find_documents(SEQ_LEN, {2}, attention_mask=padding).of(chunked)
     assert (bounds(cu_seqlens), mask) == ([[0, 1, 3, 5, 6]], Mask.causal())
-    assert find_documents({}, SEQ_LEN, {2}).of(chunked) == (None, Mask.chunked(2))
+    assert find_documents(SEQ_LEN, {2}).of(chunked) == (None, Mask.chunked(2))
 
 
 def test_chunks_of_packed_documents_count_from_position_0() -> None:
@@ -82,7 +82,7 @@ def test_chunks_of_packed_documents_count_from_position_0() -> None:
         ([[3, 4, 5, 0, 1, 2]], [[0, 1, 3, 5, 6]]),
         ([[3, 4, 5, 6, 7, 8]], [[0, 2, 4, 6]]),
     ):
-        documents = find_documents({"position_ids": torch.tensor(positions)}, SEQ_LEN, {2})
+        documents = find_documents(SEQ_LEN, {2}, position_ids=torch.tensor(positions))
         assert bounds(documents.of(LayerMask(Mask.chunked(2), True))[0]) == expected
 
 
@@ -104,7 +104,7 @@ def test_tokens_that_were_added_are_not_seen() -> None:
 )
 def test_refuses(match: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=match):
-        find_documents({k: torch.tensor(x) for k, x in given.items()}, SEQ_LEN, set())
+        find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
 
 
 def test_boundaries_stay_on_the_cpu() -> None:

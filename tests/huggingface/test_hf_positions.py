@@ -44,7 +44,9 @@ def test_positions_are_as_the_model_counts_them(family: str, name: str) -> None:
     model, batch = small_model(family), BATCHES[name]
     counts = counter_of(model)
     assert counts is not None
-    given = looked_up(model, batch | {"position_ids": counts(batch)})
+    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+    counted = counts(tokens, batch.get("attention_mask"))
+    given = looked_up(model, batch | {"position_ids": counted})
     torch.testing.assert_close(given, looked_up(model, batch), rtol=0, atol=0)
 
 

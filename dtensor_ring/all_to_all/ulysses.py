@@ -155,7 +155,7 @@ def traded_attention(
     Raises:
         ValueError: if the strategy cannot shard the heads.
     """
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
     trading = Trading(call, query, key)
     query, key, value = trading.to_heads([query], [key, value])
@@ -193,7 +193,7 @@ def _memory_of(lse: Tensor) -> Any:
     return getattr(lse, "elem", lse).untyped_storage()
 
 
-def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+def as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast query, key and value like the ring op under autocast, so they travel in that dtype."""
     device_type = tensors[0].device.type
     dtype = autocast_dtype(device_type)

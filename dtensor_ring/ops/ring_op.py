@@ -168,11 +168,24 @@ def agreed_call(
         return nullcontext(transport_of(group))  # nobody to agree with
     origin = 0 if lse is None else session_of(group).origin_of(lse)
     direction = "forward" if lse is None else "backward"
-    # The mask is part of `question`. The shape of sinks follows from the query's heads.
-    _, scale, softcap, sinks, kernel = call.scores
     heads = query.shape[1], value.shape[1]
     if question.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
+    word = record_of(call, question, query, value, direction, heads)
+    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+
+
+def record_of(
+    call: Call,
+    question: Question,
+    query: Tensor,
+    value: Tensor,
+    direction: str,
+    heads: tuple[int, int],
+) -> Word:
+    """Return the record of a call, with the heads of queries and of keys as given."""
+    # The mask is part of `question`. The shape of sinks follows from the query's heads.
+    _, scale, softcap, sinks, kernel = call.scores
     attention = AttentionFacts(
         direction=direction,
         dtype=query.dtype,
@@ -187,8 +200,7 @@ def agreed_call(
         softcap=softcap,
         kernel=kernel,
     )
-    word = _word(attention, call.place.policy, *question)
-    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+    return _word(attention, call.place.policy, *question)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)

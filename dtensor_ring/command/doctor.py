@@ -139,7 +139,8 @@ def connected() -> Iterator[Ranks]:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
         options = axis_group_options(device.type)
         mesh = init_device_mesh(
-            *(device.type, (dist.get_world_size(),)),
+            device.type,
+            (dist.get_world_size(),),
             mesh_dim_names=("cp",),
             backend_override=None if options is None else {"cp": options},
         )

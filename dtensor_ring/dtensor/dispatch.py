@@ -125,8 +125,7 @@ def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     """Wrap a local tensor like `wrap`, but differentiably."""
     stride = strides(shape, order_of(local))
     return DTensor.from_local(
-        *(local, ring.mesh, ring.placements),
-        **{"run_check": False, "shape": torch.Size(shape), "stride": stride},
+        local, ring.mesh, ring.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -151,9 +150,7 @@ def decode_dtensor(
             query_starts=starts,
         ),
         _local_scores(call.scores, ring),
-        DecodePlace(
-            *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge)
-        ),
+        DecodePlace(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge),
     )
     # The query is not sharded over the axis: its local tensor has all query tokens.
     tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)

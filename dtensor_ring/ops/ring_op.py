@@ -67,7 +67,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         announce(call, question, plan, kernel.name, key, value)
         query, key, value = loadable(query, key, value)
         out, lse = ring_forward(
-            *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
+            query, (key, value), plan, kernel, call.scores, transport, call.place.policy
         )
     if question.world_size > 1:
         session_of(call.group).remember(lse)
@@ -96,8 +96,7 @@ def backward(
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
-            *(saved, query, (key, value), plan, kernel, call.scores),
-            *(transport, call.place.policy),
+            saved, query, (key, value), plan, kernel, call.scores, transport, call.place.policy
         )
     return *grads, sinks_gradient(saved, call.scores.sinks)
 

@@ -50,8 +50,13 @@ class VarlenAttn(PagedKernel):
         tables, lengths = pages.on(query.device)
         rows = torch.arange(entries + 1, dtype=torch.int32, device=query.device) * num_rows
         out, lse = varlen_attn(
-            *(query.flatten(0, 1), key_blocks, value_blocks, rows, _boundaries(lengths)),
-            *(num_rows, pages.longest),
+            query.flatten(0, 1),
+            key_blocks,
+            value_blocks,
+            cu_seq_q=rows,
+            cu_seq_k=_boundaries(lengths),
+            max_q=num_rows,
+            max_k=pages.longest,
             return_aux=AuxRequest(lse=True),
             scale=scores.scale,
             enable_gqa=heads != key_blocks.shape[2],
@@ -84,8 +89,9 @@ class CudaFlash(VarlenKernel):
         return "it has no softcap" if problem.softcap else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
+        lengths = _lengths(q, k, band.segments)
         out, lse, *_ = aten._flash_attention_forward(
-            *(q, k, v, *_lengths(q, k, band.segments), 0.0, band.is_causal, False), **_options(band)
+            q, k, v, *lengths, 0.0, band.is_causal, False, **_options(band)
         )
         return out, lse
 
@@ -94,8 +100,17 @@ class CudaFlash(VarlenKernel):
     ) -> Gradients:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
         dq, dk, dv = aten._flash_attention_backward(
-            *(saved.grad_out, q, k, v, saved.out, saved.lse, *_lengths(q, k, band.segments)),
-            *(0.0, band.is_causal, unused, unused),
+            saved.grad_out,
+            q,
+            k,
+            v,
+            saved.out,
+            saved.lse,
+            *_lengths(q, k, band.segments),
+            0.0,  # no dropout
+            band.is_causal,
+            unused,
+            unused,
             **_options(band),
         )
         return dq, dk, dv

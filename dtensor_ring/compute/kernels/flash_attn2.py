@@ -32,7 +32,9 @@ class PagedFlashAttn2(PagedKernel):
 
         tables, lengths = pages.on(query.device)
         return flash_attn_with_kvcache(
-            *(query, key_blocks, value_blocks),
+            query,
+            key_blocks,
+            value_blocks,
             cache_seqlens=lengths,
             block_table=tables,
             softmax_scale=scores.scale,

@@ -44,7 +44,9 @@ class PagedFlashAttn3(PagedKernel):
         tables, lengths = pages.on(query.device)
         # Few queries leave most of a GPU idle, so let it split the keys; it merges the splits.
         out, lse, *_ = flash.fwd(
-            *(query, key_blocks, value_blocks),
+            query,
+            key_blocks,
+            value_blocks,
             page_table=tables,
             seqused_k=lengths,
             softmax_scale=scores.scale,
@@ -110,7 +112,13 @@ class FlashAttn3(VarlenKernel):
     ) -> Gradients:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.operators().bwd(
-            *(saved.grad_out, q, k, v, saved.out, saved.lse, *grads),
+            saved.grad_out,
+            q,
+            k,
+            v,
+            saved.out,
+            saved.lse,
+            *grads,
             **lengths(band.segments, q.device),
             **_options(band),
             deterministic=torch.are_deterministic_algorithms_enabled(),

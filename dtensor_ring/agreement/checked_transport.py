@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.agreement.error import MAX_QUOTED, RingError, reason_of
-from dtensor_ring.agreement.record import MAX_CARRIED, NOWHERE, Inbox, Word, differences, flat
+from dtensor_ring.agreement.record import (
+    MAX_CARRIED,
+    NOWHERE,
+    Inbox,
+    Where,
+    Word,
+    differences,
+    flat,
+)
 from dtensor_ring.agreement.session import RENEW, WATCH, Board, Session, session_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
@@ -101,7 +109,7 @@ def agreed_transport(
     direction: str,
     device: torch.device,
     origin: int = 0,
-    where: tuple[str, str] = NOWHERE,
+    where: Where = NOWHERE,
     first_bytes: int | None = None,
     chain: Chain | None = None,
 ) -> TransportContext:
@@ -140,7 +148,7 @@ class AgreedTransport(Transport):
         word: Word,
         direction: str,
         origin: int,
-        where: tuple[str, str],
+        where: Where,
         carries: bool = False,
         chain: Chain | None = None,
     ) -> None:

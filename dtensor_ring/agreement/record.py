@@ -23,8 +23,9 @@ from dtensor_ring.transport.transport import ABORT_TAG
 # The maximum size of a record. A typical one has 500 bytes; a digest replaces long boundaries.
 MAX_BYTES = 2048
 
-_HEAD = "<QQQ96s64s"  # number of the call, number of its forward call, digest, `Where`
-_HEAD_BYTES = 184  # the size of `_HEAD`
+# Number of the call, number of its forward call, digest, `Where`.
+_HEAD = "<QQQ96s64s48s"
+_HEAD_BYTES = 232  # the size of `_HEAD`
 
 
 class Where(NamedTuple):
@@ -33,19 +34,21 @@ class Where(NamedTuple):
     Attributes:
         place: the line in the caller's code.
         layer: the name of the layer in the model, the same on all ranks.
+        placements: the placements of its DTensors on all axes of their mesh.
     """
 
     place: str = ""
     layer: str = ""
+    placements: str = ""
 
 
-NOWHERE = ("", "")
+NOWHERE = Where()
 
 
 class Word:
     """The record of a call, without its number.
 
-    Args:
+    Attributes:
         fields: name and value of everything on which the ranks must agree.
 
     >>> one, other = Word({"scale": "0.5"}), Word({"scale": "0.25"})
@@ -54,12 +57,13 @@ class Word:
     """
 
     def __init__(self, fields: dict[str, str]) -> None:
+        self.fields = fields
         text = "\n".join([f"{name}: {value}" for name, value in fields.items()]).encode()
         self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         # The digest covers the whole text, also a part that is cut off. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
-    def message(self, number: int, origin: int, where: tuple[str, str] = NOWHERE) -> bytearray:
+    def message(self, number: int, origin: int, where: Where = NOWHERE) -> bytearray:
         """Return the record of a call as bytes.
 
         Args:
@@ -68,9 +72,9 @@ class Word:
             where: the place of the call, see `Where`.
         """
         message = bytearray(self._template)
-        place, layer = where
+        place, layer, placements = where
         # Layer names differ at their end, so the last 64 bytes are kept.
-        texts = place.encode(), layer.encode()[-64:]
+        texts = place.encode(), layer.encode()[-64:], placements.encode()
         struct.pack_into(_HEAD, message, 0, number, origin, self._digest, *texts)
         return message
 
@@ -89,10 +93,10 @@ def flat(message: bytearray) -> Tensor:
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
     """Return the fields in which two records differ: name, value of mine, value of theirs.
 
-    Any bytes may follow a record. An unknown place or layer, as in a compiled call, equals any.
+    Any bytes may follow a record. What is unknown of `Where`, as in a compiled call, equals any.
     """
     one, other = _fields(mine), _fields(theirs)
-    for name in (_PLACE, _LAYER):
+    for name in _WHERE:
         if not (one[name] and other[name]):
             one[name] = other[name]
     names = dict.fromkeys([*one, *other])  # in order
@@ -103,16 +107,15 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
 
 
 _DIGEST = "what does not fit into a word"
-_PLACE, _LAYER = "place of the call", "layer"
+_WHERE = "place of the call", "layer", "placements"
 
 
 def _fields(message: bytes | bytearray) -> dict[str, str]:
-    number, origin, digest, place, layer = struct.unpack_from(_HEAD, message)
+    number, origin, digest, *where = struct.unpack_from(_HEAD, message)
     head = {
         "number of the call": f"{number:,}",
         "backward of call number": f"{origin:,}",
-        _PLACE: _text(place),
-        _LAYER: _text(layer),
+        **dict(zip(_WHERE, map(_text, where), strict=True)),
         _DIGEST: f"{digest:x}",
     }
     lines = _text(bytes(message[_HEAD_BYTES:])).splitlines()

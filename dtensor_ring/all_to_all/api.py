@@ -92,8 +92,16 @@ def exchange(
     if seq_len is not None:
         length = as_count("seq_len", seq_len)
     trade = Trade(
-        *(Dealt(runs, runs), spec, spec, num_sharing, tuple(counts), num_dealt, length),
-        *(None, group.group_name, is_back),
+        dealt=Dealt(runs, runs),
+        layout=spec,
+        to=spec,
+        heads=num_sharing,
+        num_heads=tuple(counts),
+        num_key_heads=num_dealt,
+        seq_len=length,
+        num_tokens=None,
+        group_name=group.group_name,
+        is_back=is_back,
         is_compiled=torch.compiler.is_compiling(),
     )
     if torch.compiler.is_compiling():
@@ -204,8 +212,15 @@ def relayout(
     if before.layout == after.layout:
         return tensor
     trade = Trade(
-        *(Dealt(before.runs, after.runs), before.spec, after.spec, 1, (1,), 1, length, None),
-        group.group_name,
+        dealt=Dealt(before.runs, after.runs),
+        layout=before.spec,
+        to=after.spec,
+        heads=1,
+        num_heads=(1,),
+        num_key_heads=1,
+        seq_len=length,
+        num_tokens=None,
+        group_name=group.group_name,
         is_compiled=torch.compiler.is_compiling(),
     )
     if torch.compiler.is_compiling():
@@ -215,8 +230,12 @@ def relayout(
     if not isinstance(tensor, DTensor):
         return result
     return DTensor.from_local(
-        *(result, tensor.device_mesh, tensor.placements),
-        **{"run_check": False, "shape": tensor.shape, "stride": tensor.stride()},
+        result,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

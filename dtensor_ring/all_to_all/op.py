@@ -274,9 +274,19 @@ def agreed_exchange(
     batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
     word = _exchange_word(
         is_plain(transport_of(group), first.device),
-        *(trade.is_back, first.device.type, batch, dims, tuple(trade.num_heads)),
-        *(trade.num_key_heads, trade.heads, trade.seq_len, *layouts),
-        *(trade.key_seq_len, trade.mask, *trade.documents(batch), trade.slices(batch)),
+        trade.is_back,
+        first.device.type,
+        batch,
+        dims,
+        tuple(trade.num_heads),
+        trade.num_key_heads,
+        trade.heads,
+        trade.seq_len,
+        *layouts,
+        trade.key_seq_len,
+        trade.mask,
+        *trade.documents(batch),
+        trade.slices(batch),
     )
     direction = _direction(trade.is_back)
     return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.where)

@@ -67,8 +67,15 @@ class Trading:
         self._are_alike = key_runs is runs and seq_len == key_seq_len
         self._trades = tuple(
             Trade(
-                *(Dealt(of_side, of_side), place.layout, place.layout, self._heads, ()),
-                *(self._num_heads[1], length, None, place.group_name),
+                dealt=Dealt(of_side, of_side),
+                layout=place.layout,
+                to=place.layout,
+                heads=self._heads,
+                num_heads=(),
+                num_key_heads=self._num_heads[1],
+                seq_len=length,
+                num_tokens=None,
+                group_name=place.group_name,
                 is_compiled=torch.compiler.is_compiling(),
             )
             for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
@@ -155,7 +162,7 @@ def traded_attention(
     Raises:
         ValueError: if the strategy cannot shard the heads.
     """
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
     trading = Trading(call, query, key)
     query, key, value = trading.to_heads([query], [key, value])
@@ -193,7 +200,7 @@ def _memory_of(lse: Tensor) -> Any:
     return getattr(lse, "elem", lse).untyped_storage()
 
 
-def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+def as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast query, key and value like the ring op under autocast, so they travel in that dtype."""
     device_type = tensors[0].device.type
     dtype = autocast_dtype(device_type)
@@ -223,7 +230,7 @@ def traded_backward(
         grads = trading.to_heads(grads, [])
     grad_rows = None if grad_lse is None else _rows(grads[1])
     *results, grad_sinks = ring_backward_op(
-        *(grads[0], grad_rows, *kept), *flatten(trading.with_own_sinks(call))
+        grads[0], grad_rows, *kept, *flatten(trading.with_own_sinks(call))
     )
     results = trading.to_tokens(results[:1], results[1:])
     if sinks is not None:

@@ -25,6 +25,7 @@ from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
 from dtensor_ring.ops.options import default_scale
+from dtensor_ring.paged.kernels import PAGED
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import as_layout
@@ -138,7 +139,8 @@ def connected() -> Iterator[Ranks]:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
         options = axis_group_options(device.type)
         mesh = init_device_mesh(
-            *(device.type, (dist.get_world_size(),)),
+            device.type,
+            (dist.get_world_size(),),
             mesh_dim_names=("cp",),
             backend_override=None if options is None else {"cp": options},
         )
@@ -356,6 +358,7 @@ def _kernels(asked: str | None) -> list[Finding]:
         Finding(f"kernel {name}", reason or "runs", is_bad=name == asked and reason is not None)
         for name, reason in found.items()
     ]
+    findings += [Finding(f"paged kernel {x.name}", x.missing() or "runs") for x in PAGED]
     if torch.cuda.is_available() and not _is_fast(found):
         advice = "pip install flash-attn, or test a prebuilt one: --kernel " + PREBUILT
         findings.append(Finding("kernels for this GPU", "only the slow reference", advice))

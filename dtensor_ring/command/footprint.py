@@ -220,7 +220,7 @@ class Footprint(Storages):
 
 def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
     query, key, value = unit_stride(query, key, value)
-    ring_forward(*(query, (key, value), plan, Shapes(), call.scores, Silent(), call.place.policy))
+    ring_forward(query, (key, value), plan, Shapes(), call.scores, Silent(), call.place.policy)
 
 
 def _backward(

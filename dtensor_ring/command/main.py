@@ -231,7 +231,12 @@ def compare(
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
     try:
         found = compare_strategies(
-            *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+            mask,
+            seq_len,
+            world_size,
+            heads,
+            head_dim,
+            cu_seqlens,
             layout=layout or "zigzag",
             max_held=max_held,
         )

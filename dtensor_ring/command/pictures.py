@@ -104,11 +104,16 @@ def drawing(schedule: Schedule) -> Drawing:
             _draw(steps, plan.rank, step, owners, rows)
     areas = schedule.areas
     return Drawing(
-        *(str(schedule).partition("\n")[0], _note(schedule.strategy)),
-        *(positions, owners, steps, areas, _bars(schedule, areas)),
-        [x for plan in schedule.plans for x in _moves(plan)],
-        [plan.num_local[1] for plan in schedule.plans],
-        [shard_traffic(plan).num_buffers * _largest(plan) for plan in schedule.plans],
+        title=str(schedule).partition("\n")[0],
+        note=_note(schedule.strategy),
+        positions=positions,
+        owners=owners,
+        steps=steps,
+        areas=areas,
+        bars=_bars(schedule, areas),
+        moves=[x for plan in schedule.plans for x in _moves(plan)],
+        own=[plan.num_local[1] for plan in schedule.plans],
+        held=[shard_traffic(plan).num_buffers * _largest(plan) for plan in schedule.plans],
     )
 
 
@@ -171,9 +176,13 @@ def _bars(schedule: Schedule, areas: list[list[int]]) -> list[Bar]:
     begins = step_begins(schedule.plans, areas)
     return [
         Bar(
-            *(plan.rank, step.number, begins[step.number][plan.rank] / mean),
-            (begins[step.number][plan.rank] + areas[plan.rank][step.number]) / mean,
-            *(step.source, len(step.tiles), areas[plan.rank][step.number]),
+            rank=plan.rank,
+            step=step.number,
+            begin=begins[step.number][plan.rank] / mean,
+            end=(begins[step.number][plan.rank] + areas[plan.rank][step.number]) / mean,
+            source=step.source,
+            tiles=len(step.tiles),
+            pairs=areas[plan.rank][step.number],
         )
         for plan in schedule.plans
         for step in plan.steps
@@ -262,8 +271,13 @@ def _mask_figure(drawn: Drawing) -> Any:
                 for row in zip(owners.tolist(), is_drawn.tolist(), strict=True)
             ],
             customdata=drawn.steps.tolist(),
-            **{"x": labels, "y": labels, "visible": step is None, "hovertemplate": hover},
-            **{"zmin": -0.5, "zmax": size - 0.5, "colorscale": _scale(size)},
+            x=labels,
+            y=labels,
+            visible=step is None,
+            hovertemplate=hover,
+            zmin=-0.5,
+            zmax=size - 0.5,
+            colorscale=_scale(size),
             colorbar={"title": "rank", "tickvals": [*range(size)]},
             hoverongaps=False,
         )
@@ -332,7 +346,9 @@ def _work_figure(drawn: Drawing) -> Any:
         y=[f"rank {i}" for i in range(len(shares))],
         texttemplate="%{z:.2f}" if len(shares[0]) <= 16 else None,
         hovertemplate="%{y}, %{x}: %{z:.3f} %<extra></extra>",
-        **{"colorscale": "Blues", "zmin": 0, "colorbar": {"title": "%"}},
+        colorscale="Blues",
+        zmin=0,
+        colorbar={"title": "%"},
     )
     figure.update_layout(height=140 + 34 * len(shares))
     figure.update_yaxes(autorange="reversed")
@@ -375,7 +391,10 @@ def _memory(drawn: Drawing) -> Any:
         ("room for messages", drawn.held, COLORS[1]),
     ):
         figure.add_bar(
-            **{"name": name, "x": ranks, "y": tokens, "marker": {"color": color}},
+            name=name,
+            x=ranks,
+            y=tokens,
+            marker={"color": color},
             hovertemplate="%{x}: %{y:,} tokens<extra>" + name + "</extra>",
         )
     figure.update_layout(barmode="stack", height=320)

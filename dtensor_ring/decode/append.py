@@ -90,9 +90,14 @@ class Turns:
         # Capacities never shrink here: a layer keeps memory that it has allocated.
         capacities = tuple(map(max, self._capacities, table.num_reserved))
         self.last = Turn(
-            before.seq_len,
-            *(layout is not None, num_given, kept, cols, capacities),
-            *(self._capacities, self.batch is None),
+            begin=before.seq_len,
+            is_dealt=layout is not None,
+            num_given=num_given,
+            kept=kept,
+            cols=cols,
+            capacities=capacities,
+            capacities_before=self._capacities,
+            is_first=self.batch is None,
         )
         self._capacities = capacities
         self.table, self._behind = table, set(range(self.num_layers))

@@ -138,9 +138,17 @@ class DecodeCall(NamedTuple):
         starts = self._starts(batch_size, end - num_queries)
         cu_seqlens, slices = self.batch.cu_seqlens, self.batch.slices
         return DecodeQuestion(
-            *(layout, self.scores.mask, rank, world_size, end, starts, num_queries),
-            None if cu_seqlens is None else documents_of(cu_seqlens, "cu_seqlens", batch_size),
-            None if slices is None else slices_of_table(slices, batch_size),
+            layout=layout,
+            mask=self.scores.mask,
+            rank=rank,
+            world_size=world_size,
+            seq_len=end,
+            starts=starts,
+            num_queries=num_queries,
+            documents=None
+            if cu_seqlens is None
+            else documents_of(cu_seqlens, "cu_seqlens", batch_size),
+            slices=None if slices is None else slices_of_table(slices, batch_size),
         )
 
     def _keys(self, key: Tensor, world_size: int) -> tuple[Layout, int]:

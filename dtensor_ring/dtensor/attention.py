@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.ulysses import traded_attention, traded_heads
+from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.annotation import (
     annotation_of,
     axis_group,
@@ -24,7 +27,7 @@ from dtensor_ring.dtensor.arguments import (
     mask_of,
     scores_of,
 )
-from dtensor_ring.dtensor.call_check import validate_call
+from dtensor_ring.dtensor.call_check import validated
 from dtensor_ring.dtensor.dispatch import traded_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.call_site import called_from
@@ -169,21 +172,29 @@ def ring_attention(
         return_lse, validate = as_flag("return_lse", return_lse), as_flag("validate", validate)
     mask = mask_of(mask, slices)
     batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-    if validate:
-        arguments = {"query": query, "key": key, "value": value, "mask": mask, "sinks": sinks}
-        arguments |= batch._asdict()
-        arguments |= {"scale": scale, "softcap": softcap, "kernel": kernel}
-        arguments |= {"strategy": strategy}
-        validate_call(arguments | {"return_lse": return_lse}, mesh)
+    score = partial(scores_of, query, mask, scale, softcap, sinks)
+    build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
+    call = validated(build, query, key, value, mesh) if validate else build()
+    out, lse = attend(query, key, value, call, return_lse)
+    return out if lse is None or not return_lse else (out, lse)
+
+
+def _call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh | None,
+    batch: Batch,
+    strategy: str | None,
+    kernel: str | None,
+    score: Callable[[str | None], Scores],
+) -> Call:
+    """Check the options of a call, and collect them; `score` collects those of the scores."""
     check_tensors(query, key, value)
     if strategy is not None:
         check_strategy(strategy)
     place, of_axis = _placed(query, key, mesh, batch, strategy)
-    kernel = of_axis if kernel is None else kernel
-    scores = scores_of(query, mask, scale, softcap, sinks, kernel)
-    call = Call(batch, scores, place)
-    out, lse = attend(query, key, value, call, return_lse)
-    return out if lse is None or not return_lse else (out, lse)
+    return Call(batch, score(of_axis if kernel is None else kernel), place)
 
 
 def attend(

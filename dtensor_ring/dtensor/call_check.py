@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,72 +15,76 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.agreement.checked_transport import agreed_transport
 from dtensor_ring.agreement.record import Word
 from dtensor_ring.agreement.session import session_of
+from dtensor_ring.all_to_all.ulysses import as_autocast
 from dtensor_ring.compute.kernels import available_kernels
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
-from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.ops.boundaries import INTEGERS
-from dtensor_ring.ops.nodes import autocast_dtype
-from dtensor_ring.ops.options import Batch
-from dtensor_ring.planning.layout import shard_length
+from dtensor_ring.dtensor.annotation import axis_group, group_of
+from dtensor_ring.dtensor.arguments import check_options
+from dtensor_ring.dtensor.dispatch import local_call, ring_of_call
+from dtensor_ring.dtensor.placement import SEQUENCE, local_of, placements_text
+from dtensor_ring.ops.checks import check_inputs
+from dtensor_ring.ops.options import Call
+from dtensor_ring.ops.ring_op import record_of
+from dtensor_ring.planning.strategy import Strategy
+
+SAME_CALL = "make the same call"
 
 # The largest number of characters of a description that an error quotes.
 MAX_QUOTED = 200
 
 
-def validate_call(call: dict[str, Any], mesh: DeviceMesh | None) -> None:
-    """Compare the arguments of `ring_attention`, by name, with those of the other ranks.
+def validated(
+    build: Callable[[], Call], query: Any, key: Any, value: Any, mesh: DeviceMesh | None
+) -> Call:
+    """Build the call of `ring_attention`, and compare its record with those of the other ranks.
 
     Raises:
-        ValueError: on every rank, if they differ; or here, if the call is being compiled.
+        ValueError: on every rank, if records differ, or only some ranks raise; or here, if the call
+            is being compiled.
     """
     if torch.compiler.is_compiling():
         raise ValueError("validate=True compares ranks in eager calls only; compile without it")
-    query = call["query"]
     if isinstance(query, DTensor):
         axes = [axis for axis, where in enumerate(query.placements) if where == Shard(SEQUENCE)]
         groups = [group_of(query.device_mesh, axis) for axis in axes]
     else:
         groups = [axis_group(mesh)] if mesh is not None else []
-    kernels = [name for name, missing in available_kernels().items() if missing is None]
-    # A sequence over several axes is an error, which the ranks of all these axes must raise.
+    try:
+        call = build()
+        record = _record(call, query, key, value)
+    except Exception as error:
+        # A sequence over several axes is an error, which the ranks of all these axes must raise.
+        for group in groups:
+            check_agreement(group, {"error": f"{type(error).__name__}: {error}"}, SAME_CALL)
+        raise
     for group in groups:
-        axis = annotation_of(group)
-        how = axis.config_or_default
-        here = {
-            "layout": axis.layout and axis.layout.spec,
-            "strategy": how.strategy if call.get("strategy") is None else call["strategy"],
-        }
-        here |= {"policy": how.policy, "kernel of the axis": how.kernel, "kernels": kernels}
-        here |= {"shards of another length": _odd_shards(call, group)}
-        check_call(group, call | here)
+        check_agreement(group, {"error": "none"}, SAME_CALL)
+        check_agreement(group, record, SAME_CALL)
+    return call
 
 
-def _odd_shards(call: dict[str, Any], group: ProcessGroup) -> list[str]:
-    """List the DTensors whose local length does not follow from their global length."""
-    given = {name: call[name] for name in ("query", "key", "value")}
-    rank, size = group.rank(), group.size()
-    return [
-        f"{name} {x._local_tensor.shape[SEQUENCE]}"
-        for name, x in given.items()
-        if isinstance(x, DTensor)
-        and x.ndim == 4
-        and x._local_tensor.shape[SEQUENCE] != shard_length(rank, size, x.shape[SEQUENCE])
-    ]
-
-
-def check_call(group: ProcessGroup, call: dict[str, Any]) -> None:
-    """Compare the arguments of `ring_attention`, by name, over the ranks of a group.
-
-    Query, key, value and sinks are compared by their properties, other tensors by their content.
+def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
+    """Describe a call as its op does, and what a rank without call records would not notice.
 
     Raises:
-        ValueError: on every rank, if ranks pass different arguments; says which rank passes what.
+        ValueError: what the op would raise on this rank before it sends anything.
     """
-    # With `key_runs`, the lengths of shards may differ by rank.
-    has_lengths = call.get("key_runs") is None
-    here = {name: _describe(name, x, has_lengths) for name, x in call.items()}
-    here |= {"gradients": _wants_gradients(call), "autocast": _autocast(call["query"])}
-    check_agreement(group, here, "make the same call")
+    check_options(query, call)
+    inputs, placements = (query, key, value, call.scores.sinks), "none"
+    if isinstance(query, DTensor):
+        ring = ring_of_call(query, key, value, call)
+        call, placements = local_call(call, query, key, ring), placements_text(ring.placements)
+        query, key, value = (local_of(x, ring) for x in (query, key, value))
+    query, key, value = as_autocast(query, key, value)
+    check_inputs(query, key, value, call.scores.sinks)
+    question = call.question(len(query))
+    # Shards have these lengths before an all-to-all, too.
+    question._replace(strategy=Strategy()).plan(query, key)
+    call.select(query, value, question.slices)
+    heads = query.shape[1], value.shape[1]
+    kernels = [name for name, missing in available_kernels().items() if missing is None]
+    needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
+    return record_of(call, question, query, value, "forward", heads).fields | more
 
 
 def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:
@@ -109,34 +112,6 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
     if differing:
         listed = "; ".join(differing)
         raise ValueError(f"the ranks of a ring must {what}, they differ in {listed}")
-
-
-def _describe(name: str, x: Any, has_length: bool) -> str:
-    if not isinstance(x, Tensor):
-        return repr(x)
-    if x.layout is not torch.strided or x.is_nested:  # refused later; it may have no shape
-        return f"{x.layout} {x.dtype}"
-    shape = tuple(x.shape)
-    if x.ndim == 4 and not has_length:
-        shape = *shape[:SEQUENCE], "L", *shape[SEQUENCE + 1 :]
-    kind = f"{str(x.dtype).removeprefix('torch.')} {shape} {x.device.type}"
-    if isinstance(x, DTensor):
-        return f"{kind} {tuple(x.placements)}"
-    # Integers are boundaries, which decide the plan. Comparing other content would cost too much.
-    is_readable = x.device.type != "meta" and x.dtype in INTEGERS
-    has_content = is_readable and name in Batch._fields
-    return f"{kind} {x.tolist()}" if has_content else kind
-
-
-def _wants_gradients(call: dict[str, Any]) -> str:
-    tensors = [x for x in call.values() if isinstance(x, Tensor)]
-    return str(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-
-
-def _autocast(query: Any) -> str:
-    """Describe the dtype that autocast casts to, if it is on."""
-    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    return str(autocast_dtype(device_type) or "off")
 
 
 @contextmanager

@@ -30,12 +30,14 @@ from dtensor_ring.dtensor.placement import (
     Ring,
     describe,
     local_of,
+    placements_text,
     ring_of,
     ring_of_keys,
     without,
     wrap,
 )
 from dtensor_ring.ops.boundaries import on_host
+from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
@@ -45,9 +47,9 @@ def ring_forward_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: Call
 ) -> tuple[DTensor, DTensor]:
     """Run the ring op on DTensors, whose placements and axis give the call's place."""
-    ring = _ring(query, key, value, call)
+    ring = ring_of_call(query, key, value, call)
     tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
-    local = _local_call(call, query, key, ring)
+    local = local_call(call, query, key, ring)
     results: Any
     if _trades(local):
         # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
@@ -72,11 +74,11 @@ def ring_backward_dtensor(
     call: Call,
 ) -> tuple[DTensor, DTensor, DTensor, Any]:
     """Run the ring's backward op on DTensors."""
-    ring, sinks = _ring(query, key, value, call), call.scores.sinks
+    ring, sinks = ring_of_call(query, key, value, call), call.scores.sinks
     tensors: list[Any] = [
         local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
     ]
-    local = _local_call(call, query, key, ring)
+    local = local_call(call, query, key, ring)
     if _trades(local):
         *grads, grad_sinks = traded_backward(*tensors, call=local)
     else:
@@ -105,8 +107,8 @@ def traded_dtensors(
 
     The ring op on DTensors instead keeps both the own and the exchanged tensors for backward.
     """
-    ring = _ring(query, key, value, call)
-    local, sinks = _local_call(call, query, key, ring), call.scores.sinks
+    ring = ring_of_call(query, key, value, call)
+    local, sinks = local_call(call, query, key, ring), call.scores.sinks
     if isinstance(sinks, DTensor):
         own = sinks.to_local(grad_placements=_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
@@ -123,8 +125,7 @@ def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     """Wrap a local tensor like `wrap`, but differentiably."""
     stride = strides(shape, order_of(local))
     return DTensor.from_local(
-        *(local, ring.mesh, ring.placements),
-        **{"run_check": False, "shape": torch.Size(shape), "stride": stride},
+        local, ring.mesh, ring.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -138,7 +139,7 @@ def decode_dtensor(
 ) -> tuple[DTensor, DTensor]:
     """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
-    ring = ring_of_keys(query, key, value, batch.key_runs is not None)
+    ring = _noted(ring_of_keys(query, key, value, batch.key_runs is not None))
     starts = batch.query_starts
     if starts is not None and len(starts) != 1:
         starts = _local_rows("query_starts", starts, query, ring, 1)
@@ -149,9 +150,7 @@ def decode_dtensor(
             query_starts=starts,
         ),
         _local_scores(call.scores, ring),
-        DecodePlace(
-            *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge)
-        ),
+        DecodePlace(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge),
     )
     # The query is not sharded over the axis: its local tensor has all query tokens.
     tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)
@@ -163,17 +162,24 @@ def decode_dtensor(
     )
 
 
-def _ring(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
+def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
     """Return the ring of a call."""
     if call.batch.key_runs is not None:
         raise ValueError(
             "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
             "the tensors of this rank and mesh="
         )
-    return ring_of(query, key, value, call.batch.runs is not None)
+    return _noted(ring_of(query, key, value, call.batch.runs is not None))
 
 
-def _local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
+def _noted(ring: Ring) -> Ring:
+    """Add the placements to the call record; `called_from` removes them."""
+    if CALLER.place:  # otherwise a compiler traces, or this is a backward call
+        CALLER.placements = placements_text(ring.placements)
+    return ring
+
+
+def local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
     """Return the call on local tensors, with this rank's rows of boundaries and its own sinks."""
     batch, config = call.batch, ring.config
     bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)

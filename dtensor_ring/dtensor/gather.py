@@ -75,8 +75,15 @@ def gathered(
     """
     # Model the gather as an exchange with a single head that is replicated to all ranks.
     trade = Trade(
-        *(Dealt(runs, runs), layout, layout, group.size(), (1,), 1, seq_len, None),
-        group.group_name,
+        dealt=Dealt(runs, runs),
+        layout=layout,
+        to=layout,
+        heads=group.size(),
+        num_heads=(1,),
+        num_key_heads=1,
+        seq_len=seq_len,
+        num_tokens=None,
+        group_name=group.group_name,
         is_compiled=torch.compiler.is_compiling(),
     )
     whole = exchanged(local, dim, trade)

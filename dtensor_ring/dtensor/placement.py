@@ -145,6 +145,16 @@ def on_annotated_axis(x: Any, dim: int) -> bool:
     )
 
 
+@lru_cache(maxsize=256)
+def placements_text(placements: Placements) -> str:
+    """Describe placements briefly, for a call record.
+
+    >>> placements_text((Shard(0), Shard(2), Replicate()))
+    'S(0), S(2), R'
+    """
+    return ", ".join(map(str, placements))
+
+
 def without(placements: Placements) -> Placements:
     """Return the placements with `Replicate` in place of the sharded sequence."""
     return tuple(Replicate() if where == Shard(SEQUENCE) else where for where in placements)

@@ -1,6 +1,6 @@
-"""Records the user's source line and the layer of each call.
+"""Records the user's source line, the layer and the placements of each call.
 
-Ranks compare them, to tell apart calls of the same shape in a different order.
+Ranks compare them, to tell apart calls of the same shape.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ T = TypeVar("T")
 class _Caller(local):
     place = ""
     layer = ""
+    placements = ""
 
     @property
     def where(self) -> Where:
-        """The place and the layer, as ranks compare them."""
-        return Where(self.place, self.layer)
+        """Where the call is made, as ranks compare it."""
+        return Where(self.place, self.layer, self.placements)
 
 
-# The place and the layer of this thread's call. Empty if unknown, as in a compiled graph.
+# What is known of this thread's call. Empty if unknown, as in a compiled graph.
 CALLER = _Caller()
 
 _WITHIN = "torch.", "dtensor_ring."
@@ -57,7 +58,7 @@ def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
         CALLER.layer = ""  # after an error, no forward hook of the layer resets it
         raise
     finally:
-        CALLER.place = ""
+        CALLER.place = CALLER.placements = ""
 
 
 def name_layer(module: nn.Module, name: str) -> None:

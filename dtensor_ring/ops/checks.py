@@ -107,8 +107,14 @@ def announce(
         level,
         "ring attention on rank %d of %s: kernel %s, layout %s, strategy %s, %s tokens, "
         "%d steps, receives %s tokens (%.1f MiB) forward",
-        *(rank, ranks, kernel, question.layout.name, question.strategy.spec),
-        *(f"{question.seq_len:,}", plan.num_steps, f"{plan.num_received:,}"),
+        rank,
+        ranks,
+        kernel,
+        question.layout.name,
+        question.strategy.spec,
+        f"{question.seq_len:,}",
+        plan.num_steps,
+        f"{plan.num_received:,}",
         plan.num_received * per_token / 2**20,
     )
 

@@ -256,9 +256,17 @@ class Call(NamedTuple):
         documents, key_documents = self.documents(batch)
         layout, key_layout, seq_len, key_seq_len = self._dealt()
         return Question(
-            *(layout, self.scores.mask, group.rank(), group.size(), seq_len, documents),
-            *(key_seq_len, key_documents, as_strategy(spelling, group.size())),
-            *(self.slices(batch), key_layout),
+            layout=layout,
+            mask=self.scores.mask,
+            rank=group.rank(),
+            world_size=group.size(),
+            seq_len=seq_len,
+            documents=documents,
+            key_seq_len=key_seq_len,
+            key_documents=key_documents,
+            strategy=as_strategy(spelling, group.size()),
+            slices=self.slices(batch),
+            key_layout=key_layout,
         )
 
     def _dealt(self) -> tuple[Layout, Layout | None, int, int]:
@@ -334,8 +342,17 @@ def kernel_of(
     # The planner cuts other bands into squares, so only these need a kernel with windows.
     is_windowed = mask.left is not None if slices is None else slices.are_windowed
     return kernel_for(
-        *(kernel, query.device.type, query.dtype, head_dim, value_head_dim, scale, softcap),
-        *(differentiable_lse, is_windowed, num_heads != num_key_heads, is_packed),
+        kernel,
+        query.device.type,
+        query.dtype,
+        head_dim,
+        value_head_dim,
+        scale,
+        softcap,
+        differentiable_lse,
+        is_windowed,
+        num_heads != num_key_heads,
+        is_packed,
     )
 
 

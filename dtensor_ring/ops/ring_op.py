@@ -67,7 +67,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         announce(call, question, plan, kernel.name, key, value)
         query, key, value = loadable(query, key, value)
         out, lse = ring_forward(
-            *(query, (key, value), plan, kernel, call.scores, transport, call.place.policy)
+            query, (key, value), plan, kernel, call.scores, transport, call.place.policy
         )
     if question.world_size > 1:
         session_of(call.group).remember(lse)
@@ -96,8 +96,7 @@ def backward(
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
-            *(saved, query, (key, value), plan, kernel, call.scores),
-            *(transport, call.place.policy),
+            saved, query, (key, value), plan, kernel, call.scores, transport, call.place.policy
         )
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
@@ -168,11 +167,24 @@ def agreed_call(
         return nullcontext(transport_of(group))  # nobody to agree with
     origin = 0 if lse is None else session_of(group).origin_of(lse)
     direction = "forward" if lse is None else "backward"
-    # The mask is part of `question`. The shape of sinks follows from the query's heads.
-    _, scale, softcap, sinks, kernel = call.scores
     heads = query.shape[1], value.shape[1]
     if question.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
+    word = record_of(call, question, query, value, direction, heads)
+    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+
+
+def record_of(
+    call: Call,
+    question: Question,
+    query: Tensor,
+    value: Tensor,
+    direction: str,
+    heads: tuple[int, int],
+) -> Word:
+    """Return the record of a call, with the heads of queries and of keys as given."""
+    # The mask is part of `question`. The shape of sinks follows from the query's heads.
+    _, scale, softcap, sinks, kernel = call.scores
     attention = AttentionFacts(
         direction=direction,
         dtype=query.dtype,
@@ -187,8 +199,7 @@ def agreed_call(
         softcap=softcap,
         kernel=kernel,
     )
-    word = _word(attention, call.place.policy, *question)
-    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+    return _word(attention, call.place.policy, *question)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)

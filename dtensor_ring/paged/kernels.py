@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import lru_cache
-from inspect import signature
 
 import torch
 from torch import Tensor
-from torch.nn import attention
 
 from dtensor_ring.compute.accumulate import Partial
-from dtensor_ring.compute.kernels.flash_attn2 import PagedFlashAttn2
-from dtensor_ring.compute.kernels.flash_attn3 import PagedFlashAttn3
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Problem, Result, Scores
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.kernels.registry import kernel_for
+from dtensor_ring.compute.kernels.registry import KERNELS, first_able, kernel_for
 from dtensor_ring.compute.memory import WHOLE, region
 from dtensor_ring.planning.tile import FULL
 
@@ -107,71 +102,9 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.transpose(0, 1).unsqueeze(0)
 
 
-class VarlenAttn(PagedKernel):
-    """Calls `torch.nn.attention.varlen.varlen_attn` with block tables, from PyTorch 2.13 on."""
-
-    name = "varlen_attn"
-
-    def missing(self) -> str | None:
-        return no_gpu() or _missing_argument()
-
-    def supports(self, problem: Problem, block: int) -> str | None:
-        # These are the limits of flash attention 2, PyTorch's default implementation.
-        if reason := gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256):
-            return reason
-        return "it has no softcap" if problem.softcap else None
-
-    def forward(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
-    ) -> Result:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-        entries, num_rows, heads, _ = query.shape
-        tables, lengths = pages.on(query.device)
-        rows = torch.arange(entries + 1, dtype=torch.int32, device=query.device) * num_rows
-        out, lse = varlen_attn(
-            *(query.flatten(0, 1), key_blocks, value_blocks, rows, _boundaries(lengths)),
-            *(num_rows, pages.longest),
-            return_aux=AuxRequest(lse=True),
-            scale=scores.scale,
-            enable_gqa=heads != key_blocks.shape[2],
-            seqused_k=lengths,
-            block_table=tables,
-            # One split of keys: with several, flash attention 2 mixes up partial results of packed
-            # rows, Dao-AILab/flash-attention#2812.
-            num_splits=1,
-        )
-        lse = lse.unflatten(1, (entries, num_rows)).transpose(0, 1)
-        return out.unflatten(0, (entries, num_rows)), lse
-
-
-def _boundaries(lengths: Tensor) -> Tensor | None:
-    """Return the boundaries of the keys as if they were packed, or `None`."""
-    # Flash attention 2 needs boundaries of both sides, but reads the lengths; 3 and 4 refuse them.
-    if attention.current_flash_attention_impl() not in (None, "FA2"):
-        return None
-    zero = lengths.new_zeros(1)
-    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)])
-
-
-def _missing_argument() -> str | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        return f"this PyTorch has no varlen_attn: {error}"
-    if {"seqused_k", "block_table", "num_splits"} <= set(signature(varlen_attn).parameters):
-        return None
-    return "varlen_attn of this PyTorch reads no block tables, 2.13 and later do"
-
-
-# In the order of preference: kernels for GPUs first, kernels that run anywhere last.
-PAGED: tuple[PagedKernel, ...] = (
-    PagedFlashAttn3(),
-    PagedFlashAttn2(),
-    VarlenAttn(),
-    InPlace(),
-    Gathered(),
-)
+# In the order of the registry, whose paged kernels are for GPUs; then those that run anywhere.
+_OF_REGISTRY = (kernel.paged for kernel in KERNELS.values() if kernel.paged is not None)
+PAGED: tuple[PagedKernel, ...] = (*_OF_REGISTRY, InPlace(), Gathered())
 
 
 @lru_cache(maxsize=256)
@@ -189,14 +122,8 @@ def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
     known = {kernel.name: kernel for kernel in PAGED}
     if name is not None and name not in known:
         raise ValueError(f"unknown paged kernel {name!r}; known kernels: {', '.join(known)}")
-    reasons = {}
-    for kernel in known.values() if name is None else (known[name],):
-        # `supports` first: it is cheap, but `missing` may import a package.
-        reason = kernel.supports(problem, block) or kernel.missing()
-        if reason is None:
-            return kernel
-        reasons[kernel.name] = reason
-    what = f"kernel {name!r} cannot" if name else "no kernel can"
-    why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
-    able = "" if name is None else "; leave kernel out, or take 'in_place', which reads any blocks"
-    raise ValueError(f"{what} read these blocks ({why}){able}")
+    asked = known.values() if name is None else (known[name],)
+    # `supports` first: it is cheap, but `missing` may import a package.
+    answers = ((kernel, kernel.supports(problem, block) or kernel.missing()) for kernel in asked)
+    hint = "" if name is None else "; leave kernel out, or take 'in_place', which reads any blocks"
+    return first_able(name, answers, "read these blocks", hint)

@@ -117,19 +117,14 @@ class PagedStep:
             self._add(partial, query, entries, *found)
         if self._reads.edges:
             slots = self._slots.on(query.device)[0]
-            kv = tuple(x.flatten(0, 1)[slots].transpose(1, 2) for x in (key_blocks, value_blocks))
+            kv = (
+                key_blocks.flatten(0, 1)[slots].transpose(1, 2),
+                value_blocks.flatten(0, 1)[slots].transpose(1, 2),
+            )
             edge_kernel = block_kernel(query, key_blocks.shape[2], value_blocks.shape[3], scores)
+            label = Label("decode", 0, 0)
             forward_step(
-                *(
-                    self._edges,
-                    query,
-                    (kv[0], kv[1]),
-                    partial,
-                    edge_kernel,
-                    scores,
-                    Label("decode", 0, 0),
-                ),
-                with_segments=False,
+                self._edges, query, kv, partial, edge_kernel, scores, label, with_segments=False
             )
         return partial.result()
 

@@ -296,9 +296,12 @@ def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Si
         )
     dim = as_count("head_dim", head_dim)
     return Sizes(
-        *((query, key), (dim, dim), as_count("batch", batch), dtype.itemsize),
-        (policy.kv_dtype or dtype).itemsize,
-        policy.sum_dtype(dtype).itemsize,
+        heads=(query, key),
+        head_dims=(dim, dim),
+        batch=as_count("batch", batch),
+        itemsize=dtype.itemsize,
+        kv_itemsize=(policy.kv_dtype or dtype).itemsize,
+        sum_itemsize=policy.sum_dtype(dtype).itemsize,
     )
 
 

@@ -83,7 +83,9 @@ class Decoded:
             )
         key, value = (x.narrow(2, 0, self.num_columns) for x in (key, value))
         return decode_attention(
-            *(query, key, value),
+            query,
+            key,
+            value,
             key_runs=self.key_runs,
             query_starts=self.query_starts,
             kernel=self.axis.kernel,

@@ -108,7 +108,7 @@ def other_balance(model: Any) -> str | None:
     with frozen(model):
         plain = probe(model, tuple(range(NUM_TOKENS)), **given)
         try:
-            routed = probe(model, tuple(range(NUM_TOKENS)), **given, **{ROUTER_LOGITS: True})
+            routed = probe(model, tuple(range(NUM_TOKENS)), **given | {ROUTER_LOGITS: True})
         except Exception as error:  # for example, the model has no layer of experts
             return f"the stock model fails with it ({type(error).__name__}: {error})"
     if getattr(routed, "aux_loss", None) is None:

@@ -84,7 +84,8 @@ def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "cp"}
     options = axis_group_options(device_type)
     return init_device_mesh(
-        *(device_type, tuple(kept.values())),
+        device_type,
+        tuple(kept.values()),
         mesh_dim_names=tuple(kept),
         backend_override=None if options is None else {"cp": options},
     )

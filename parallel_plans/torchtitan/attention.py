@@ -108,7 +108,12 @@ class RingAttention(Module):
         axis, documents = self._axis(), _documents(attention_masks)
         refuse(others)
         out = attend(
-            *(self, axis, documents, q_BLNH, k_BLNH, v_BLNH),
+            self,
+            axis,
+            documents,
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
             mask=self.mask,
             sinks=None if out_transform is None else sinks_of(out_transform),
             scale=scale,

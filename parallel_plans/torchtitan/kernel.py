@@ -135,7 +135,10 @@ class _RingKernel(Module):
             self.axis = self._axis_of(_current_mesh())
         tensors = [x.unsqueeze(0) for x in (q_THK, k_THK, v_THV)]
         out = attend(
-            *(self, self.axis, documents, *tensors),
+            self,
+            self.axis,
+            documents,
+            *tensors,
             mask=self.mask,
             sinks=None if out_transform is None else sinks_of(out_transform),
             scale=scale,

@@ -39,10 +39,11 @@ def test_what_does_not_fit_counts_too() -> None:
 
 def test_places_are_named() -> None:
     one, other, unknown = (
-        Word(FIELDS).message(1, 0, Where(place, layer))
-        for place, layer in (("a.py:1 in f", "0"), ("x" * 200, "y" * 200 + "1"), ("", ""))
+        Word(FIELDS).message(1, 0, Where(*where))
+        for where in (("a.py:1 in f", "0", "R, S(2)"), ("x" * 200, "y" * 200 + "1", "S(2)"), ())
     )
     differing = [("place of the call", "a.py:1 in f", "x" * 96), ("layer", "0", "y" * 63 + "1")]
+    differing += [("placements", "R, S(2)", "S(2)")]
     assert differences(one, other) == differing
     assert differences(one, unknown) == differences(unknown, one) == []
 

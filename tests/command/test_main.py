@@ -120,6 +120,8 @@ def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFix
     found = json.loads(printed.out)
     is_bad = [what for what, row in found.items() if row["is_bad"]]
     assert is_bad == [f"kernel {kernel}"] * (kernel is not None)
+    if kernel != "nobody's":
+        assert found["paged kernel in_place"]["found"] == "runs"
     (line,) = printed.err.splitlines()
     assert "torchrun" in line
     assert main(load, ["doctor", *options]) == 1

@@ -224,9 +224,7 @@ def _backward(
     """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(
-        *(grad_out, query, *by_col, out, lse, 0.0, is_causal), attn_mask=bias, scale=scale
-    )
+    return kernel(grad_out, query, *by_col, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
 def _backward_square(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 from torch.nn import attention
 
 from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved, Segments
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+    Segments,
+)
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 aten = torch.ops.aten
@@ -17,10 +27,54 @@ aten = torch.ops.aten
 SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
+class VarlenAttn(PagedKernel):
+    """Calls `torch.nn.attention.varlen.varlen_attn` with block tables, from PyTorch 2.13 on."""
+
+    name = "varlen_attn"
+
+    def missing(self) -> str | None:
+        return no_gpu() or _missing_argument()
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        # These are the limits of flash attention 2, PyTorch's default implementation.
+        if reason := gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256):
+            return reason
+        return "it has no softcap" if problem.softcap else None
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        entries, num_rows, heads, _ = query.shape
+        tables, lengths = pages.on(query.device)
+        rows = torch.arange(entries + 1, dtype=torch.int32, device=query.device) * num_rows
+        out, lse = varlen_attn(
+            query.flatten(0, 1),
+            key_blocks,
+            value_blocks,
+            cu_seq_q=rows,
+            cu_seq_k=_boundaries(lengths),
+            max_q=num_rows,
+            max_k=pages.longest,
+            return_aux=AuxRequest(lse=True),
+            scale=scores.scale,
+            enable_gqa=heads != key_blocks.shape[2],
+            seqused_k=lengths,
+            block_table=tables,
+            # One split of keys: with several, flash attention 2 mixes up partial results of packed
+            # rows, Dao-AILab/flash-attention#2812.
+            num_splits=1,
+        )
+        lse = lse.unflatten(1, (entries, num_rows)).transpose(0, 1)
+        return out.unflatten(0, (entries, num_rows)), lse
+
+
 class CudaFlash(VarlenKernel):
     """`aten._flash_attention_forward`, with grouped-query, segments of any length and windows."""
 
     name = "cuda_flash"
+    paged = VarlenAttn()
 
     def missing(self) -> str | None:
         if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
@@ -35,8 +89,9 @@ class CudaFlash(VarlenKernel):
         return "it has no softcap" if problem.softcap else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
+        lengths = _lengths(q, k, band.segments)
         out, lse, *_ = aten._flash_attention_forward(
-            *(q, k, v, *_lengths(q, k, band.segments), 0.0, band.is_causal, False), **_options(band)
+            q, k, v, *lengths, 0.0, band.is_causal, False, **_options(band)
         )
         return out, lse
 
@@ -45,8 +100,17 @@ class CudaFlash(VarlenKernel):
     ) -> Gradients:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
         dq, dk, dv = aten._flash_attention_backward(
-            *(saved.grad_out, q, k, v, saved.out, saved.lse, *_lengths(q, k, band.segments)),
-            *(0.0, band.is_causal, unused, unused),
+            saved.grad_out,
+            q,
+            k,
+            v,
+            saved.out,
+            saved.lse,
+            *_lengths(q, k, band.segments),
+            0.0,  # no dropout
+            band.is_causal,
+            unused,
+            unused,
             **_options(band),
         )
         return dq, dk, dv
@@ -75,3 +139,22 @@ def _options(band: Band) -> dict[str, float | None]:
     # This operator takes None for an unbounded side.
     left, right = band.window
     return {"scale": band.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _boundaries(lengths: Tensor) -> Tensor | None:
+    """Return the boundaries of the keys as if they were packed, or `None`."""
+    # Flash attention 2 needs boundaries of both sides, but reads the lengths; 3 and 4 refuse them.
+    if attention.current_flash_attention_impl() not in (None, "FA2"):
+        return None
+    zero = lengths.new_zeros(1)
+    return torch.cat([zero, lengths.cumsum(0, dtype=torch.int32)])
+
+
+def _missing_argument() -> str | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return f"this PyTorch has no varlen_attn: {error}"
+    if {"seqused_k", "block_table", "num_splits"} <= set(signature(varlen_attn).parameters):
+        return None
+    return "varlen_attn of this PyTorch reads no block tables, 2.13 and later do"

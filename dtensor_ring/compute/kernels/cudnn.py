@@ -76,7 +76,7 @@ class Cudnn(Kernel):
             return Reference().forward(q, k, v, launch, scores)
         is_causal = _is_causal(launch.mask)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *(q, k, v, None, True, 0.0, is_causal, False), scale=scores.scale
+            q, k, v, None, True, 0.0, is_causal, False, scale=scores.scale
         )
         return out, lse.squeeze(3)
 
@@ -90,8 +90,19 @@ class Cudnn(Kernel):
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            *(grad_out, *tensors, out, saved.lse.contiguous().unsqueeze(3), unused, unused),
-            *(None, None, None, q.shape[2], k.shape[2], 0.0, _is_causal(launch.mask)),
+            grad_out,
+            *tensors,
+            out,
+            saved.lse.contiguous().unsqueeze(3),
+            unused,
+            unused,
+            None,  # no bias, and no packed sequences
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,  # no dropout
+            _is_causal(launch.mask),
             scale=scores.scale,
         )
 

@@ -14,10 +14,40 @@ from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 
+class PagedFlashAttn2(PagedKernel):
+    """`flash_attn_with_kvcache`, which reads keys through block tables."""
+
+    name = "flash_attn2"
+
+    def missing(self) -> str | None:
+        return no_gpu() or _missing_package()
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        return gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256)
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        from flash_attn.flash_attn_interface import flash_attn_with_kvcache
+
+        tables, lengths = pages.on(query.device)
+        return flash_attn_with_kvcache(
+            query,
+            key_blocks,
+            value_blocks,
+            cache_seqlens=lengths,
+            block_table=tables,
+            softmax_scale=scores.scale,
+            softcap=scores.softcap,
+            return_softmax_lse=True,
+        )
+
+
 class FlashAttn2(VarlenKernel):
     """Flash attention 2 (Dao, 2023, arXiv 2307.08691) from the flash-attn package, with softcap."""
 
     name = "flash_attn2"
+    paged = PagedFlashAttn2()
 
     def functions(self) -> Any:
         """Return the module with the private functions; the public ones return no lse."""
@@ -60,33 +90,6 @@ class FlashAttn2(VarlenKernel):
         else:
             flash._flash_attn_varlen_backward(*tensors, *sizes(band.segments, q.device), **more)
         return grads
-
-
-class PagedFlashAttn2(PagedKernel):
-    """`flash_attn_with_kvcache`, which reads keys through block tables."""
-
-    name = "flash_attn2"
-
-    def missing(self) -> str | None:
-        return no_gpu() or _missing_package()
-
-    def supports(self, problem: Problem, block: int) -> str | None:
-        return gpu_limits(problem) or one_head_dim(problem, 256) or whole_pages(block, 256)
-
-    def forward(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
-    ) -> Result:
-        from flash_attn.flash_attn_interface import flash_attn_with_kvcache
-
-        tables, lengths = pages.on(query.device)
-        return flash_attn_with_kvcache(
-            *(query, key_blocks, value_blocks),
-            cache_seqlens=lengths,
-            block_table=tables,
-            softmax_scale=scores.scale,
-            softcap=scores.softcap,
-            return_softmax_lse=True,
-        )
 
 
 def _missing_package() -> str | None:

@@ -25,6 +25,37 @@ SM_MARGIN = 8
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
+class PagedFlashAttn3(PagedKernel):
+    """The forward operator, which reads keys through page tables; pages may have any size."""
+
+    name = "flash_attn3"
+
+    def missing(self) -> str | None:
+        missing = no_gpu(9) or _missing_package()
+        return missing or _left_out(_build_flags(), "PAGEDKV", "VARLEN")
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        reason = gpu_limits(problem) or one_head_dim(problem, 256)
+        return reason or _left_out_of(_build_flags(), problem)
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        tables, lengths = pages.on(query.device)
+        # Few queries leave most of a GPU idle, so let it split the keys; it merges the splits.
+        out, lse, *_ = flash.fwd(
+            query,
+            key_blocks,
+            value_blocks,
+            page_table=tables,
+            seqused_k=lengths,
+            softmax_scale=scores.scale,
+            softcap=scores.softcap,
+            num_splits=0,
+        )
+        return out, lse
+
+
 class FlashAttn3(VarlenKernel):
     """Flash attention 3 (Shah et al., 2024, arXiv 2407.08608) for Hopper GPUs.
 
@@ -34,6 +65,7 @@ class FlashAttn3(VarlenKernel):
     """
 
     name = "flash_attn3"
+    paged = PagedFlashAttn3()
 
     def operators(self) -> Any:
         """Return the namespace that has `fwd` and `bwd`."""
@@ -80,41 +112,18 @@ class FlashAttn3(VarlenKernel):
     ) -> Gradients:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.operators().bwd(
-            *(saved.grad_out, q, k, v, saved.out, saved.lse, *grads),
+            saved.grad_out,
+            q,
+            k,
+            v,
+            saved.out,
+            saved.lse,
+            *grads,
             **lengths(band.segments, q.device),
             **_options(band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
-
-
-class PagedFlashAttn3(PagedKernel):
-    """The forward operator, which reads keys through page tables; pages may have any size."""
-
-    name = "flash_attn3"
-
-    def missing(self) -> str | None:
-        missing = no_gpu(9) or _missing_package()
-        return missing or _left_out(_build_flags(), "PAGEDKV", "VARLEN")
-
-    def supports(self, problem: Problem, block: int) -> str | None:
-        reason = gpu_limits(problem) or one_head_dim(problem, 256)
-        return reason or _left_out_of(_build_flags(), problem)
-
-    def forward(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
-    ) -> Result:
-        tables, lengths = pages.on(query.device)
-        # Few queries leave most of a GPU idle, so let it split the keys; it merges the splits.
-        out, lse, *_ = flash.fwd(
-            *(query, key_blocks, value_blocks),
-            page_table=tables,
-            seqused_k=lengths,
-            softmax_scale=scores.scale,
-            softcap=scores.softcap,
-            num_splits=0,
-        )
-        return out, lse
 
 
 def _missing_package() -> str | None:

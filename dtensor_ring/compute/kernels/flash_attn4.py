@@ -57,7 +57,12 @@ class FlashAttn4(VarlenKernel):
         from flash_attn.cute.interface import _flash_attn_bwd
 
         dq, dk, dv, *_ = _flash_attn_bwd(
-            *(q, k, v, saved.out, saved.grad_out, saved.lse),
+            q,
+            k,
+            v,
+            saved.out,
+            saved.grad_out,
+            saved.lse,
             **lengths(band.segments, q.device),
             **_options(band),
             deterministic=torch.are_deterministic_algorithms_enabled(),

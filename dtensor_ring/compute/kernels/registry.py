@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ from dtensor_ring.compute.kernels.kernel import (
     Scores,
     determinism,
 )
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.widened import WidenedKernel
+
+AnyKernel = TypeVar("AnyKernel", Kernel, PagedKernel)
 
 
 class Expected(NamedTuple):
@@ -291,17 +294,37 @@ def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts:
 @lru_cache(maxsize=1024)
 def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
-    reasons = {}
-    # Ask `supports` first: it is cheap, while `missing` may import a package.
-    for kernel in KERNELS.values() if name is None else (named_kernel(name),):
-        able, reason = able_kernel(kernel, problem)
-        reason = reason or _missing(kernel, device)
+    asked = KERNELS.values() if name is None else (named_kernel(name),)
+    # `supports` comes first: it is cheap, while `missing` may import a package.
+    answers = (
+        (able, reason or _missing(kernel, device))
+        for kernel in asked
+        for able, reason in (able_kernel(kernel, problem),)
+    )
+    return first_able(name, answers, "serve this attention")
+
+
+def first_able(
+    name: str | None, answers: Iterable[tuple[AnyKernel, str | None]], act: str, hint: str = ""
+) -> AnyKernel:
+    """Return the first kernel that has no reason against it.
+
+    Args:
+        name: the name of the only kernel that was asked; `None` if all were.
+        answers: each kernel, and the reason why it cannot.
+        act: what they were asked to do, for the error.
+        hint: the end of the error.
+
+    Raises:
+        ValueError: if no kernel can; says why.
+    """
+    reasons = []
+    for kernel, reason in answers:
         if reason is None:
-            return able
-        reasons[kernel.name] = reason
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
     what = f"kernel {name!r} cannot" if name else "no kernel can"
-    why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
-    raise ValueError(f"{what} serve this attention ({why})")
+    raise ValueError(f"{what} {act} ({'; '.join(reasons)}){hint}")
 
 
 def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:

@@ -133,9 +133,7 @@ def _token_major(x: Tensor, launch: Launch) -> Tensor:
 def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
     window = window_of(launch, q.shape[1], k.shape[1])
     is_causal = launch.mask == Mask.causal()
-    return Band(
-        *(is_causal, window, scores.scale, scores.softcap, launch.segments, launch.in_flight)
-    )
+    return Band(is_causal, window, scores.scale, scores.softcap, launch.segments, launch.in_flight)
 
 
 def clear_empty_rows(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dtensor_ring import BlockPool, Mask
-from dtensor_ring.compute.kernels import Problem, flash_attn2, flash_attn3
-from dtensor_ring.paged import api, kernels
+from dtensor_ring.compute.kernels import Problem, cuda_flash, flash_attn2, flash_attn3
+from dtensor_ring.paged import api
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.kernels import PAGED, paged_kernel
 from tests.packages import packages
@@ -84,7 +84,7 @@ def test_varlen_attn_is_taken_without_packages(
     monkeypatch.setattr(flash_attn2, "_missing_package", lambda: "not installed")
     problem = Problem("cuda", torch.bfloat16, 64, 64, 0.1)
     assert paged_kernel(None, problem, 256).name == "varlen_attn"
-    monkeypatch.setattr(kernels, "signature", lambda _: type("", (), {"parameters": {}})())
+    monkeypatch.setattr(cuda_flash, "signature", lambda _: type("", (), {"parameters": {}})())
     assert "reads no block tables" in (KERNELS["varlen_attn"].missing() or "")
 
 

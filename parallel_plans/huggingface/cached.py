@@ -24,12 +24,14 @@ from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding import Sharding
 from parallel_plans.huggingface.turn import Turn
-from parallel_plans.huggingface.versions import cache_name, given_cache, without_cache
+from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name, given_cache
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
 GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
+# Arguments that are not the model's, or are given to it anew.
+OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
 # Arguments that are of no use, or mean something else, with a cache.
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
@@ -40,30 +42,29 @@ def asks_cache(given: dict[str, Any]) -> bool:
     return given_cache(given) is not None or asks_new
 
 
-def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
-    """Return the cache of a call, a new one if it asks for one; `None` without a cache.
+def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache:
+    """Return the cache of a call that has one, or a new one for a call that asks for one.
 
     Raises:
         ValueError: if the cache is not of this model, or was replaced by a sharded one.
     """
-    if not asks_cache(given):
-        return None
-    cache, name = given_cache(given), cache_name(model)
     from parallel_plans.huggingface.cache import ContextParallelCache
 
-    if cache is None or (sharding.generates and _is_fresh(cache)):
-        _replace(cache, name, sharding)
-        return ContextParallelCache(model)
-    if not isinstance(cache, ContextParallelCache):
-        raise ValueError(
-            f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
-            "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
-        )
-    if cache.sharding is not sharding:
+    cache = given_cache(given)
+    if isinstance(cache, ContextParallelCache) and cache.sharding is sharding:
+        return cache
+    name = cache_name(model)
+    if isinstance(cache, ContextParallelCache):
         raise ValueError(
             f"{name} is a ContextParallelCache of another model; make one of this model"
         )
-    return cache
+    if cache is None or (sharding.generates and _is_fresh(cache)):
+        _replace(cache, name, sharding)
+        return ContextParallelCache(model)
+    raise ValueError(
+        f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
+        "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
+    )
 
 
 def _replace(cache: Any, name: str, sharding: Sharding) -> None:
@@ -90,7 +91,6 @@ def forward_with_cache(
 ) -> Any:
     """Run a whole model on new tokens with a cache, see `call_with_cache`."""
     cache = cache_of(model, sharding, given)
-    assert cache is not None
     sharding.agree(model, given)
     return call_with_cache(plain, model, sharding, cache, given)
 
@@ -118,39 +118,41 @@ def call_with_cache(
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
     """
-    batch = without_cache(given)
-    for name in ("use_cache", "output_logits"):
-        batch.pop(name, None)
-    mask = batch.pop("attention_mask", None)
+    batch = {name: x for name, x in given.items() if name not in OF_CALL}
+    mask, memory = batch.pop("attention_mask", None), cache.memory
     _check(model, batch, mask)
-    past, num_tokens = cache.get_seq_length(), check_batch(model, batch)
+    past, num_tokens = memory.seq_len, check_batch(model, batch)
     if tokens is None:
         tokens = batch["inputs_embeds"] if "input_ids" not in batch else batch["input_ids"]
     seen = given_masks(mask, num_tokens, keeps_plain=True) if is_given(mask) else None
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
-    batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
-    during = sharding.largest.during(batch["position_ids"])
-    with during, cache.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+    positions = batch["position_ids"] = sharding.positions(batch, num_tokens, past, mask)
+    kept = None
+    with memory.turn(tokens, padding, batch.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+        end = past + (turn.dealt_length or num_tokens)
+        indices = torch.arange(past, end, device=positions.device)
         if turn.dealt_length:  # otherwise a layer's message compares the tokens
             sharding.meet(given | {"input_ids": tokens})
-        batch, indices = _dealt(batch, turn)
-        kept = None
-        if turn.dealt_length:
+            batch, indices = _dealt(batch, indices, turn)
             kept = sharding.keep_logits(batch, turn.layout, num_tokens, turn.dealt_length)
         of_all = seen if isinstance(seen, GivenMask) else None
-        ring = RingInputs(frames, past + indices, sharding.layer_masks, of_all, past)
+        ring = RingInputs(frames, indices, sharding.layer_masks, of_all, past)
         ones = indices.new_ones(len(tokens), len(indices), dtype=torch.bool)
         # Layers look up their mask in a dict by their type.
         by_type = seen if isinstance(seen, dict) else ones
         how = {"use_cache": True, "attention_mask": by_type, "ring": ring}
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        output = plain(model, **batch | how, **{cache_name(model): cache})
-    parts = output.items()
-    return type(output)(
-        **{name: _whole(x, turn, kept if name == of_kept else None) for name, x in parts}
-    )
+        sharding.largest.set(positions)
+        try:
+            output = plain(model, **batch | how, **{cache_name(model): cache})
+        finally:
+            sharding.largest.clear()
+    if not turn.dealt_length:
+        return output
+    last = {of_kept: kept}
+    return type(output)(**{name: _whole(x, turn, last.get(name)) for name, x in output.items()})
 
 
 def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
@@ -178,14 +180,10 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
         )
 
 
-def _dealt(batch: dict[str, Any], turn: Turn) -> tuple[dict[str, Any], Tensor]:
-    """Return this rank's part of the batch, and the indices of its tokens among the new ones."""
-    device = batch["position_ids"].device
-    if not turn.dealt_length:
-        return batch, torch.arange(turn.num_tokens, device=device)
+def _dealt(batch: dict[str, Any], indices: Tensor, turn: Turn) -> tuple[dict[str, Any], Tensor]:
+    """Return this rank's part of the batch and of `indices`, the positions of all new tokens."""
     mesh, layout = turn.axis.mesh, turn.layout
     padded = pad(batch | feature_rows(batch), turn.dealt_length - turn.num_tokens)
-    indices = torch.arange(turn.dealt_length, device=device)
     local = local_features(local_batch(padded, mesh, layout))
     return local, local_tokens(indices, mesh, 0, layout)
 
@@ -194,7 +192,7 @@ def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:
     """Return an output for all new tokens, or for those that are kept, on every rank."""
     if isinstance(x, tuple):
         return tuple(_whole(part, turn, kept) for part in x)
-    if not isinstance(x, Tensor) or not turn.dealt_length:
+    if not isinstance(x, Tensor):
         return x
     if kept is not None:
         return kept.join(x, 1)

@@ -184,7 +184,7 @@ class Sharding(Outputs):
     def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
         """Check in some forwards that all ranks have the same batch and weights."""
         if has_content(batch):
-            self._agreement.check(model, batch, axis_group(self.axis.mesh))
+            self._agreement.check(model, batch, self.axis.mesh)
 
     def meet(self, batch: dict[str, Any]) -> None:
         """Check that all ranks got the same new tokens, and all shard them; for each sharded turn.

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.extension import check_agreement
+from dtensor_ring.extension import axis_group, check_agreement
 from parallel_plans.huggingface.batch import SAME_BATCH, described
 
 # Bytes that are summed as one integer.
@@ -32,7 +33,7 @@ class Agreement:
     def __init__(self) -> None:
         self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
 
-    def check(self, model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> None:
+    def check(self, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh) -> None:
         """Compare weights and batch with the other ranks, if this forward is one to check.
 
         Raises:
@@ -42,6 +43,7 @@ class Agreement:
         count = self._num_agreed[trains] + 1
         # Powers of two have one bit.
         if count.bit_count() == 1 if trains else count == 1:
+            group = axis_group(mesh)
             here = described(batch) | {"weights": checksum(model, group)}
             check_agreement(group, here, SAME_BATCH)
         self._num_agreed[trains] = count

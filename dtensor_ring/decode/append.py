@@ -80,8 +80,7 @@ class Turns:
         if layout is None:
             table, num_given = before.append(num_tokens), num_tokens
             own = table.runs_from(self.rank, before.seq_len)
-            starts = [(start - before.seq_len, length) for start, length in own]
-            kept = tuple((start, start + length) for start, length in starts)
+            kept = tuple([(x - before.seq_len, x + n - before.seq_len) for x, n in own])
         else:
             table = before.append_dealt(layout, num_tokens)
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
@@ -147,24 +146,22 @@ class Turns:
             "takes it back"
         )
 
-    def taken_back(self, seq_len: int) -> Turn | None:
-        """Return the last turn if a crop to that length drops it whole, else `None`.
+    def crop(self, seq_len: int) -> Turn | None:
+        """Keep the first `seq_len` positions, and return the last turn if that drops it whole.
 
-        The turn need not be complete: after a failure, it may be so on some ranks only.
+        A turn that is dropped whole need not be complete: after a failure, it may be so on some
+        ranks only.
 
         Raises:
             ValueError: if the length is negative, too large, or within an incomplete turn.
         """
-        table = self.table.crop(seq_len)
-        if self.last is None or table.seq_len > self.last.begin:
+        table, last = self.table.crop(seq_len), self.last
+        dropped = last if last is not None and table.seq_len <= last.begin else None
+        if dropped is None:
             self.check_complete(f"crop to {table.seq_len} tokens")
-        return self.last if self.last is not None and table.seq_len <= self.last.begin else None
-
-    def crop(self, seq_len: int) -> None:
-        """Keep the first `seq_len` positions; an incomplete turn can only be dropped whole."""
-        dropped = self.taken_back(seq_len)
-        if dropped is not None:  # the memory of the turn is freed
+        else:  # the memory of the turn is freed
             self._capacities = dropped.capacities_before
             if dropped.is_first:  # no tokens are left, so the next turn sets the batch size
                 self.batch = None
-        self.table, self.last, self._behind = self.table.crop(seq_len), None, set()
+        self.table, self.last, self._behind = table, None, set()
+        return dropped

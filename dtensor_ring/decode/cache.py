@@ -85,20 +85,19 @@ class CacheLayer:
             TypeError: if one of them is not a plain tensor.
         """
         turn, given = self._turns.of_layer(self.number), (key, value)
-        for name, x in (("key", key), ("value", value)):
-            _check(name, x, turn.num_given)
-        self._check_known(key, value)
+        self._check(given, turn.num_given)
         self._reorder()
         with torch.no_grad():
             self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
             for buffer, x in zip(self._buffers, given, strict=True):
                 col = turn.cols[0]
                 for begin, end in turn.kept:
-                    _cols(buffer, col, end - begin).copy_(_cols(x, begin, end - begin))
+                    own = buffer.narrow(SEQUENCE, col, end - begin)
+                    own.copy_(x.narrow(SEQUENCE, begin, end - begin))
                     col += end - begin
         self.capacities, self._turns.batch = turn.capacities, key.shape[0]
         self._turns.done(self.number)
-        return self._columns()
+        return self._first(turn.cols[1])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order.
@@ -117,7 +116,7 @@ class CacheLayer:
         elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
             with torch.inference_mode(False), torch.no_grad():
                 kept = capacities[self._turns.rank]
-                self._buffers = tuple(_cols(x, 0, kept).clone() for x in self._buffers)
+                self._buffers = tuple(x.clone() for x in self._first(kept))
         self.capacities = capacities
 
     def _reorder(self) -> None:
@@ -132,9 +131,12 @@ class CacheLayer:
         if not self._buffers:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
         self._reorder()
-        num_cols = self._turns.num_cols(self.number)
+        return self._first(self._turns.num_cols(self.number))
+
+    def _first(self, num_cols: int) -> tuple[Tensor, Tensor]:
+        """Return the first columns of the buffers; `narrow` is faster than a slice."""
         keys, values = self._buffers
-        return _cols(keys, 0, num_cols), _cols(values, 0, num_cols)
+        return keys.narrow(SEQUENCE, 0, num_cols), values.narrow(SEQUENCE, 0, num_cols)
 
     def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
         """Allocate memory for `capacity` columns, and copy the `num_cols` columns to it."""
@@ -146,18 +148,21 @@ class CacheLayer:
             for x in self._buffers or like:
                 grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
         for x, larger in zip(self._buffers, grown, strict=False):
-            _cols(larger, 0, num_cols).copy_(_cols(x, 0, num_cols))
+            larger.narrow(SEQUENCE, 0, num_cols).copy_(x.narrow(SEQUENCE, 0, num_cols))
         self._buffers = tuple(grown)
 
-    def _check_known(self, key: Tensor, value: Tensor) -> None:
-        """Refuse shapes, dtypes or devices that differ from the cached ones."""
-        batch = key.shape[0] if self._turns.batch is None else self._turns.batch
-        if not key.shape[0] == value.shape[0] == batch:
+    def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
+        """Refuse keys and values that are no plain tensors of a turn, or differ from the cached."""
+        for name, x in zip(("key", "value"), given, strict=True):
+            _check_plain(name, x, num_tokens)
+        rows = len(given[0]), len(given[1])
+        batch = rows[0] if self._turns.batch is None else self._turns.batch
+        if rows != (batch, batch):
             raise ValueError(
-                f"key and value must be of {batch} sequences, got {key.shape[0]} and "
-                f"{value.shape[0]}; select and repeat change their number, reset forgets them"
+                f"key and value must be of {batch} sequences, got {rows[0]} and {rows[1]}; select "
+                "and repeat change their number, reset forgets them"
             )
-        for name, x, known in zip(("key", "value"), (key, value), self._buffers, strict=False):
+        for name, x, known in zip(("key", "value"), given, self._buffers, strict=False):
             here = x.shape[1], x.shape[3], x.dtype, x.device
             if here != (known.shape[1], known.shape[3], known.dtype, known.device):
                 raise ValueError(
@@ -166,12 +171,7 @@ class CacheLayer:
                 )
 
 
-def _cols(x: Tensor, first: int, num_cols: int) -> Tensor:
-    """Return columns of a tensor; `narrow` is faster than slices in each step of each layer."""
-    return x.narrow(SEQUENCE, first, num_cols)
-
-
-def _check(name: str, x: Tensor, num_tokens: int) -> None:
+def _check_plain(name: str, x: Tensor, num_tokens: int) -> None:
     """Refuse anything but a plain tensor of `num_tokens` tokens."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         fix = "; use .to_local()" if isinstance(x, DTensor) else ""
@@ -349,11 +349,10 @@ class ShardedCache:
                 layers have not appended.
             TypeError: if `seq_len` is not an integer.
         """
-        dropped = self._turns.taken_back(seq_len)
+        dropped = self._turns.crop(seq_len)
         if dropped is not None:
             for layer in self._layers:
                 layer.shrink(dropped.capacities_before)
-        self._turns.crop(seq_len)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order.

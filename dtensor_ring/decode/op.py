@@ -24,7 +24,7 @@ from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.plan import decode_step
-from dtensor_ring.decode.run import MERGES, Combine, first_bytes, merge_by_size, packed_bytes
+from dtensor_ring.decode.run import MERGES, Combine, first_round
 from dtensor_ring.ops.boundaries import (
     check_integers,
     documents_of,
@@ -285,7 +285,7 @@ def agreed_decode(
     agree = _agreed(call.batch.agree)
     if group is None or question.world_size == 1:
         return nullcontext()  # nobody to agree with
-    merge = merge or merge_by_size(packed_bytes(query, value), question.world_size)
+    merge, size = first_round(query, value, merge, question.world_size)
     _, scale, softcap, sinks, kernel = call.scores
     batch, num_heads, num_queries, head_dim = query.shape
     attention = AttentionFacts(
@@ -303,7 +303,6 @@ def agreed_decode(
         kernel=kernel,
     )
     word = _decode_word(attention, num_queries, merge, agree, *question)
-    size = first_bytes(query, value, merge, question.world_size)
     agreed = agreed_transport(
         group, word, "decode", query.device, where=CALLER.where, first_bytes=size
     )

@@ -123,7 +123,7 @@ class CacheTable:
         Raises:
             ValueError: if the layout cannot shard the turn, or does so in runs with gaps.
         """
-        num_tokens = self._fitting(num_tokens)
+        num_tokens = as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
         dealing = deal(layout, self.world_size, num_tokens)
         if dealing.stride != 1:
             raise ValueError(
@@ -143,7 +143,7 @@ class CacheTable:
         They go to the rank of the current block until it is full, then to the rank with the fewest
         tokens. Ties go to the first such rank from `position // block % W` on.
         """
-        num_tokens = self._fitting(num_tokens)
+        num_tokens = as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
         rows, position, current = _Rows(self), self.seq_len, self.current
         end = position + num_tokens
         while position < end:
@@ -202,11 +202,12 @@ class CacheTable:
         Args:
             mark: an integer whose lower 30 bits are stored; 0 means no mark.
         """
+        if not mark:
+            return self.numbers
         width = self.numbers.shape[1]
-        more = width if mark and self.num_runs[0] == width else 0
+        more = width if self.num_runs[0] == width else 0
         numbers = np.pad(self.numbers, ((0, 0), (0, more), (0, 0)))
-        if mark:
-            numbers[0, -1, 0] = MARKED | mark & (MARKED - 1)
+        numbers[0, -1, 0] = MARKED | mark & (MARKED - 1)
         return numbers
 
     def num_before(self, rank: int, position: int) -> int:
@@ -218,10 +219,6 @@ class CacheTable:
         """Return the position of each column of a rank, int64."""
         starts, lengths = self.numbers[rank].astype(np.int64).T
         return expanded(starts, starts + lengths)[1]
-
-    def _fitting(self, num_tokens: int) -> int:
-        """Return `num_tokens` as an int, or raise if the sequence would no longer fit int32."""
-        return as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
 
 
 class _Rows:
@@ -308,19 +305,42 @@ def decode_step(
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
+    columns = _columns(layout, rank, world_size, seq_len)
+    spans = ((0, columns.num_tokens),) if columns.num_tokens else ()
+    if documents is None and slices is None and _sees_all(mask, min(starts, default=0), seq_len):
+        tiles = [Tile((0, num_queries), span, FULL) for span in spans]
+    else:
+        longest = max(seq_len, max(starts, default=0) + num_queries)
+        seen = _seen(mask, world_size, longest, documents, slices)
+        tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
+    return Step(0, rank, Cols(spans), tuple(tiles))
+
+
+def _sees_all(mask: Mask, first_query: int, seq_len: int) -> bool:
+    """Return whether all queries see all keys; the queries begin at position `first_query`."""
+    is_bounded = mask.left is not None or mask.chunk is not None
+    return not is_bounded and (mask.right is None or first_query + mask.right >= seq_len - 1)
+
+
+def _seen(
+    mask: Mask, world_size: int, longest: int, documents: Documents | None, slices: Slices | None
+) -> Slices:
+    """Return what queries see as slices, up to a position at or after `longest`."""
     # A power of two, so a growing sequence reuses one table: positions without keys add no tiles.
-    longest = max(seq_len, max(starts, default=0) + num_queries)
     horizon = 1 << max(10, (longest - 1).bit_length())
     if documents is not None or slices is not None:
         horizon = LARGEST  # they may describe the sequence at its final length
-    seen = checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
-    columns = _columns(layout, rank, world_size, seq_len)
-    tiles: list[Tile] = []
-    for batch, start, table in _batch_rows(rows_of(seen), starts):
+    return checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
+
+
+def _tiles(
+    columns: _Columns, rows: Rows, starts: tuple[int, ...], num_queries: int
+) -> Iterator[Tile]:
+    """Yield the tiles of all batch rows."""
+    for batch, start, table in _batch_rows(rows, starts):
         pieces = pieces_of(_queries(start, num_queries, columns.stride), table)
         found = [tile for piece in pieces for tile in columns.tiles(piece, batch)]
-        tiles += coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
-    return Step(0, rank, Cols.union([(0, columns.num_tokens)]), tuple(tiles))
+        yield from coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
 
 
 def _batch_rows(

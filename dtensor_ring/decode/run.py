@@ -7,7 +7,7 @@ sample the same token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,14 +59,14 @@ class Combine:
         Both have the same dtype. The results are new tensors.
         """
         shape, head_dim = out.shape, out.shape[-1]
-        num_rows = lse.numel()
         self._transport.prepare(out.device)
-        buffer, parts = self._buffer(self._size, num_rows, head_dim, out)
+        buffer, parts = self._buffer(lse.numel(), head_dim, out)
         # A row of a message is an output and its lse: one message carries both.
         mine = parts[self._rank].view(*shape[:-1], head_dim + 1)
         mine[..., :head_dim], mine[..., head_dim] = out, lse
         if self._merge == "one_shot":
-            self._gather(parts)
+            flat = parts.flatten(1).unbind()
+            self._exchange(flat, [flat[self._rank]] * self._size)
             merged = merge_parts(parts[..., :head_dim], parts[..., head_dim])
         else:
             merged = self._in_two(parts)
@@ -78,65 +78,52 @@ class Combine:
         num_rows, width = parts.shape[1:]
         lengths = [shard_length(rank, self._size, num_rows) for rank in range(self._size)]
         sent = parts[self._rank].split(lengths)
-        buffer, shares = self._buffer(self._size, lengths[self._rank], width - 1, parts)
+        flat = [x.view(-1) for x in sent]
+        buffer, shares = self._buffer(lengths[self._rank], width - 1, parts)
         shares[self._rank] = sent[self._rank]
-        self._exchange(_flat(shares), _flat(sent))
+        self._exchange(shares.flatten(1).unbind(), flat)
         merged, lse = merge_parts(shares[..., : width - 1], shares[..., width - 1])
         # This rank's partial has been sent, so the merged rows may overwrite a part of it.
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
-        self._exchange(_flat(sent), [sent[self._rank].view(-1)] * self._size)
+        self._exchange(flat, [flat[self._rank]] * self._size)
         self._transport.free(buffer)
         rows = parts[self._rank]
         return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
-
-    def _gather(self, parts: Tensor) -> None:
-        """Receive the partial of every rank into `parts`."""
-        self._exchange(_flat(parts), [parts[self._rank].view(-1)] * self._size)
 
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Exchange one flat message with every other rank, and skip empty ones.
 
         A tensor that goes to all ranks is joined with the call record once.
         """
-        receives, sends = self._messages(received), self._messages(sent)
+        receives: list[P2P] = []
+        sends: list[P2P] = []
+        for peer, sides in enumerate(zip(received, sent, strict=True)):
+            for messages, x in zip((receives, sends), sides, strict=True):
+                if peer != self._rank and x.numel():
+                    messages.append(P2P(x, peer))
         works = self._transport.start(receives, sends)
         self._transport.at(self._label)
         for work in works:
             work.wait()
 
-    def _messages(self, parts: Sequence[Tensor]) -> list[P2P]:
-        """Return the messages with other ranks that are not empty."""
-        rank = self._rank
-        return [P2P(x, peer) for peer, x in enumerate(parts) if peer != rank and x.numel()]
-
-    def _buffer(
-        self, num_parts: int, num_rows: int, head_dim: int, like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return memory for messages, and its view `(parts, rows, H + 1)`."""
-        shape = num_parts, num_rows, head_dim + 1
-        numel = num_parts * num_rows * (head_dim + 1)
-        num_bytes = numel * like.dtype.itemsize
+    def _buffer(self, num_rows: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return memory for a message of each rank, and its view `(W, rows, H + 1)`."""
+        shape = self._size, num_rows, head_dim + 1
+        num_bytes = self._size * num_rows * (head_dim + 1) * like.dtype.itemsize
         buffer = self._transport.allocate(num_bytes, like.device)
         return buffer, buffer[:num_bytes].view(like.dtype).view(shape)
 
 
-def _flat(parts: Iterable[Tensor]) -> list[Tensor]:
-    return [x.view(-1) for x in parts]
+def first_round(
+    query: Tensor, value: Tensor, merge: str | None, world_size: int
+) -> tuple[str, int]:
+    """Return the merge, by default the faster one, and the bytes of its first round's messages.
 
-
-def packed_bytes(query: Tensor, value: Tensor) -> int:
-    """Return the bytes of a rank's partial, which travels as float32 (float64 for float64)."""
-    return query.shape[:3].numel() * _row_bytes(query, value)
-
-
-def first_bytes(query: Tensor, value: Tensor, merge: str, world_size: int) -> int:
-    """Return the bytes of the largest message in a merge's first round."""
-    if merge == "one_shot":
-        return packed_bytes(query, value)
-    return shard_length(0, world_size, query.shape[:3].numel()) * _row_bytes(query, value)
-
-
-def _row_bytes(query: Tensor, value: Tensor) -> int:
-    """Return the bytes of one output row and its lse."""
+    A rank's partial travels as float32 (float64 for float64): each row is an output and its lse.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
-    return (value.shape[3] + 1) * wide.itemsize
+    num_rows, row_bytes = query.shape[:3].numel(), (value.shape[3] + 1) * wide.itemsize
+    merge = merge or merge_by_size(num_rows * row_bytes, world_size)
+    if merge == "two_shot":
+        num_rows = shard_length(0, world_size, num_rows)
+    return merge, num_rows * row_bytes

@@ -12,6 +12,8 @@ do not raise them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +54,7 @@ def _compared(content: np.ndarray, width: int) -> bytes:
     return content[..., :width].tobytes() + content[..., -1:].tobytes()
 
 
-_KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=lambda known: known.num_bytes)
+_KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=attrgetter("num_bytes"))
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -78,7 +80,7 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
     def convert(content: np.ndarray) -> Documents | None:
         return as_documents(content, name=name, keep_empty=is_numbered)
 
-    return _converted(cu_seqlens, is_numbered, _width, convert)
+    return _converted(cu_seqlens, is_numbered, convert, _width)
 
 
 def documents_of_both(
@@ -100,8 +102,8 @@ def documents_of_both(
 def _converted(
     x: Tensor,
     kind: object,
-    width_of: Callable[[np.ndarray], int],
     convert: Callable[[np.ndarray], Any],
+    width_of: Callable[[np.ndarray], int] | None = None,
 ) -> Any:
     """Return the converted value of a tensor; see Note [Known tensors]."""
     content = on_host(x).numpy()
@@ -109,7 +111,8 @@ def _converted(
     key = x.data_ptr(), content.shape, content.strides, kind
     known = _KNOWN.get(key)
     if known is None or not known.is_of(content):
-        value, width = convert(content), width_of(content)
+        value = convert(content)
+        width = content.shape[-1] if width_of is None else width_of(content)
         # Bytes, not the array: the tensor may be written to in place for the next batch.
         known = _KNOWN.put(key, _Known(width, _compared(content, width), value))
     return known.value
@@ -138,9 +141,7 @@ def run_table(runs: Tensor, name: str = "runs") -> RunTable:
             f"{name} must hold start and length of the runs of each rank, shape (W, R, 2), got "
             f"{tuple(runs.shape)}; see sequence_runs"
         )
-    return _converted(
-        runs, name, lambda content: content.shape[-1], lambda content: RunTable(content, name)
-    )
+    return _converted(runs, name, partial(RunTable, argument=name))
 
 
 def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:
@@ -173,7 +174,7 @@ def slices_of_table(slices: Tensor, batch: int) -> Slices:
             f"slices must have shape (N, {NUM_FIELDS}) or ({batch}, N, {NUM_FIELDS}), got {shape}; "
             "see sequence_slices"
         )
-    return _converted(slices, "slices", lambda content: content.shape[-1], _slices)
+    return _converted(slices, "slices", _slices)
 
 
 def _slices(content: np.ndarray) -> Slices:

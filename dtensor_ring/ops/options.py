@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import sqrt
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -74,7 +74,7 @@ class Arguments(Generic[T]):
         self.leaves = tuple(self._leaves(owner))
         self.schema = ", ".join(f"{leaf.schema_type} {leaf.name}" for leaf in self.leaves)
 
-        self._build = self._builder(owner)
+        self._owner, self._values = owner, self._within(owner, 0)
         self._get = attrgetter(*(leaf.path for leaf in self.leaves))
 
     def flatten(self, call: T) -> tuple[Any, ...]:
@@ -85,7 +85,10 @@ class Arguments(Generic[T]):
 
     def unflatten(self, arguments: tuple[Any, ...]) -> T:
         """Return the value from which `flatten` made these arguments."""
-        return self._build(arguments)
+        fields = list(arguments)
+        for make, begin, end in self._values:
+            fields[begin:end] = [make(*fields[begin:end])]
+        return self._owner(*fields)
 
     def _leaves(self, owner: Any, path: str = "") -> Iterator[Leaf]:
         for name, kind in _members(owner):
@@ -94,20 +97,24 @@ class Arguments(Generic[T]):
             else:
                 yield Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
-    def _builder(self, owner: Any, start: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-        """Return a function that builds an `owner` from the leaves that begin at `start`."""
-        # Checking costs, and layers pass the same values in every call: build each value once.
-        make = owner if issubclass(owner, tuple) else lru_cache(maxsize=256)(owner)
-        kinds = [kind for _, kind in _members(owner)]
-        if not any(kind in self._nested for kind in kinds):
-            end = start + len(kinds)
-            return lambda leaves: make(*leaves[start:end])
-        parts: list[Callable[[tuple[Any, ...]], Any]] = []
-        for kind in kinds:
+    def _within(self, owner: Any, begin: int) -> list[tuple[Callable[..., Any], int, int]]:
+        """Return how to make each value within an `owner`, and the span of its fields.
+
+        Later values come first, and inner values before outer ones: making one moves no fields of
+        those that follow. The fields of the `owner` begin at `begin`.
+        """
+        values: list[tuple[Callable[..., Any], int, int]] = []
+        for _, kind in _members(owner):
             nested = self._nested.get(kind)
-            parts.append(self._builder(nested, start) if nested else itemgetter(start))
-            start += len(list(self._leaves(nested))) if nested else 1
-        return lambda leaves: make(*[part(leaves) for part in parts])
+            if nested is None:
+                begin += 1
+                continue
+            # Checking costs, and layers pass the same values in every call: make each one once.
+            make = nested if issubclass(nested, tuple) else lru_cache(maxsize=256)(nested)
+            whole = make, begin, begin + len(_members(nested))
+            values = [*self._within(nested, begin), whole, *values]
+            begin += len([*self._leaves(nested)])
+        return values
 
 
 def _members(owner: Any) -> list[tuple[str, str]]:

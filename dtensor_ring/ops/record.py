@@ -10,7 +10,6 @@ import torch
 
 from dtensor_ring.agreement.record import Word
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import MARKED, RunTable
 from dtensor_ring.planning.slices import Slices
@@ -79,13 +78,11 @@ def spelled(layout: Layout) -> str:
     return layout.name if layout.per_batch else layout.spec
 
 
-@cached_bytes(max_bytes=1 << 20, num_bytes=len)  # once for forward and backward
 def boundaries_text(documents: Documents | None) -> str:
     """Describe the boundaries of each batch row."""
     return "none" if documents is None else ", ".join(map(numbers_text, documents.arrays))
 
 
-@cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def slices_text(slices: Slices | None) -> str:
     """Describe the slices of each batch row."""
     if slices is None:
@@ -94,7 +91,6 @@ def slices_text(slices: Slices | None) -> str:
     return ", ".join(numbers_text(row.reshape(-1)) for row in rows)
 
 
-@cached_bytes(max_bytes=1 << 20, num_bytes=len)
 def runs_text(layout: Layout | None) -> str:
     """Describe the start and length of each run, rank by rank, and the table's mark."""
     if not isinstance(layout, RunTable):

@@ -139,7 +139,7 @@ def as_count(name: str, given: Any, smallest: int = 0, largest: int = MAX_TOKENS
     >>> as_count("seq_len", 8)
     8
     """
-    count = as_int(name, given)
+    count = given if type(given) is int else as_int(name, given)
     if not smallest <= count <= largest:
         raise ValueError(f"{name} must be from {smallest} to {largest:,}, got {count}")
     return count
@@ -231,7 +231,7 @@ class FrozenArrays:
         self._arrays = tuple(arrays)
         for array in self._arrays:
             array.setflags(write=False)  # the hash would not follow a change
-        self._hash = hash(tuple(array.tobytes() for array in self._arrays))
+        self._hash = hash(tuple(map(np.ndarray.tobytes, self._arrays)))
         return self._arrays
 
     def __len__(self) -> int:

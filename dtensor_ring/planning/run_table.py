@@ -20,7 +20,7 @@ from dtensor_ring.planning.layout import (
     joined,
 )
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.ranges import FrozenArrays, numbered
+from dtensor_ring.planning.ranges import FrozenArrays
 from dtensor_ring.planning.slice_tables import LARGEST
 
 # Memory of a `Run`, its integers, and its row in the arrays.
@@ -152,6 +152,11 @@ class RunTable(FrozenArrays, Layout):
             number that must agree on all ranks.
         argument: the name of the argument that held the rows, for errors.
 
+    Attributes:
+        numbers: start and length of the runs, `(W, R, 2)`, int64, without empty runs between.
+        mark: the mark of the rows, 0 without one.
+        num_bytes: memory of the table and the object, in bytes.
+
     Raises:
         ValueError: if a number is negative or no int32, the runs of a rank do not ascend, or two
             runs hold the same position.
@@ -166,14 +171,17 @@ class RunTable(FrozenArrays, Layout):
 
     def __init__(self, rows: Rows, argument: str = "runs") -> None:
         self.argument = argument
-        given = _filled(rows)
+        given = rows.astype(np.int64) if isinstance(rows, np.ndarray) else _filled(rows)
         wrong = (given < 0) | (given > LARGEST) | (given.sum(-1, keepdims=True) > LARGEST)
         if wrong.any():
             raise ValueError(
                 f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
             )
-        self.numbers, marks = self._freeze([_compact(given), _marks(given)])
+        ends = given[:1, -1:].reshape(-1, 2)
+        marks = ends[(ends[:, 1] == 0) & (ends[:, 0] >= MARKED), 0]
+        self.numbers, _ = self._freeze([_compact(given), marks])
         self.mark = int(marks.sum())  # 0 without one
+        self.num_bytes = 1000 + 2 * self.numbers.nbytes
         lengths = self.numbers[..., 1]
         if ((np.diff(self.numbers[..., 0], axis=1) < 0) & (lengths[:, 1:] > 0)).any():
             raise ValueError(
@@ -209,11 +217,6 @@ class RunTable(FrozenArrays, Layout):
         starts, ends = self._ordered
         gaps = ends[:-1] < starts[1:]
         return int(ends[:-1][gaps.argmax()]) if gaps.any() else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the table and the object, in bytes."""
-        return 1000 + 2 * self.numbers.nbytes
 
     def __repr__(self) -> str:
         rows = [[tuple(run) for run in row if run[1]] for row in self.numbers.tolist()]
@@ -270,28 +273,20 @@ class RunTable(FrozenArrays, Layout):
         )
 
 
-def _filled(rows: Rows) -> np.ndarray:
-    """Return the rows as one array `(W, R, 2)`, padded with empty runs."""
-    if isinstance(rows, np.ndarray):
-        return rows.astype(np.int64)
+def _filled(rows: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
+    """Return rows of different lengths as one array `(W, R, 2)`, padded with empty runs."""
     filled = np.zeros((len(rows), max(map(len, rows), default=0), 2), dtype=np.int64)
     for row, runs in zip(filled, rows, strict=True):
         row[: len(runs)] = np.array(runs, dtype=np.int64).reshape(-1, 2)
     return filled
 
 
-def _marks(given: np.ndarray) -> np.ndarray:
-    """Return the start of the last run of the first row, if that run is empty and is a mark."""
-    starts, lengths = given[:1, -1:].reshape(-1, 2).T
-    return starts[(lengths == 0) & (starts >= MARKED)]
-
-
 def _compact(given: np.ndarray) -> np.ndarray:
     """Drop empty runs and make the table as narrow as possible, so that equal runs are equal."""
-    ranks, places = np.nonzero(given[..., 1])
-    counts = np.bincount(ranks, minlength=len(given))
+    is_run = given[..., 1] > 0
+    counts = is_run.sum(1, keepdims=True)
     numbers = np.zeros((len(given), counts.max(initial=0), 2), dtype=np.int64)
-    numbers[numbered(counts)] = given[ranks, places]
+    numbers[np.arange(numbers.shape[1]) < counts] = given[is_run]
     return numbers
 
 

@@ -106,7 +106,7 @@ class Around:
             RingError: on every rank, if the ranks have different batches.
             ValueError: if the cache belongs to another model.
         """
-        cache = cache_of(model, self._sharding, given)
+        cache = cache_of(model, self._sharding, given) if asks_cache(given) else None
         for name in (*NAMES_OF_CACHE, "use_cache"):
             given.pop(name, None)
         taken = {name: given.pop(name) for name in OF_TOKENS if name in given}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from typing import Any
 
@@ -19,10 +18,8 @@ from transformers.cache_utils import (
 )
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage
-from parallel_plans.huggingface.frames import Frame
 from parallel_plans.huggingface.memory import CacheMemory
 from parallel_plans.huggingface.sharding import shardings_of
-from parallel_plans.huggingface.turn import Turn
 from parallel_plans.huggingface.window import Pair
 
 
@@ -82,40 +79,34 @@ class ContextParallelCache(Cache):
         sizes = _window_sizes(stock, getattr(config, "layer_types", None) or ())
         kept = [i for i, x in enumerate(stock) if not isinstance(x, DummyLayer)]
         axis, chunks = self.sharding.axis, self.sharding.chunks
-        self._memory = CacheMemory(axis, sizes, kept, chunks, decode_tokens, block)
+        self.memory = CacheMemory(axis, sizes, kept, chunks, decode_tokens, block)
         layers: list[Any] = [
-            x if isinstance(x, DummyLayer) else KeptLayer(self._memory, i, sizes[i])
+            x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i])
             for i, x in enumerate(stock)
         ]
         super().__init__(layers=layers)
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank; they are computed, and nothing is sent."""
-        return self._memory.usage()
-
-    def turn(
-        self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
-    ) -> AbstractContextManager[tuple[Turn, tuple[Frame, ...]]]:
-        """Return a context in which the model runs on new tokens, see `CacheMemory`."""
-        return self._memory.turn(tokens, left_padding, num_kept)
+        return self.memory.usage()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens on all ranks together, without those of a running forward."""
-        return self._memory.seq_len
+        return self.memory.seq_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of tokens after a forward, and the position of the first one."""
-        return self._memory.seq_len + query_length, 0
+        return self.memory.seq_len + query_length, 0
 
     @property
     def is_initialized(self) -> bool:
         """Whether the cache holds tokens."""
-        return self._memory.seq_len > 0
+        return self.memory.seq_len > 0
 
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first tokens."""
-        return self._memory.batch
+        return self.memory.batch
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
@@ -128,17 +119,17 @@ class ContextParallelCache(Cache):
                 they would see then. The cache stays as it was.
         """
         num_tokens = -tokens_to_remove
-        if not 0 <= num_tokens <= self._memory.seq_len:
+        if not 0 <= num_tokens <= self.memory.seq_len:
             raise ValueError(
-                f"crop takes 0 to {self._memory.seq_len} tokens away, as a negative number, got "
+                f"crop takes 0 to {self.memory.seq_len} tokens away, as a negative number, got "
                 f"{tokens_to_remove}"
             )
-        self._memory.crop(num_tokens)
+        self.memory.crop(num_tokens)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows; an empty cache has none."""
-        if self._memory.batch >= 0:
-            self._memory.select(torch.arange(self._memory.batch)[indices.cpu()])
+        if self.memory.batch >= 0:
+            self.memory.select(torch.arange(self.memory.batch)[indices.cpu()])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the rows by the rows of these beams."""
@@ -146,12 +137,12 @@ class ContextParallelCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch; copies of a row are neighbours."""
-        rows = torch.arange(max(0, self._memory.batch))
+        rows = torch.arange(max(0, self.memory.batch))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._memory.reset()
+        self.memory.reset()
 
 
 class KeptLayer(CacheLayerMixin):

@@ -14,7 +14,6 @@ from parallel_plans.huggingface.attention import RingInputs
 from parallel_plans.huggingface.batch import (
     BOUNDARIES,
     LOGITS_TO_KEEP,
-    Batch,
     keywords,
     parse,
     shard,
@@ -25,12 +24,14 @@ from parallel_plans.huggingface.last_tokens import LastTokens
 from parallel_plans.huggingface.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding import Sharding
 from parallel_plans.huggingface.turn import Turn
-from parallel_plans.huggingface.versions import cache_name, given_cache, without_cache
+from parallel_plans.huggingface.versions import NAMES_OF_CACHE, cache_name, given_cache
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
 GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
+# Arguments that are not the model's, or are given to it anew.
+OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
 # Arguments that are of no use, or mean something else, with a cache.
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
@@ -41,30 +42,29 @@ def asks_cache(given: dict[str, Any]) -> bool:
     return given_cache(given) is not None or asks_new
 
 
-def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache | None:
-    """Return the cache of a call, a new one if it asks for one; `None` without a cache.
+def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache:
+    """Return the cache of a call that has one, or a new one for a call that asks for one.
 
     Raises:
         ValueError: if the cache is not of this model, or was replaced by a sharded one.
     """
-    if not asks_cache(given):
-        return None
-    cache, name = given_cache(given), cache_name(model)
     from parallel_plans.huggingface.cache import ContextParallelCache
 
-    if cache is None or (sharding.generates and _is_fresh(cache)):
-        _replace(cache, name, sharding)
-        return ContextParallelCache(model)
-    if not isinstance(cache, ContextParallelCache):
-        raise ValueError(
-            f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
-            "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
-        )
-    if cache.sharding is not sharding:
+    cache = given_cache(given)
+    if isinstance(cache, ContextParallelCache) and cache.sharding is sharding:
+        return cache
+    name = cache_name(model)
+    if isinstance(cache, ContextParallelCache):
         raise ValueError(
             f"{name} is a ContextParallelCache of another model; make one of this model"
         )
-    return cache
+    if cache is None or (sharding.generates and _is_fresh(cache)):
+        _replace(cache, name, sharding)
+        return ContextParallelCache(model)
+    raise ValueError(
+        f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
+        "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
+    )
 
 
 def _replace(cache: Any, name: str, sharding: Sharding) -> None:
@@ -91,7 +91,6 @@ def forward_with_cache(
 ) -> Any:
     """Run a whole model on new tokens with a cache, see `call_with_cache`."""
     cache = cache_of(model, sharding, given)
-    assert cache is not None
     sharding.agree(model, given)
     return call_with_cache(plain, model, sharding, cache, given)
 
@@ -119,12 +118,10 @@ def call_with_cache(
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
     """
-    asked = without_cache(given)
-    for name in ("use_cache", "output_logits"):
-        asked.pop(name, None)
-    mask = asked.pop("attention_mask", None)
+    asked = {name: x for name, x in given.items() if name not in OF_CALL}
+    mask, memory = asked.pop("attention_mask", None), cache.memory
     _check(model, asked, mask)
-    batch, past = parse(model, asked, sharding.loss), cache.get_seq_length()
+    batch, past = parse(model, asked, sharding.loss), memory.seq_len
     num_tokens = batch.tokens.shape[1]
     if tokens is None:
         tokens = batch.tokens
@@ -132,23 +129,28 @@ def call_with_cache(
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
-    batch = replace(batch, positions=positions, seen=seen)
-    during = sharding.largest.during(positions)
-    with during, cache.turn(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+    batch, kept = replace(batch, positions=positions, seen=seen), None
+    with memory.turn(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
+        indices = torch.arange(turn.dealt_length or num_tokens, device=tokens.device)
         if turn.dealt_length:  # otherwise a layer's message compares the tokens
             sharding.meet(given | {"input_ids": tokens}, "a dealt turn")
-        local, indices = _dealt(batch, turn)
+            indices = local_tokens(indices, turn.axis.mesh, 0, turn.layout)
+            batch = shard(batch, indices, turn.dealt_length)
         ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)
-        how, kept = keywords(local, ring, use_cache=True), None
+        how = keywords(batch, ring, use_cache=True)
         if turn.dealt_length:
             kept = sharding.keep_logits(how, turn.layout, num_tokens, turn.dealt_length)
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        output = plain(model, **how, **{cache_name(model): cache})
-    parts = output.items()
-    return type(output)(
-        **{name: _whole(x, turn, kept if name == of_kept else None) for name, x in parts}
-    )
+        sharding.largest.set(positions)
+        try:
+            output = plain(model, **how, **{cache_name(model): cache})
+        finally:
+            sharding.largest.clear()
+    if not turn.dealt_length:
+        return output
+    last = {of_kept: kept}
+    return type(output)(**{name: _whole(x, turn, last.get(name)) for name, x in output.items()})
 
 
 def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
@@ -176,20 +178,11 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
         )
 
 
-def _dealt(batch: Batch, turn: Turn) -> tuple[Batch, Tensor]:
-    """Return this rank's part of the batch, and the indices of its tokens among the new ones."""
-    indices = torch.arange(turn.dealt_length or turn.num_tokens, device=batch.tokens.device)
-    if not turn.dealt_length:
-        return batch, indices
-    indices = local_tokens(indices, turn.axis.mesh, 0, turn.layout)
-    return shard(batch, indices, turn.dealt_length), indices
-
-
 def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:
     """Return an output for all new tokens, or for those that are kept, on every rank."""
     if isinstance(x, tuple):
         return tuple(_whole(part, turn, kept) for part in x)
-    if not isinstance(x, Tensor) or not turn.dealt_length:
+    if not isinstance(x, Tensor):
         return x
     if kept is not None:
         return kept.join(x, 1)

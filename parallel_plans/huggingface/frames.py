@@ -81,7 +81,8 @@ class Decoded:
                 f"{self.num_columns}, which is not supported over a sharded sequence; generate "
                 "with use_cache=False"
             )
-        key, value = (x.narrow(2, 0, self.num_columns) for x in (key, value))
+        if key.shape[2] > self.num_columns:
+            key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
         return decode_attention(
             query,
             key,

@@ -44,5 +44,5 @@ def takes_labels(model: Any) -> bool:
 def has_axes(model: Any) -> bool:
     """Return whether the model takes positions of several axes, `(3, B, S)` or `(4, B, S)`."""
     config = model.config.get_text_config()
-    options = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
-    return any(isinstance(x, dict) and SECTIONS in x for x in options)
+    options = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    return bool([x for x in options if isinstance(x, dict) and SECTIONS in x])

@@ -39,13 +39,12 @@ class CacheMemory:
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
-        self._windows = {i: Window(size) for i in kept if (size := sizes[i])}
-        self._full = {i: n for n, i in enumerate(i for i in kept if not sizes[i])}
         self._layout = _dealing_runs(axis)
         self._turn: Turn | None = None
-        self._shards: ShardedCache | None = None
-        if self._full:
-            self._shards = ShardedCache(axis.mesh, len(self._full), self._layout, block)
+        full = [i for i in kept if not sizes[i]]
+        self._shards = ShardedCache(axis.mesh, len(full), self._layout, block) if full else None
+        self._layers = dict(zip(full, self._shards or (), strict=True))
+        self._windows = {i: Window(size) for i in kept if (size := sizes[i])}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
@@ -94,20 +93,22 @@ class CacheMemory:
 
     def _frames(self, turn: Turn, tokens: Tensor) -> tuple[Frame, ...]:
         """Return a frame for each layer; layers with the same window share one."""
-        sizes = {x.size: x.num_held for x in self._windows.values()}
-        frames = {size: turn.window(num_held) for size, num_held in sizes.items()}
-        if self._shards is None:
-            return tuple(frames[size] for size in self._sizes)
-        first = frames[0] = turn.full(self._shards)
+        of_size: dict[int, Frame] = {}
+        for window in self._windows.values():
+            if window.size not in of_size:
+                of_size[window.size] = turn.window(window.num_held)
+        if self._shards is not None:
+            of_size[0] = turn.full(self._shards)
+        frames = [of_size[size] for size in self._sizes]
+        first = of_size.get(0)
         if isinstance(first, Decoded) and not tokens.is_floating_point():
             # The first layer that sends a message compares the tokens.
-            first = replace(first, agree=tokens.long())
-        leader = min(self._full)
-        return tuple(first if i == leader else frames[size] for i, size in enumerate(self._sizes))
+            frames[min(self._layers)] = replace(first, agree=tokens.long())
+        return tuple(frames)
 
     def _commit(self, turn: Turn, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
-        appended = {layer: window.appended() for layer, window in self._windows.items()}
+        appended = [window.appended() for window in self._windows.values()]
         # The padding that the layout needs has the last positions.
         if self._shards is not None and turn.dealt_length > turn.num_tokens:
             self._shards.crop(turn.end)
@@ -130,8 +131,7 @@ class CacheMemory:
         assert self._turn is not None, "outside of a forward"
         if layer in self._windows:
             return self._windows[layer].append(key, value, self._turn)
-        assert self._shards is not None
-        keys, values = self._shards[self._full[layer]].append(key, value)
+        keys, values = self._layers[layer].append(key, value)
         if keys.shape[2]:
             return keys, values
         # Models that expand latents cannot view an empty tensor; attention ignores this column.
@@ -153,15 +153,15 @@ class CacheMemory:
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
-        selected = {layer: window.selected(rows) for layer, window in self._windows.items()}
+        selected = [window.selected(rows) for window in self._windows.values()]
         if self._shards is not None:
             self._shards.select(rows)
         self._hold(selected)
         self.batch = len(rows)
 
-    def _hold(self, pairs: dict[int, Pair | None]) -> None:
-        for layer, pair in pairs.items():
-            self._windows[layer].hold(pair)
+    def _hold(self, pairs: list[Pair | None]) -> None:
+        for window, pair in zip(self._windows.values(), pairs, strict=True):
+            window.hold(pair)
 
     def reset(self) -> None:
         """Forget all tokens."""

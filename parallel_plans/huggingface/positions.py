@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from types import MethodType
@@ -50,15 +49,6 @@ class LargestPosition:
     def clear(self) -> None:
         """Forget the batch."""
         self._position = None
-
-    @contextmanager
-    def during(self, positions: Tensor) -> Iterator[None]:
-        """Open a context in which the model runs on a batch with these positions."""
-        self.set(positions)
-        try:
-            yield
-        finally:
-            self.clear()
 
     def appended_to(self, positions: Tensor) -> Tensor:
         """Return this rank's positions with the largest one of the batch appended."""

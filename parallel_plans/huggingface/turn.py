@@ -58,7 +58,7 @@ class Turn:
         if self.dealt_length:
             return Dealt(self.axis, None, documents, cache.query_runs, cache.key_runs)
         num_columns = cache.table.num_local[mesh.get_local_rank()]
-        starts = torch.tensor([self.past])
+        starts = torch.tensor([self.past], device="cpu")
         return Decoded(self.axis, documents, cache.key_runs, starts, num_columns, mesh)
 
     def window(self, num_held: int) -> Frame:
@@ -69,9 +69,9 @@ class Turn:
         """
         begin = self.past - num_held
         if not self.dealt_length:
-            key_runs = torch.tensor([[[begin, num_held + self.num_tokens]]])
-            starts = torch.tensor([self.past])
             columns = num_held + self.num_tokens
+            key_runs = torch.tensor([[[begin, columns]]], device="cpu")
+            starts = torch.tensor([self.past], device="cpu")
             return Decoded(self.axis, self.documents(0), key_runs, starts, columns, None)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()

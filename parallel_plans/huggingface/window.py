@@ -42,6 +42,7 @@ class Window:
         held = self._held or (key[:, :, :0], value[:, :, :0])
         if not turn.dealt_length:
             whole = _cat(held, (key, value))
+            # A view: it keeps the few tokens before it until the next turn, and copies nothing.
             self._next = lambda: _last(whole, num_kept)
             return whole
         axis = turn.axis
@@ -53,7 +54,7 @@ class Window:
 
         def joined() -> Pair:
             new_key, new_value = last.join(tail, 2).split(dims, -1)
-            return _last(_cat(held, (new_key, new_value)), num_kept)
+            return _cat(_last(held, num_kept - count), (new_key, new_value))
 
         self._next = joined
         begin, end = window_slice(axis.mesh.get_local_rank(), axis.mesh.size(), self.num_held)
@@ -100,11 +101,10 @@ class Window:
 
 
 def _cat(before: Pair, after: Pair) -> Pair:
-    key, value = (torch.cat(pair, 2) for pair in zip(before, after, strict=True))
-    return key, value
+    return torch.cat((before[0], after[0]), 2), torch.cat((before[1], after[1]), 2)
 
 
 def _last(pair: Pair, count: int) -> Pair:
-    """Return a copy of the last `count` columns, so that the rest can be freed."""
-    key, value = (x[:, :, max(0, x.shape[2] - count) :].clone() for x in pair)
-    return key, value
+    """Return the last `count` columns as views, or all if there are fewer."""
+    key, value = pair
+    return key[:, :, max(0, key.shape[2] - count) :], value[:, :, max(0, value.shape[2] - count) :]

@@ -233,7 +233,7 @@ def _state(tree: ast.Module) -> Iterator[str]:
 
 
 def test_module_level_state_is_listed_with_its_reason() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "ARCHITECTURE.md").read_text()
     table = page.partition("## Module-level state")[2].partition("\n## ")[0]
     rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
     listed = {(name, file) for row in rows for name in _quoted(row[1]) for file in _quoted(row[2])}

@@ -1,0 +1,103 @@
+"""ARCHITECTURE.md and the READMEs of folders say what is there."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import PAGE, ROOT, WAYS, Function, called, listed, mended
+from tests.test_code import LAYERS, SCRIPTS, SOURCES, TREES, _imports
+
+FOLDERS = sorted({path.parent for path in SOURCES.values()})
+NOTES = [folder / "README.md" for folder in (*FOLDERS, ROOT / "tests")]
+FILES = [path.relative_to(ROOT).as_posix() for path in (*SOURCES.values(), *SCRIPTS)]
+PAGES = [PAGE, ROOT / "CONTRIBUTING.md", *NOTES]
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_ways_are_those_of_calls() -> None:
+    page, calls = PAGE.read_text(), called()
+    ways = listed(page)
+    assert list(ways) == list(WAYS)
+    for way, functions in ways.items():
+        assert len(functions) > 10
+        named = set(functions)
+        assert functions == [x for x in calls[way] if x in named], (
+            f"{way}: write it anew by: python -m tests.architecture --write"
+        )
+
+
+def test_ways_are_mended() -> None:
+    """Files that were moved, and items in another order."""
+    page = "<!-- way: token -->\n{}<!-- end of way -->\n".format
+    before = page("1. `a/x.py:f` adds\n   two.\n2. `a/y.py:C.g` ends.\n")
+    calls = {"token": [Function("b/z.py", "C.g"), Function("b/x.py", "f"), Function("b/w.py", "f")]}
+    after = page("1. `b/z.py:C.g` ends.\n2. `b/x.py:f` adds\n   two.\n")
+    assert mended(before, calls) == mended(after, calls) == after
+    with pytest.raises(LookupError, match=r"no single call of .*'C.g'"):
+        mended(before, {"token": calls["token"][1:]})
+
+
+def test_folders_are_in_the_table() -> None:
+    rows = re.findall(r"(?m)^\| `([\w/]+)/` \|.*\| `([\w/]+\.\w+)` \|$", PAGE.read_text())
+    assert {folder for folder, _ in rows} == {_name(x) for x in FOLDERS} - {"dtensor_ring"}
+    for folder, first in rows:
+        assert (ROOT / folder / first).exists() or (ROOT / first).exists()
+        assert f"\nRead `{first}` first" in (ROOT / folder / "README.md").read_text()
+
+
+def test_picture_has_the_order_of_imports() -> None:
+    picture = PAGE.read_text().partition("```\n")[2].partition("```")[0]
+    lines = [re.findall(r"\b(\w+)(?:/|\.py\b)", line) for line in picture.splitlines()]
+    names = [[name for name in line if name in LAYERS] for line in lines]
+    ranks = [[LAYERS.index(name) for name in line] for line in names if line]
+    assert sum(map(len, ranks)) == len([x for x in LAYERS if "." not in x])
+    assert all(min(upper) > max(lower) for upper, lower in pairwise(ranks))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_pages_name_files_that_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"`([\w./]+\.py)[:`]", text):
+        named = [x for x in FILES if x == name or (page not in NOTES and x.endswith(f"/{name}"))]
+        assert named or (page.parent / name).exists(), name
+    for link, anchor in re.findall(r"\]\(([\w./]*)(#[\w-]*)?\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor[1:] in _anchors(target), anchor
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("note", NOTES, ids=_name)
+def test_folder_has_a_note(note: Path) -> None:
+    text = note.read_text()
+    assert len(text.splitlines()) <= 20
+    assert text.startswith(f"# {_name(note.parent)}\n")
+    assert re.search(r"(?m)^Read `[\w./]+` first", text)
+    assert re.search(r"(?m)^Words \(", text)
+    assert re.search(r"(?m)^May import: ", text)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=_name)
+def test_notes_say_what_is_imported(folder: Path) -> None:
+    """Folders and files of the same package; `test_code` has what plans import of the other."""
+    allowed = (folder / "README.md").read_text().partition("May import: ")[2]
+    if allowed.startswith("all "):
+        return
+    package = folder.relative_to(ROOT).parts[0]
+    for name in (x for x, path in SOURCES.items() if path.parent == folder):
+        for other in {SOURCES[x] for x in _imports(TREES[name]) if x in SOURCES}:
+            place, is_root = _name(other.parent), other.parent == ROOT / package
+            if other.parent != folder and place.startswith(package):
+                known = _name(other) if is_root else f"{place.removeprefix(f'{package}/')}/"
+                assert f"`{known}`" in allowed, f"{name} imports {known}"

@@ -16,7 +16,6 @@ from dtensor_ring.agreement.record import (
     MAX_CARRIED,
     NOWHERE,
     Inbox,
-    Where,
     Word,
     differences,
     flat,
@@ -109,7 +108,7 @@ def agreed_transport(
     direction: str,
     device: torch.device,
     origin: int = 0,
-    where: Where = NOWHERE,
+    where: tuple[str, str, str] = NOWHERE,
     first_bytes: int | None = None,
     chain: Chain | None = None,
 ) -> TransportContext:
@@ -148,7 +147,7 @@ class AgreedTransport(Transport):
         word: Word,
         direction: str,
         origin: int,
-        where: Where,
+        where: tuple[str, str, str],
         carries: bool = False,
         chain: Chain | None = None,
     ) -> None:

@@ -42,7 +42,7 @@ class Where(NamedTuple):
     placements: str = ""
 
 
-NOWHERE = Where()
+NOWHERE = ("", "", "")
 
 
 class Word:
@@ -63,7 +63,7 @@ class Word:
         # The digest covers the whole text, also a part that is cut off. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
-    def message(self, number: int, origin: int, where: Where = NOWHERE) -> bytearray:
+    def message(self, number: int, origin: int, where: tuple[str, str, str] = NOWHERE) -> bytearray:
         """Return the record of a call as bytes.
 
         Args:

@@ -272,22 +272,13 @@ def agreed_exchange(
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
-    word = _exchange_word(
-        is_plain(transport_of(group), first.device),
-        trade.is_back,
-        first.device.type,
-        batch,
-        dims,
-        tuple(trade.num_heads),
-        trade.num_key_heads,
-        trade.heads,
-        trade.seq_len,
-        *layouts,
-        trade.key_seq_len,
-        trade.mask,
-        *trade.documents(batch),
-        trade.slices(batch),
+    # What is left of the options is equal on all ranks, and in all calls of a layer.
+    same = trade._replace(
+        dealt=Dealt(), seen=Seen(), num_heads=tuple(trade.num_heads), num_tokens=None, origin=0
     )
+    way = is_plain(transport_of(group), first.device), first.device.type
+    seen = *trade.documents(batch), trade.slices(batch)
+    word = _exchange_word(way, batch, dims, same, *layouts, *seen)
     direction = _direction(trade.is_back)
     return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.where)
 
@@ -298,40 +289,47 @@ def _direction(is_back: bool) -> str:
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
 def _exchange_word(
-    is_plain: bool,
-    is_back: bool,
-    device: str,
+    way: tuple[bool, str],
     batch: int,
     dims: tuple[tuple[int, torch.dtype], ...],
-    num_heads: tuple[int, ...],
-    num_key_heads: int,
-    heads: int,
-    seq_len: int,
+    trade: Trade,
     before: Layout,
     after: Layout,
-    key_seq_len: int | None,
-    mask: Mask,
     documents: Documents | None,
     key_documents: Documents | None,
     slices: Slices | None,
 ) -> Word:
+    """Return the record of an exchange.
+
+    Args:
+        way: whether the transport is that of the group, and the type of the device.
+        batch: rows of the batch.
+        dims: head dim and dtype of each tensor.
+        trade: the options, without tensors.
+        before: the layout before the exchange.
+        after: the layout after it.
+        documents: boundaries of the attention's queries.
+        key_documents: boundaries of its keys.
+        slices: its slices.
+    """
+    is_plain, device = way
     fields: dict[str, object] = {
-        "direction": _direction(is_back),
+        "direction": _direction(trade.is_back),
         "transport": "that of the group" if is_plain else "another one",
         "device": device,
         "batch": batch,
         "dtypes": ", ".join(str(dtype) for _, dtype in dims),
         "head dims": [head_dim for head_dim, _ in dims],
-        "heads": list(num_heads),
-        "key heads": num_key_heads,
-        "ranks that share the heads": heads,
-        "tokens": seq_len,
+        "heads": list(trade.num_heads),
+        "key heads": trade.num_key_heads,
+        "ranks that share the heads": trade.heads,
+        "tokens": trade.seq_len,
         "layout": spelled(before),
         "layout after": spelled(after),
         "runs": runs_text(before),
         "runs after": runs_text(after),
-        "tokens of keys": key_seq_len,
-        "mask": mask,
+        "tokens of keys": trade.key_seq_len,
+        "mask": trade.mask,
         "cu_seqlens": boundaries_text(documents),
         "key_cu_seqlens": boundaries_text(key_documents),
         "slices": slices_text(slices),

@@ -44,7 +44,13 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
-from dtensor_ring.ops.record import AttentionFacts, numbers_text, runs_text, word_of
+from dtensor_ring.ops.record import (
+    AttentionFacts,
+    attention_facts,
+    numbers_text,
+    runs_text,
+    word_of,
+)
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.lru import cached_bytes
@@ -286,23 +292,9 @@ def agreed_decode(
     if group is None or question.world_size == 1:
         return nullcontext()  # nobody to agree with
     merge, size = first_round(query, value, merge, question.world_size)
-    _, scale, softcap, sinks, kernel = call.scores
-    batch, num_heads, num_queries, head_dim = query.shape
-    attention = AttentionFacts(
-        direction="decode",
-        dtype=query.dtype,
-        device=query.device.type,
-        batch=batch,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_key_heads=value.shape[1],
-        value_head_dim=value.shape[3],
-        sinks=None if sinks is None else sinks.dtype,
-        scale=scale,
-        softcap=softcap,
-        kernel=kernel,
-    )
-    word = _decode_word(attention, num_queries, merge, agree, *question)
+    heads = query.shape[1], value.shape[1]
+    attention = attention_facts("decode", query, value, call.scores, heads)
+    word = _decode_word(attention, merge, agree, *question)
     agreed = agreed_transport(
         group, word, "decode", query.device, where=CALLER.where, first_bytes=size
     )
@@ -324,12 +316,10 @@ def _agreed(agree: Tensor | None) -> str:
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def _decode_word(
-    attention: AttentionFacts, num_queries: int, merge: str, agree: str, *asked: Any
-) -> Word:
+def _decode_word(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> Word:
     question = DecodeQuestion(*asked)
     own: dict[str, object] = {
-        "tokens of queries": num_queries,
+        "tokens of queries": question.num_queries,
         "agree": agree,
         "query_starts": numbers_text(np.array(question.starts, dtype=np.int64)),
         "merge": merge,

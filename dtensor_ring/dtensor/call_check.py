@@ -23,7 +23,8 @@ from dtensor_ring.dtensor.dispatch import local_call, ring_of_call
 from dtensor_ring.dtensor.placement import SEQUENCE, local_of, placements_text
 from dtensor_ring.ops.checks import check_inputs
 from dtensor_ring.ops.options import Call
-from dtensor_ring.ops.ring_op import record_of
+from dtensor_ring.ops.record import attention_facts
+from dtensor_ring.ops.ring_op import ring_record
 from dtensor_ring.planning.strategy import Strategy
 
 SAME_CALL = "make the same call"
@@ -80,11 +81,11 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     # Shards have these lengths before an all-to-all, too.
     question._replace(strategy=Strategy()).plan(query, key)
     call.select(query, value, question.slices)
-    heads = query.shape[1], value.shape[1]
+    facts = attention_facts("forward", query, value, call.scores, (query.shape[1], value.shape[1]))
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
-    return record_of(call, question, query, value, "forward", heads).fields | more
+    return ring_record(facts, call.place.policy, *question).fields | more
 
 
 def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:

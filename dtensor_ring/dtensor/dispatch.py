@@ -30,14 +30,12 @@ from dtensor_ring.dtensor.placement import (
     Ring,
     describe,
     local_of,
-    placements_text,
     ring_of,
     ring_of_keys,
     without,
     wrap,
 )
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
@@ -139,7 +137,7 @@ def decode_dtensor(
 ) -> tuple[DTensor, DTensor]:
     """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
-    ring = _noted(ring_of_keys(query, key, value, batch.key_runs is not None))
+    ring = ring_of_keys(query, key, value, batch.key_runs is not None)
     starts = batch.query_starts
     if starts is not None and len(starts) != 1:
         starts = _local_rows("query_starts", starts, query, ring, 1)
@@ -169,14 +167,7 @@ def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ri
             "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
             "the tensors of this rank and mesh="
         )
-    return _noted(ring_of(query, key, value, call.batch.runs is not None))
-
-
-def _noted(ring: Ring) -> Ring:
-    """Add the placements to the call record; `called_from` removes them."""
-    if CALLER.place:  # otherwise a compiler traces, or this is a backward call
-        CALLER.placements = placements_text(ring.placements)
-    return ring
+    return ring_of(query, key, value, call.batch.runs is not None)
 
 
 def local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:

@@ -25,6 +25,7 @@ from dtensor_ring.dtensor.annotation import (
     tag_compiled,
 )
 from dtensor_ring.dtensor.axis_config import AxisConfig
+from dtensor_ring.ops.call_site import CALLER
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -127,9 +128,11 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
 
 
 def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Ring:
-    """Make the ring of a call; a compiler may trace this."""
+    """Make the ring of a call, whose record gets the placements; a compiler may trace this."""
     if isinstance(query._local_tensor, FakeTensor):
         tag_compiled()
+    if CALLER.place:  # otherwise a compiler traces, or this is a backward call
+        CALLER.placements = placements_text(spec.placements)  # `called_from` removes it
     return Ring(spec.mesh, spec.placements, group, config)
 
 

@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dtensor_ring.agreement.record import Word
+from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import MARKED, RunTable
@@ -32,6 +34,28 @@ class AttentionFacts(NamedTuple):
     scale: float
     softcap: float
     kernel: str | None
+
+
+def attention_facts(
+    direction: str, query: Tensor, value: Tensor, scores: Scores, heads: tuple[int, int]
+) -> AttentionFacts:
+    """Return what a record says of an attention of `heads` heads of queries and of keys."""
+    # The planner knows the mask. The shape of sinks follows from the query's heads.
+    _, scale, softcap, sinks, kernel = scores
+    return AttentionFacts(
+        direction=direction,
+        dtype=query.dtype,
+        device=query.device.type,
+        batch=query.shape[0],
+        num_heads=heads[0],
+        head_dim=query.shape[3],
+        num_key_heads=heads[1],
+        value_head_dim=value.shape[3],
+        sinks=None if sinks is None else sinks.dtype,
+        scale=scale,
+        softcap=softcap,
+        kernel=kernel,
+    )
 
 
 class Asked(Protocol):

@@ -32,7 +32,13 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, Question, unflatten
-from dtensor_ring.ops.record import AttentionFacts, boundaries_text, runs_text, word_of
+from dtensor_ring.ops.record import (
+    AttentionFacts,
+    attention_facts,
+    boundaries_text,
+    runs_text,
+    word_of,
+)
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -170,40 +176,14 @@ def agreed_call(
     heads = query.shape[1], value.shape[1]
     if question.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
-    word = record_of(call, question, query, value, direction, heads)
+    facts = attention_facts(direction, query, value, call.scores, heads)
+    word = ring_record(facts, call.place.policy, *question)
     return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
 
 
-def record_of(
-    call: Call,
-    question: Question,
-    query: Tensor,
-    value: Tensor,
-    direction: str,
-    heads: tuple[int, int],
-) -> Word:
-    """Return the record of a call, with the heads of queries and of keys as given."""
-    # The mask is part of `question`. The shape of sinks follows from the query's heads.
-    _, scale, softcap, sinks, kernel = call.scores
-    attention = AttentionFacts(
-        direction=direction,
-        dtype=query.dtype,
-        device=query.device.type,
-        batch=query.shape[0],
-        num_heads=heads[0],
-        head_dim=query.shape[3],
-        num_key_heads=heads[1],
-        value_head_dim=value.shape[3],
-        sinks=None if sinks is None else sinks.dtype,
-        scale=scale,
-        softcap=softcap,
-        kernel=kernel,
-    )
-    return _word(attention, call.place.policy, *question)
-
-
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def _word(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> Word:
+def ring_record(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> Word:
+    """Return the record of a call; `asked` are the fields of its `Question`."""
     question = Question(*asked)
     own: dict[str, object] = {
         "tokens of keys": question.key_seq_len,

@@ -13,6 +13,7 @@ from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Problem, Result,
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.registry import KERNELS, first_able, kernel_for
+from dtensor_ring.compute.kernels.varlen import VarlenKernel
 from dtensor_ring.compute.memory import WHOLE, region
 from dtensor_ring.planning.tile import FULL
 
@@ -103,8 +104,11 @@ def _by_head(tokens: Tensor) -> Tensor:
 
 
 # In the order of the registry, whose paged kernels are for GPUs; then those that run anywhere.
-_OF_REGISTRY = (kernel.paged for kernel in KERNELS.values() if kernel.paged is not None)
-PAGED: tuple[PagedKernel, ...] = (*_OF_REGISTRY, InPlace(), Gathered())
+PAGED: tuple[PagedKernel, ...] = (
+    *(x.paged for x in KERNELS.values() if isinstance(x, VarlenKernel) and x.paged is not None),
+    InPlace(),
+    Gathered(),
+)
 
 
 @lru_cache(maxsize=256)

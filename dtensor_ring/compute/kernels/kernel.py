@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from dtensor_ring.compute.memory import Numbers, Region, part_of
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import length
-
-if TYPE_CHECKING:
-    from dtensor_ring.compute.kernels.paged_kernel import PagedKernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,12 +239,10 @@ class Kernel(ABC):
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
-        paged: the kernel of the same package that reads keys through block tables, if any.
     """
 
     name: ClassVar[str]
     has_segments: ClassVar[bool] = False
-    paged: ClassVar[PagedKernel | None] = None
 
     @abstractmethod
     def missing(self) -> str | None:

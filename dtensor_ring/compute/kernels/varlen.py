@@ -33,6 +33,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Scores,
     Segments,
 )
+from dtensor_ring.compute.kernels.paged_kernel import PagedKernel
 from dtensor_ring.planning.mask import Mask
 
 # The number of columns that a row sees left and right of its own; `None` means all.
@@ -93,10 +94,12 @@ class VarlenKernel(Kernel):
 
     Attributes:
         fills_empty_rows: whether the function writes zeros to the outputs of rows without keys.
+        paged: the kernel of the same package that reads keys through block tables, if any.
     """
 
     has_segments = True
     fills_empty_rows: ClassVar[bool] = True
+    paged: ClassVar[PagedKernel | None] = None
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:

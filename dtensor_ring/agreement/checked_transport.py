@@ -28,7 +28,6 @@ from dtensor_ring.transport.transport import (
     ProcessGroupTransport,
     Transport,
     Work,
-    is_plain,
     transport_of,
 )
 
@@ -130,7 +129,8 @@ def agreed_transport(
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
     is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
-    carries = is_small and (is_plain(transport, device) or not first_bytes)
+    is_plain = keeps_tags and type(transport) is ProcessGroupTransport
+    carries = is_small and (is_plain or not first_bytes)
     how = word, direction, origin, where, carries, chain
     return AgreedTransport(group, session, transport, keeps_tags, *how)
 
@@ -212,13 +212,15 @@ class AgreedTransport(Transport):
         self._phase += 1
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        if self._carries:
+        is_carried = self._carries
+        if is_carried:
             for message in receives:
                 self._answers[message.peer].comes_to(message.flat, len(self._mine))
             self._tell({message.peer: message.flat for message in sends})
-            receives, sends = [], []
         # The caller waits for records first, before it uses any data of a peer.
         words, self._words = self._words, []
+        if is_carried:
+            return words
         tag = self._tag
         receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
         sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]

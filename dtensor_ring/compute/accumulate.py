@@ -59,7 +59,7 @@ class Parts:
         if self._is_full():
             self._parts = [self._together(self._wide)]
 
-    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def merged(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the tensor in its dtype and order, and its lse `(B, N, L)` or `None`."""
         first = self._parts[0]
         is_final = first.denominator is None and sinks is None and self._is_whole(first)
@@ -128,8 +128,8 @@ class Parts:
         return Part(WHOLE, target, lse, denominator)
 
 
-class Partial:
-    """The running (out, lse) of the local queries, kept as `Parts`. Sinks enter in the last merge.
+class Partial(Parts):
+    """The running (out, lse) of the local queries. Sinks enter in the last merge.
 
     Args:
         query: the local queries `(B, N, L, H)`.
@@ -147,38 +147,23 @@ class Partial:
         dtype: torch.dtype | None = None,
         room: int | None = None,
     ) -> None:
-        self._query, self._sinks, self._dtype = query, sinks, dtype or query.dtype
-        self._shape = torch.Size((*query.shape[:3], value_head_dim))
-        self._parts = Parts(self._shape, self._dtype, order_of(query), room)
-
-    def make_room(self) -> None:
-        """Merge the parts if there is no room for another."""
-        self._parts.make_room()
-
-    def add(self, at: Region, out: Tensor, lse: Tensor) -> None:
-        """Add what a kernel returned for a region of `(B, N, L)`.
-
-        Args:
-            at: the region.
-            out: the output `(B, N, R, Hv)`, which is kept and may be overwritten.
-            lse: its log-sum-exp `(B, N, R)`, which is kept and may be overwritten.
-        """
-        self._parts.add(at, out, lse)
+        shape = *query.shape[:3], value_head_dim
+        super().__init__(shape, dtype or query.dtype, order_of(query), room)
+        self._query, self._sinks = query, sinks
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""
         if not self._parts:
             self._add_nothing()
-        out, lse = self._parts.result(self._sinks)
+        out, lse = self.merged(self._sinks)
         assert lse is not None, "all parts of a partial result have one"
         return out, lse.contiguous()
 
     def _add_nothing(self) -> None:
         """Add the result over no keys: outputs of 0 and an lse of -inf."""
-        wide = torch.promote_types(self._dtype, torch.float32)
-        out = empty(self._query, self._shape, order_of(self._query), self._dtype).zero_()
-        lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=wide)
-        self._parts.add(WHOLE, out, lse)
+        out = empty(self._query, self._shape, self._order, self._dtype).zero_()
+        lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
+        self.add(WHOLE, out, lse)
 
 
 class GradientSum:
@@ -217,7 +202,7 @@ class GradientSum:
         """Return the sum in the tensor's dtype, token-major."""
         if not self._parts:
             self._zeros()
-        return self._parts.result()[0]
+        return self._parts.merged()[0]
 
     def _zeros(self) -> Tensor:
         self.add(WHOLE, empty(self._like, self._like.shape, TOKEN_MAJOR).zero_())

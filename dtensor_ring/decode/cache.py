@@ -300,7 +300,7 @@ class ShardedCache:
         and raises if ranks selected differently. The tensor is the same object until the next turn,
         crop or selection, so cached plans are found again.
         """
-        table, order = self.table, self._turns.order
+        table, order = self._turns.table, self._turns.order
         if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
             self._key_runs = table, order, torch.tensor(table.marked(order), device="cpu")
         return self._key_runs[2]

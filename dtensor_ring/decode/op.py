@@ -195,14 +195,8 @@ _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
 DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
 
 
-def flatten_decode(call: DecodeCall) -> tuple[Any, ...]:
-    """Return the arguments of the decode op after its tensors."""
-    return _ARGUMENTS.flatten(call)
-
-
-def unflatten_decode(arguments: tuple[Any, ...]) -> DecodeCall:
-    """Return the call from which `flatten_decode` made these arguments."""
-    return _ARGUMENTS.unflatten(arguments)
+# Between a call and the arguments of the decode op after its tensors.
+flatten_decode, unflatten_decode = _ARGUMENTS.flatten, _ARGUMENTS.unflatten
 
 
 DECODE = "dtensor_ring::decode_attention"

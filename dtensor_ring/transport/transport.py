@@ -36,10 +36,10 @@ class BufferPool:
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer of at least `num_bytes` bytes; its content is undefined."""
         with self._lock:
-            fitting = [i for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
-            if device.type == "cpu" and fitting:
+            sizes = [(x.numel(), i) for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
+            if device.type == "cpu" and sizes:
                 # The smallest that fits: larger ones stay for larger messages.
-                return self._spares.pop(min(fitting, key=lambda i: self._spares[i].numel()))
+                return self._spares.pop(min(sizes)[1])
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 

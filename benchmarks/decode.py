@@ -89,7 +89,7 @@ class Measurement:
 
 
 def cases(quick: bool) -> list[Case]:
-    """From 1 KB to 256 KB; the largest that goes with the word of a call is the fourth."""
+    """From 1 KB to 256 KB; the largest that goes with the record of a call is the fourth."""
     batches = (1, 62) if quick else (1, 4, 16, 62, 252)
     sizes = (2,) if quick else (2, 4)
     return [Case(size, batch, 5 if quick else 10) for size in sizes for batch in batches]

@@ -1,4 +1,4 @@
-"""Measure what it takes to trade tokens for heads, next to a bare all-to-all of the same bytes.
+"""Measure what it takes to exchange tokens for heads, next to a bare all-to-all of the same bytes.
 
 Run ``python benchmarks/exchange.py``: it starts 2, 4 and 8 processes itself, prints a table, and
 writes it with every single time to ``benchmarks/results``. As root, it measures the exchange
@@ -74,13 +74,13 @@ class Measurement:
 
 def exchange_stages(shards: list[Tensor], mesh: DeviceMesh) -> Stages:
     """Ours: there with query, key and value, and back with their gradients."""
-    traded: list[Tensor] = []
+    exchanged: list[Tensor] = []
 
     def there() -> list[Tensor]:
-        traded[:] = exchange(shards, mesh)
-        return traded
+        exchanged[:] = exchange(shards, mesh)
+        return exchanged
 
-    return there, lambda: exchange(traded, mesh, to="tokens")
+    return there, lambda: exchange(exchanged, mesh, to="tokens")
 
 
 def bare_stages(shards: list[Tensor], group: dist.ProcessGroup) -> Stages:

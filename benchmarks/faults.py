@@ -3,7 +3,7 @@
     python benchmarks/faults.py
 
 Plays the faults of ``tests/faults/test_faults.py`` over and over, and takes the time from the fault
-to the last of the other ranks that is told. With ``--quick`` it plays each once and writes to
+to the last of the other ranks that raises. With ``--quick`` it plays each once and writes to
 ``out``.
 """
 
@@ -34,7 +34,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class News:
-    """Seconds from a fault until the last rank is told of it, by time it was played."""
+    """Seconds from a fault until the last rank raises, by time it was played."""
 
     name: str
     limit: float
@@ -53,7 +53,7 @@ def measure(worlds: Worlds, name: str, repeats: int) -> News:
 
 def report(console: Console, news: list[News]) -> None:
     """Print what was measured, in Markdown."""
-    console.print("\nSeconds from the fault of rank 1 until the last of the others is told.\n")
+    console.print("\nSeconds from the fault of rank 1 until the last of the others raises.\n")
     table = table_of(("fault",), ("limit of the group", "median", "longest"))
     for of_fault in news:
         times = median(of_fault.seconds), max(of_fault.seconds)

@@ -51,7 +51,7 @@ DENSE = "causal, zigzag"
 
 @dataclass(frozen=True)
 class Attention:
-    """Which pairs are visible, and how their tokens are dealt."""
+    """Which pairs are visible, and how their tokens are sharded."""
 
     mask: Mask | None
     layout: Layout
@@ -148,8 +148,8 @@ def report(console: Console, measurement: Measurement) -> None:
         f"ranks of one thread, gloo.\nThe window is {WINDOW:,} tokens, an image has {BLOCK}, a "
         f"block {2 * BLOCK}; 8 answers share a prefix of half the tokens;\nthe {NUM_DOCUMENTS} "
         "packed documents are of uneven length. Pairs are those that are visible,\nover all heads "
-        "and ranks; busiest/mean is how evenly they are dealt. A time is that of the\nslowest rank."
-        " The last column is the time per pair over that of dense causal.\n"
+        "and ranks; busiest/mean is how evenly they are sharded. A time is that of the\nslowest "
+        "rank. The last column is the time per pair over that of dense causal.\n"
     )
     console.print(table(measurement))
 

@@ -29,16 +29,16 @@ from dtensor_ring.planning import plan as planner
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, as_documents
 from dtensor_ring.planning.plan import Plan, plan
-from dtensor_ring.planning.run_table import deal
+from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.slices import slices_of
 
 SEQ_LEN = 2**24
 CACHES = {
     "plans": plan,
-    "needs": planner._needs,
-    "runs": deal,
+    "needs": planner._demand,
+    "runs": shard_table,
     "slices": slices_of,
-    "balanced": balanced._deal,
+    "balanced": balanced._balanced_runs,
 }
 CAUSAL = Mask.causal()
 
@@ -186,7 +186,7 @@ def measure_calls(seconds: float) -> list[Call]:
 
 def known_plan(call: options.Call, shard: torch.Tensor) -> Plan:
     """As the op asks for it."""
-    return call.question(len(shard)).plan(shard, shard)
+    return call.request(len(shard)).plan(shard, shard)
 
 
 def measure_known(seconds: float) -> list[Call]:

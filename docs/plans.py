@@ -52,7 +52,7 @@ EXAMPLES = {
 """By title."""
 
 COLORS = "#4c78a8", "#f58518", "#54a24b", "#b279a2"
-"""Of the ranks; they can be told apart on white and on black."""
+"""Of the ranks; they can be distinguished on white and on black."""
 
 CELL, GAP = 6, 3
 """Pixels of a cell, cells between panels."""

@@ -30,7 +30,7 @@ EXAMPLES = {
 """By builder."""
 
 COLORS = "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"
-"""Of the slices in turn; they can be told apart on white and on black."""
+"""Of the slices in turn; they can be distinguished on white and on black."""
 
 SIDE, CELL, COLUMNS = 24, 6, 5
 """Cells of a panel, pixels of a cell, panels in a row."""

@@ -8,10 +8,10 @@ docs/extension.md.
 The axis of a mesh, and checks of options before there is an axis:
     `axis_group`, `axis_group_options`, `check_axis_options`, `check_kernel`, `check_strategy`.
 Layouts, and the tokens of a rank:
-    `Layout`, `as_layout`, `layout_names`, `layout_order`, `turn_runs`, `local_tokens`,
+    `Layout`, `as_layout`, `layout_names`, `layout_order`, `append_runs`, `local_tokens`,
     `from_local_tokens`, `visible_pairs`.
 Agreement of the ranks, so that an error on one rank is raised on all:
-    `meeting`, `check_agreement`, `check_strided`.
+    `checked_barrier`, `check_agreement`, `check_strided`.
 Names of layers, which identify calls in errors and between ranks:
     `name_layer`, `number_layer`, `within_layer`.
 Messages between the ranks of an axis:
@@ -33,10 +33,10 @@ from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
-from dtensor_ring.decode.plan import turn_runs
+from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.axis_config import check_axis_options
-from dtensor_ring.dtensor.call_check import check_agreement, meeting
+from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gathered
 from dtensor_ring.dtensor.labels import IGNORE_INDEX
 from dtensor_ring.dtensor.layer import number_layer
@@ -65,6 +65,7 @@ __all__ = [
     "Problem",
     "Saved",
     "Scores",
+    "append_runs",
     "as_layout",
     "autocast_dtype",
     "axis_group",
@@ -74,6 +75,7 @@ __all__ = [
     "check_kernel",
     "check_strategy",
     "check_strided",
+    "checked_barrier",
     "compare_hybrid_layouts",
     "from_local_tokens",
     "gather_rows",
@@ -81,13 +83,11 @@ __all__ = [
     "layout_names",
     "layout_order",
     "local_tokens",
-    "meeting",
     "name_layer",
     "number_layer",
     "receive_state",
     "register_gradient",
     "send_state",
-    "turn_runs",
     "visible_pairs",
     "within_layer",
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import GradientShare, GradientSum, Partial
+from dtensor_ring.compute.accumulate import GradientShare, GradientSum, RunningOutput
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
-from dtensor_ring.compute.merge import put_together
+from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
@@ -28,15 +28,15 @@ def ring_forward(
     policy: TransferPolicy = DEFAULT_POLICY,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
-    partial = Partial(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
+    running = RunningOutput(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
     with ShardRotation(transport, plan, shard, policy.kv_dtype) as shards:
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
             with shards.moving(step, label) as kv:
-                forward_step(step, query, kv, partial, kernel, scores, label, in_flight=in_flight)
+                forward_step(step, query, kv, running, kernel, scores, label, in_flight=in_flight)
     with label("merge"):
-        return partial.result()
+        return running.result()
 
 
 def ring_backward(
@@ -88,6 +88,6 @@ def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> 
     with label("merge"):
         packet, is_new = sums.sum_of(step)
         # One launch adds both, on devices that have a kernel for it.
-        put_together(
+        accumulate_sums(
             *(x.to_add(total, is_new) for total, x in zip(packet.pair, shares, strict=True))
         )

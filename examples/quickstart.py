@@ -22,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     whole = [torch.randn(2, 4, 1024, 32, device=device) for _ in range(3)]
 
-    # Each rank keeps its tokens, dealt in an order that gives all ranks the same causal work.
+    # Each rank keeps its tokens, sharded in an order that gives all ranks the same causal work.
     query, key, value = (shard_sequence(x, mesh, dim=2, layout="zigzag") for x in whole)
 
     # Unmodified PyTorch attention is now a ring, ...

@@ -68,7 +68,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights on every rank
     model = GPT().to(device)
 
-    # 1. Attention runs over the ring, and an axis says how tokens are dealt to its ranks.
+    # 1. Attention runs over the ring, and an axis says how tokens are sharded over its ranks.
     plan = {f"blocks.{i}.attention": ContextParallel("zigzag") for i in range(LAYERS)}
     parallelize_module(model, mesh["cp"], plan)
     axis = SequenceAxis(mesh["cp"], "zigzag")
@@ -78,7 +78,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(StandardLibrary(SEQ_LEN), batch_size=2, shuffle=True)  # alike on all ranks
     for step, whole in zip(range(10), loader, strict=False):
-        # 2. Labels are shifted while the sequence is whole, then both are dealt.
+        # 2. Labels are shifted while the sequence is whole, then both are sharded.
         tokens, labels = (
             axis.shard(x.to(device), 1).to_local() for x in (whole, next_token_labels(whole))
         )

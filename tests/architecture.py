@@ -3,7 +3,7 @@
     python -m tests.architecture --write
 
 An item of a way begins with the file and the name of a function. `--write` runs the ways on two
-processes and writes the files and the order anew: a function that has moved is found by its name.
+processes and writes the files and the order again: a function that has moved is found by its name.
 Edit the page by hand to add, rename or remove an item, and to say why.
 """
 
@@ -164,7 +164,7 @@ def _place(function: Function, calls: list[Function]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write the page anew")
+    parser.add_argument("--write", action="store_true", help="write the page again")
     parser.add_argument("--all", action="store_true", help="print all that is called")
     options = parser.parse_args()
     calls = called()

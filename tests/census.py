@@ -198,7 +198,7 @@ def _line(text: str) -> str:
 
 
 def _begins_anew(model: Any) -> bool:
-    """Whether layers with a state begin anew in each document under the plan."""
+    """Whether layers with a state begin again in each document under the plan."""
     masks = [x for x in shardings_of(model)[0].layer_masks.values() if isinstance(x, LayerMask)]
     by_positions = not masks or any(mask.by_positions for mask in masks)
     return bool(stateful_layers(model)) and by_positions

@@ -47,7 +47,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-cases", type=int, help="by layout and ranks, 25 times: 30, or drawn anew"
+        "--fuzz-cases", type=int, help="by layout and ranks, 25 times: 30, or drawn again"
     )
     parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=300, help="calls with strange arguments")

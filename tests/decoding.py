@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.decode.op import DecodeQuestion, decode
+from dtensor_ring.decode.op import DecodeRequest, decode
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops.options import kernel_of
 from dtensor_ring.planning.layout import Layout
@@ -100,7 +100,7 @@ class Decode:
         query, key, value = self.inputs()
         here = self.positions(rank)
         kv = key[:, :, here], value[:, :, here]
-        question = DecodeQuestion(
+        request = DecodeRequest(
             *(self.layout, self.mask, rank, self.world_size, self.num_positions),
             *(self.starts, self.num_queries, as_documents(self.documents), self.slices),
         )
@@ -109,7 +109,7 @@ class Decode:
         combine = None
         if transport is not None and self.merge is not None:
             combine = Combine(transport, rank, self.world_size, self.merge)
-        return decode(query, kv, question.step(kv[0]), kernel, scores, combine)
+        return decode(query, kv, request.step(kv[0]), kernel, scores, combine)
 
     def played(self) -> list[Outputs]:
         """What each rank computes."""

@@ -71,7 +71,7 @@ def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
 
 
 def among_groups(world_size: int) -> list[str]:
-    """Strategies that trade tokens for heads: over all ranks, or groups of each size."""
+    """Strategies that exchange tokens for heads: over all ranks, or groups of each size."""
     sizes = [n for n in range(2, world_size) if world_size % n == 0]
     return ["ulysses", *(f"ulysses:{n}+{way}" for n in sizes for way in ("ring", "all_gather"))]
 
@@ -86,13 +86,13 @@ def seen_by_rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> 
     if kind < 16:
         num_rows = draw(st.sampled_from(sorted({1, batch})))
         given = draw(slices((seq_len, seq_len), num_rows, max_size=40))
-        dealt = Balanced(None, seq_len, world_size, None, block, given) if block else layout
-        return Ring(as_layout(dealt), world_size, seq_len, Mask.full(), slices=given)
+        sharded = Balanced(None, seq_len, world_size, None, block, given) if block else layout
+        return Ring(as_layout(sharded), world_size, seq_len, Mask.full(), slices=given)
     documents = draw(st.none() | documents_of(seq_len, batch, num_ends))
     if kind < 19 or block:
         mask = draw(masks())
-        dealt = Balanced(mask, seq_len, world_size, documents, block) if block else layout
-        return Ring(as_layout(dealt), world_size, seq_len, mask, documents)
+        sharded = Balanced(mask, seq_len, world_size, documents, block) if block else layout
+        return Ring(as_layout(sharded), world_size, seq_len, mask, documents)
     key_seq_len = draw(lengths)
     key_documents = documents and draw(documents_of(key_seq_len, batch, num_ends))
     keys = key_seq_len, key_documents

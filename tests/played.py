@@ -54,7 +54,7 @@ def _what(flat: Tensor) -> str:
     return f"{flat.numel()} x {flat.dtype}"
 
 
-class Exchange:
+class Mailboxes:
     """Where the threads of a ring meet."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Exchange:
 class PlayedTransport(Transport):
     """Messages of one rank to those in the other threads."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
+    def __init__(self, exchange: Mailboxes, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
@@ -114,7 +114,7 @@ def play(world_size: int, run: Callable[[int, PlayedTransport], Result]) -> list
     Raises:
         BaseException: what the first rank raised that failed.
     """
-    exchange = Exchange()
+    exchange = Mailboxes()
 
     def of_rank(rank: int) -> Result:
         try:

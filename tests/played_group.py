@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import torch
 
-from dtensor_ring.agreement import session
-from dtensor_ring.agreement.session import Session
+from dtensor_ring.agreement import group_state
+from dtensor_ring.agreement.group_state import GroupState
 from dtensor_ring.ops import options
 from dtensor_ring.transport import transport as process_group
 from tests.played import PlayedTransport, play
@@ -40,7 +40,8 @@ def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Re
         groups[group.group_name] = group
         process_group._TRANSPORTS[group] = transport  # type: ignore[index]
         # Threads have no words: those are for processes that could differ.
-        session._SESSIONS[group] = Session(tuple(range(world_size)), has_words=False)  # type: ignore[index]
+        known = GroupState(tuple(range(world_size)), sends_records=False)
+        group_state._GROUP_STATES[group] = known  # type: ignore[index]
         with torch.enable_grad():
             return run(group)
 

@@ -122,7 +122,7 @@ class Pool:
             if not ready:
                 for rank in pipes.values():
                     answers[rank] = None, f"gave no answer in time:\n{self._stacks(rank)}"
-                self.close()  # a rank hangs: the next run starts anew
+                self.close()  # a rank hangs: the next run starts again
                 break
             for pipe in ready:
                 rank = pipes.pop(pipe)

@@ -34,7 +34,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """Whatever decides how tokens are dealt and what they see."""
+    """Whatever decides how tokens are sharded and what they see."""
 
     layout: Layout
     world_size: int
@@ -47,7 +47,7 @@ class Ring:
     slices: Slices | None = None
     """In place of mask, which is full then, and documents."""
     key_layout: Layout | None = None
-    """If keys are dealt in another way than queries."""
+    """If keys are sharded in another way than queries."""
     begin: int = 0
     """Position of the first query; there are whole tensors of them all."""
 
@@ -95,7 +95,8 @@ class Ring:
     def positions(self, rank: int, of_keys: bool = False) -> Tensor:
         seq_len, layout = self.seq_lens[of_keys], self.key_layout if of_keys else None
         layout, heads = layout or self.layout, as_strategy(self.route, self.world_size).heads
-        # Where tokens are traded for heads, a rank has all of its group, and here all heads, too.
+        # Where tokens are exchanged for heads, a rank has all of its group, and here all heads,
+        # too.
         ranks = range(rank // heads * heads, (rank // heads + 1) * heads)
         held = [x for rank in ranks for x in layout.positions(rank, self.world_size, seq_len)]
         return torch.tensor(held if heads == 1 else sorted(held)).long()

@@ -115,7 +115,7 @@ OLDEST = {
     ],
     "all_to_all/test_op.py": [
         "test_opcheck",
-        "test_ranks_that_differ_are_told_so",
+        "test_ranks_that_differ_are_reported",
     ],
     "ops/test_fakes.py": [
         "test_fake_kernels_promise_what_the_real_ones_return[grouped-token-major]",

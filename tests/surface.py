@@ -1,7 +1,7 @@
 """What a module offers, as text: each name with its signature, each class with its attributes.
 
 The expected text of a module stands in a file beside the tests. `python -m tests.surface` writes
-the files anew.
+the files again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def check_surface(module: str) -> None:
     expected, found = (FOLDER / FILES[module]).read_text(), surface_of(module)
     lines = (text.splitlines() for text in (expected, found))
     differences = "\n".join(difflib.unified_diff(*lines, "expected", "found", n=1, lineterm=""))
-    told = f"write tests/{FILES[module]} anew by: python -m tests.surface"
+    reported = f"write tests/{FILES[module]} again by: python -m tests.surface"
     assert expected == found, (
-        f"{module} offers something else; if so intended, {told}\n{differences}"
+        f"{module} offers something else; if so intended, {reported}\n{differences}"
     )
 
 

@@ -29,7 +29,7 @@ def test_ways_are_those_of_calls() -> None:
         assert len(functions) > 10
         named = set(functions)
         assert functions == [x for x in calls[way] if x in named], (
-            f"{way}: write it anew by: python -m tests.architecture --write"
+            f"{way}: write it again by: python -m tests.architecture --write"
         )
 
 

@@ -110,7 +110,7 @@ def test_plans_import_by_the_door(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from dtensor_ring.ops.parts import gather_parts_op",
+        "from dtensor_ring.ops.rows_op import gather_parts_op",
         "from dtensor_ring.dtensor import gather",
         "from dtensor_ring import dtensor",
         "from dtensor_ring.extension import CALLER",

@@ -1,7 +1,7 @@
 """Random attentions over rings against dense float64, of every kind at once.
 
-750 of them are the same in every run. `pytest tests/test_fuzz.py --fuzz-cases 80` draws 2,000 anew,
-and with 800 it is 20,000: it prints the seed, which `--fuzz-seed` takes to draw them again.
+750 of them are the same in every run. `pytest tests/test_fuzz.py --fuzz-cases 80` draws 2,000 new
+ones, and with 800 it is 20,000: it prints the seed, which `--fuzz-seed` takes to draw them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, SequenceAxis, ring_attention, sequence_runs
-from dtensor_ring.all_to_all.ulysses import traded_attention
+from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.ops.options import flatten
 from dtensor_ring.ops.ring_op import ring_op
@@ -46,13 +46,14 @@ class Setting:
         num_replicas = self.num_ranks // self.world_size
         if whole.ndim > 1 and case.batch % num_replicas == 0:
             whole = whole.chunk(num_replicas)[replica]
-        # Tokens that the attention trades are dealt as without: the op alone has them of a group.
+        # Tokens that the attention exchanges are sharded as without: the op alone has them of a
+        # group.
         ring = replace(case.ring, route="ring") if trades(case) else case.ring
         return local(whole, ring.positions(ring_rank, of_keys))
 
 
 def trades(case: Case) -> bool:
-    """Whether the attention trades tokens for heads itself: then each rank has to get a head."""
+    """Whether the attention exchanges tokens for heads itself: then each rank has to get a head."""
     heads = as_strategy(case.ring.route, case.ring.world_size).heads
     return 1 < heads <= case.heads[0]
 
@@ -146,7 +147,7 @@ def _attend(
     """`(out, lse)` of a rank's shards, by the op, with exchanges around it where heads suffice."""
     call = case.call(sinks, group_name)
     if trades(case):
-        return traded_attention(query, key, value, call)
+        return ulysses_attention(query, key, value, call)
     return ring_op(query, key, value, *flatten(call))
 
 

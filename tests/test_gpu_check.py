@@ -33,13 +33,13 @@ def test_every_step_runs(tmp_path: Path) -> None:
     findings = measured["findings"]
     assert list(findings) == STEPS
     assert all(findings.values()), "each found something"
-    told = {what: found for step in findings.values() for what, found, _, _ in step}
+    reported = {what: found for step in findings.values() for what, found, _, _ in step}
     ways = ("eager", "autocast", "compiled", "without waiting", "CUDA graph, replayed")
     for way in ways:
-        assert sum(f"public call, {way}" in what for what in told) == 2, (
+        assert sum(f"public call, {way}" in what for what in reported) == 2, (
             "with and without documents"
         )
-    assert told["message to itself, in a CUDA graph"] == "arrived"
+    assert reported["message to itself, in a CUDA graph"] == "arrived"
     rows = measured["rows"]
     assert [row["torch"] is not None for row in rows] == [True, False]
     assert all(len(row[what]) == 2 for row in rows for what in ("single", "ours", "there"))
@@ -125,16 +125,16 @@ def test_the_clock_starts_behind_a_running_kernel(modules: Any) -> None:
     """So the host's time to the first launch is none of the GPU's."""
     from gpu_steps.alone import median_seconds, seconds_of
 
-    told: list[str] = []
-    stages = [lambda: told.append("forward"), lambda: told.append("backward")]
+    reported: list[str] = []
+    stages = [lambda: reported.append("forward"), lambda: reported.append("backward")]
     with fake_cuda():
         median_seconds(lambda: None, 1)  # measures the clock
         with (
-            patch.object(torch.cuda, "_sleep", lambda cycles: told.append("sleep")),
-            patch.object(Event, "record", lambda event: told.append("record")),
+            patch.object(torch.cuda, "_sleep", lambda cycles: reported.append("sleep")),
+            patch.object(Event, "record", lambda event: reported.append("record")),
         ):
             seconds_of(stages)
-    assert told == ["sleep", "record", "forward", "record", "backward", "record"]
+    assert reported == ["sleep", "record", "forward", "record", "backward", "record"]
 
 
 def test_commands_end_in_time(modules: Any) -> None:

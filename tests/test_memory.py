@@ -27,7 +27,7 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM, SHARD = 2, 8, 2, 16, 64
 QUERY = BATCH * HEADS * SHARD * HEAD_DIM  # numbers of a rank's query
 SHARDS = 2 * BATCH * KV_HEADS * SHARD * HEAD_DIM  # and of its key and value
 ROWS = BATCH * HEADS * SHARD  # and of its lse
-PIECE = 512  # what is cast at a time
+CAST_SIZE = 512  # what is cast at a time
 
 
 class Counted(TorchDispatchMode):
@@ -116,7 +116,7 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
     cast = 0 if dtype == torch.float32 else wide  # of the result
     output = wide if dtype == torch.float32 else wide + narrow
     # Of rows: log-sum-exps, weights, and what they add up to.
-    forward_limit = _messages(ring) * narrow + QUERY * output + (6 * ROWS + 2 * PIECE) * wide
+    forward_limit = _messages(ring) * narrow + QUERY * output + (6 * ROWS + 2 * CAST_SIZE) * wide
     # Gradients: those two that travel, the one on its way home, and the rank's own; then a step's,
     # as kernels return them, and their sum if they outgrow a shard.
     backward_limit = _messages(ring) * narrow + (QUERY + 4 * SHARDS) * wide + QUERY * cast
@@ -157,7 +157,7 @@ def _count(ring: Ring, dtype: torch.dtype) -> list[Count]:
         kernel, scores = Ready(dtype, counted), Scores(ring.mask, 1.0)
         with (
             patch.multiple(protocol, BUFFERS=BufferPool()),
-            patch.multiple(merge, PIECE=PIECE),
+            patch.multiple(merge, CAST_SIZE=CAST_SIZE),
             counted,
         ):
             if is_forward:

@@ -12,8 +12,8 @@ from torch import Tensor
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import accumulate
 from dtensor_ring.compute.kernels import Saved, Scores, named_kernel
-from dtensor_ring.compute.merge import put_together
-from dtensor_ring.compute.sums import Sum
+from dtensor_ring.compute.merge import accumulate_sums
+from dtensor_ring.compute.partials import Accumulation
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -109,7 +109,7 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     )
     if reason := kernel.missing() or kernel.supports(problem):
         pytest.skip(f"{kernel.name}: {reason}")
-    monkeypatch.setattr(accumulate, "put_together", put_together_and_spoil)
+    monkeypatch.setattr(accumulate, "accumulate_sums", accumulate_and_spoil)
     results = play(ring.world_size, lambda rank, transport: of_rank(case, played, rank, transport))
     for rank, of_this in enumerate(results):
         for what, actual, whole in zip(
@@ -123,10 +123,10 @@ def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> N
             assert difference.abs().max() <= TOLERANCES[played.dtype] * largest, (rank, what)
 
 
-def put_together_and_spoil(one: Sum) -> None:
+def accumulate_and_spoil(one: Accumulation) -> None:
     """Nothing may read the parts any more."""
-    put_together(one)
-    for part in one.parts:
+    accumulate_sums(one)
+    for part in one.partials:
         if part.x is not one.target:
             part.x.fill_(torch.nan)
 

@@ -40,8 +40,8 @@ def _wait_for_nothing() -> None:
 def test_says_where_a_rank_hangs(pool: Pool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(2, _wait_for_nothing, timeout=2)
-    told, hangs = caught.value.tracebacks
-    assert told is None
+    reported, hangs = caught.value.tracebacks
+    assert reported is None
     assert hangs is not None
     assert "gave no answer in time" in hangs
     assert "in _wait_for_nothing" in hangs

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.sums import Sum
+from dtensor_ring.compute.partials import Accumulation
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.policy import TransferPolicy
 from dtensor_ring.transport.transport import Transport
@@ -120,15 +120,15 @@ def of_rank(ring: Ring, rank: int, **policy: Any) -> tuple[Traffic, Traffic]:
 def counted_passes(traffic: Traffic) -> Iterator[None]:
     """What Triton's kernel would read and write, and that it is one launch."""
 
-    def fused(*sums: Sum) -> None:
+    def fused(*sums: Accumulation) -> None:
         read, written = [], []
         for one in sums:
-            read += [x for part in one.parts for x in (part.x, part.lse) if x is not None]
+            read += [x for part in one.partials for x in (part.x, part.lse) if x is not None]
             written += [x for x in (one.target, one.lse) if x is not None]
-        traffic.count("put_together", read, written)
+        traffic.count("accumulate_sums", read, written)
 
     # Triton itself need not be there.
-    module = SimpleNamespace(put_together=fused)
+    module = SimpleNamespace(accumulate_sums=fused)
     with (
         patch.dict("sys.modules", {"dtensor_ring.compute.merge_triton": module}),
         patch.object(merge, "has_triton", lambda: True),

@@ -15,7 +15,7 @@ from baselines import Stages, templated
 from torch import Tensor
 
 from dtensor_ring import Contiguous
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.memory import WHOLE
 from dtensor_ring.ops.options import default_scale
@@ -273,8 +273,8 @@ def merge_share(stages: Stages) -> float:
         return marked
 
     # Parts are merged where there is no room for another, and at the end.
-    merging = {name: timed(getattr(Partial, name)) for name in ("make_room", "result")}
-    with patch.multiple(Partial, **merging):
+    merging = {name: timed(getattr(RunningOutput, name)) for name in ("make_room", "result")}
+    with patch.multiple(RunningOutput, **merging):
         total = seconds_of(stages[:1])[0]
     return sum(1e-3 * start.elapsed_time(end) for start, end in marks) / total
 

@@ -1,4 +1,4 @@
-"""How fast parts are put together, next to the memory's published speed."""
+"""How fast partials are merged, next to the memory's published speed."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, Region, empty, region
-from dtensor_ring.compute.merge import put_together
-from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.merge import accumulate_sums
+from dtensor_ring.compute.partials import Accumulation, Partial
 from gpu_steps.alone import median_seconds
 from gpu_steps.machine import Finding, Machine
 
@@ -44,14 +44,14 @@ def _merge(
     for part in parts:
         assert part.lse is not None
         moved += [part.x, part.lse]
-    merge = partial(put_together, Sum(target, parts, lse))
+    merge = partial(accumulate_sums, Accumulation(target, parts, lse))
     rate = sum(x.nbytes for x in moved) / median_seconds(merge, machine.repeats)
     aim = f"{AIM:.0%} of {best / 1e9:.0f} GB/s" if rate < AIM * best else ""
     return Finding(f"merge of {what}, GB/s", f"{rate / 1e9:.0f}", aim)
 
 
-def _part(machine: Machine, at: Region, order: Order) -> Part:
+def _part(machine: Machine, at: Region, order: Order) -> Partial:
     rows = len(range(*at[2].indices(machine.side)))
     like = torch.empty(0, device=machine.device, dtype=machine.dtype)
     x = empty(like, (1, HEADS, rows, HEAD_DIM), order).normal_()
-    return Part(at, x, torch.randn(1, HEADS, rows, device=machine.device))
+    return Partial(at, x, torch.randn(1, HEADS, rows, device=machine.device))

@@ -12,15 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.agreement.error import MAX_QUOTED, RingError, reason_of
+from dtensor_ring.agreement.group_state import (
+    RENEW,
+    WATCH,
+    FailureStore,
+    GroupState,
+    group_state_of,
+)
 from dtensor_ring.agreement.record import (
-    MAX_CARRIED,
-    NOWHERE,
-    Inbox,
-    Word,
+    MAX_PAYLOAD,
+    NO_CALL_SITE,
+    CallRecord,
+    RecvBuffer,
     differences,
     flat,
 )
-from dtensor_ring.agreement.session import RENEW, WATCH, Board, Session, session_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
     P2P,
@@ -32,7 +38,7 @@ from dtensor_ring.transport.transport import (
 )
 
 
-class Call(Protocol):
+class MessageOwner(Protocol):
     """The call that messages belong to."""
 
     def waiting_for(self, message: P2P) -> str:
@@ -41,16 +47,16 @@ class Call(Protocol):
     def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
         """Return the error of a message that failed after a wait of `seconds`."""
 
-    def check_word(self, theirs: bytearray, peer: int) -> None:
+    def check_record(self, theirs: bytearray, peer: int) -> None:
         """Compare this rank's call record with another rank's, which content may follow."""
 
 
-class Sent:
+class PendingWork:
     """A message in flight; if it fails, `wait` raises `RingError`."""
 
     __slots__ = ("_call", "_message", "_work", "has_arrived")  # one for each message
 
-    def __init__(self, call: Call, work: Work, message: P2P) -> None:
+    def __init__(self, call: MessageOwner, work: Work, message: P2P) -> None:
         self._call, self._work, self._message = call, work, message
         self.has_arrived = False
 
@@ -72,42 +78,44 @@ class Sent:
         self.has_arrived = True
 
 
-class Answer(Sent):
+class RecordWork(PendingWork):
     """A message that begins with another rank's call record, which must equal this rank's."""
 
-    __slots__ = ("_flat", "_inbox", "_word_bytes")
+    __slots__ = ("_flat", "_record_bytes", "_recv_buffer")
 
-    def __init__(self, call: Call, work: Work, message: P2P, inbox: Inbox) -> None:
+    def __init__(
+        self, call: MessageOwner, work: Work, message: P2P, recv_buffer: RecvBuffer
+    ) -> None:
         super().__init__(call, work, message)
-        self._inbox = inbox
+        self._recv_buffer = recv_buffer
         self._flat: Tensor | None = None
-        self._word_bytes = 0
+        self._record_bytes = 0
 
-    def comes_to(self, flat: Tensor, word_bytes: int) -> None:
-        """Copy what follows a record of `word_bytes` bytes to this tensor once it arrives."""
-        self._flat, self._word_bytes = flat, word_bytes
+    def copy_payload_to(self, flat: Tensor, record_bytes: int) -> None:
+        """Copy what follows a record of `record_bytes` bytes to this tensor once it arrives."""
+        self._flat, self._record_bytes = flat, record_bytes
 
     def wait(self) -> None:
         if self.has_arrived:
             return
         super().wait()
-        self._call.check_word(self._inbox.word, self._message.peer)
+        self._call.check_record(self._recv_buffer.record, self._message.peer)
         if self._flat is not None:
             content = self._flat.view(torch.uint8)
-            # `check_word` has passed, so the record of the peer has the same size as this rank's.
-            content.copy_(self._inbox.carried(self._word_bytes, content.numel()))
+            # `check_record` has passed, so the record of the peer has the same size as this rank's.
+            content.copy_(self._recv_buffer.payload(self._record_bytes, content.numel()))
 
 
 TransportContext = AbstractContextManager[Transport]
 
 
-def agreed_transport(
+def checked_transport(
     group: dist.ProcessGroup,
-    word: Word,
+    record: CallRecord,
     direction: str,
     device: torch.device,
-    origin: int = 0,
-    where: tuple[str, str, str] = NOWHERE,
+    forward_call: int = 0,
+    call_site: tuple[str, str, str] = NO_CALL_SITE,
     first_bytes: int | None = None,
     chain: Chain | None = None,
 ) -> TransportContext:
@@ -115,72 +123,78 @@ def agreed_transport(
 
     Args:
         group: the group of the ring.
-        word: the record of the call.
+        record: the record of the call.
         direction: what the ranks do, one of the values of `RingError.direction`.
         device: the device of the call's tensors.
-        origin: the number of the forward call that a backward call belongs to; 0 if not known.
-        where: the place of the call, as far as it is known, see `Where`.
+        forward_call: the number of the forward call that a backward call belongs to; 0 if not
+            known.
+        call_site: the place of the call, as far as it is known, see `CallSite`.
         first_bytes: the bytes of a message of the first hop, if all ranks send to all: records may
             carry them. 0 sends the records to all ranks, without messages.
         chain: given if records and messages go along a line of ranks.
     """
-    session, transport = session_of(group), transport_of(group)
-    if not session.has_words:
+    state, transport = group_state_of(group), transport_of(group)
+    if not state.sends_records:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
-    is_small = first_bytes is not None and first_bytes <= MAX_CARRIED
+    is_small = first_bytes is not None and first_bytes <= MAX_PAYLOAD
     is_plain = keeps_tags and type(transport) is ProcessGroupTransport
-    carries = is_small and (is_plain or not first_bytes)
-    how = word, direction, origin, where, carries, chain
-    return AgreedTransport(group, session, transport, keeps_tags, *how)
+    piggybacks = is_small and (is_plain or not first_bytes)
+    how = record, direction, forward_call, call_site, piggybacks, chain
+    return CheckedTransport(group, state, transport, keeps_tags, *how)
 
 
-class AgreedTransport(Transport):
+class CheckedTransport(Transport):
     """The transport of one call, see Note [Agreement]. As a context, it begins and ends it."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        session: Session,
+        state: GroupState,
         transport: Transport,
         keeps_tags: bool,
-        word: Word,
+        record: CallRecord,
         direction: str,
-        origin: int,
-        where: tuple[str, str, str],
-        carries: bool = False,
+        forward_call: int,
+        call_site: tuple[str, str, str],
+        piggybacks: bool = False,
         chain: Chain | None = None,
     ) -> None:
-        self._group, self._session, self._transport = group, session, transport
-        self._keeps_tags, self._word, self._origin, self._at = keeps_tags, word, origin, where
-        self._direction, self._carries, self._chain = direction, carries, chain
+        self._group, self._state, self._transport = group, state, transport
+        self._keeps_tags, self._record, self._forward_call, self._call_site = (
+            keeps_tags,
+            record,
+            forward_call,
+            call_site,
+        )
+        self._direction, self._piggybacks, self._chain = direction, piggybacks, chain
         self._step: int | None = None
         self._number = self._tag = self._phase = 0
-        self._words: list[Sent] = []
-        self._answers: dict[int, Answer] = {}  # by peer
+        self._record_works: list[PendingWork] = []
+        self._peer_records: dict[int, RecordWork] = {}  # by peer
         # Records go by the process group, whatever transport moves the other messages.
         is_plain = type(transport) is ProcessGroupTransport
-        self._words_transport = transport if is_plain else ProcessGroupTransport(group)
-        self._in_flight: list[Sent] = []
+        self._record_transport = transport if is_plain else ProcessGroupTransport(group)
+        self._in_flight: list[PendingWork] = []
 
     def __enter__(self) -> Self:
-        session = self._session
+        state = self._state
         try:
-            self._number = session.begin()
+            self._number = state.begin()
         except RingError as error:
-            if session.cause is None:  # two threads: the other one's call must end, too
+            if state.cause is None:  # two threads: the other one's call must end, too
                 self._shut_down(str(error))
             raise
         try:
-            self._mine = self._word.message(self._number, self._origin, self._at)
-            self._tag = self._word.tag(self._number, self._origin)
+            self._mine = self._record.message(self._number, self._forward_call, self._call_site)
+            self._tag = self._record.tag(self._number, self._forward_call)
             if self._chain is not None:
                 self._tag = self._chain.tag
-            self._listen()
-            if not self._carries:
-                self._tell()
+            self._receive_records()
+            if not self._piggybacks:
+                self._send_record()
         except BaseException:
-            session.end()
+            state.end()
             raise
         return self
 
@@ -188,13 +202,13 @@ class AgreedTransport(Transport):
         try:
             if error is None:
                 self._agree()  # a rank without messages has not agreed yet
-                self._session.check()  # another thread may have been in the way
+                self._state.check()  # another thread may have been in the way
             elif not isinstance(error, RingError):
                 self._raised(error)
         finally:
             # Break the cycle, or buffers and the group live until the next garbage collection.
-            self._words, self._answers, self._in_flight = [], {}, []
-            self._session.end()
+            self._record_works, self._peer_records, self._in_flight = [], {}, []
+            self._state.end()
 
     def prepare(self, device: torch.device) -> None:
         if not self._keeps_tags:
@@ -212,15 +226,15 @@ class AgreedTransport(Transport):
         self._phase += 1
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        is_carried = self._carries
+        is_carried = self._piggybacks
         if is_carried:
             for message in receives:
-                self._answers[message.peer].comes_to(message.flat, len(self._mine))
-            self._tell({message.peer: message.flat for message in sends})
+                self._peer_records[message.peer].copy_payload_to(message.flat, len(self._mine))
+            self._send_record({message.peer: message.flat for message in sends})
         # The caller waits for records first, before it uses any data of a peer.
-        words, self._words = self._words, []
+        record_works, self._record_works = self._record_works, []
         if is_carried:
-            return words
+            return record_works
         tag = self._tag
         receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
         sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
@@ -228,19 +242,19 @@ class AgreedTransport(Transport):
         # NCCL returns one work for all messages of a hop: its error names the first message.
         with self._naming(messages[0] if messages else None):
             works = zip(self._transport.start(receives, sends), messages, strict=False)
-        sent = [Sent(self, work, message) for work, message in works]
+        sent = [PendingWork(self, work, message) for work, message in works]
         self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
-        return words + sent
+        return record_works + sent
 
-    def _listen(self) -> None:
+    def _receive_records(self) -> None:
         """Post the receives of other ranks' records."""
         for index, peer in enumerate(self._neighbours(-1)):
-            inbox = self._session.inbox(index)
-            message = P2P(inbox.flat, peer)
+            recv_buffer = self._state.recv_buffer(index)
+            message = P2P(recv_buffer.flat, peer)
             with self._naming(message):
-                work = self._words_transport.receive_word(message)
-            self._answers[peer] = Answer(self, work, message, inbox)
-        self._in_flight = [*self._answers.values()]
+                work = self._record_transport.receive_record(message)
+            self._peer_records[peer] = RecordWork(self, work, message, recv_buffer)
+        self._in_flight = [*self._peer_records.values()]
 
     def _neighbours(self, side: int) -> list[int]:
         """Return the ranks that this rank sends its record to (1), or receives one from (-1)."""
@@ -249,25 +263,25 @@ class AgreedTransport(Transport):
             peer = rank + side * self._chain.step
             return [peer] if 0 <= peer < size else []
         # A record that carries messages goes to all ranks; others go to the next rank.
-        if self._carries:
+        if self._piggybacks:
             return [other % size for other in range(rank + 1, rank + size)]
         return [(rank + side) % size]
 
-    def _tell(self, carried: Mapping[int, Tensor] | None = None) -> None:
+    def _send_record(self, payloads: Mapping[int, Tensor] | None = None) -> None:
         """Send the record to its receivers, followed by the tensor that it carries to each."""
         peers = self._neighbours(1)
-        carried, self._carries = carried or {}, False
-        word, joined = flat(self._mine), dict[int, Tensor]()
-        for x in carried.values():  # a tensor for several peers is joined once
+        payloads, self._piggybacks = payloads or {}, False
+        record, joined = flat(self._mine), dict[int, Tensor]()
+        for x in payloads.values():  # a tensor for several peers is joined once
             if id(x) not in joined:
                 joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
         sent = []
         for peer in peers:
-            message = P2P(joined[id(carried[peer])] if peer in carried else word, peer)
+            message = P2P(joined[id(payloads[peer])] if peer in payloads else record, peer)
             with self._naming(message):
-                sent.append(Sent(self, self._words_transport.send_word(message), message))
+                sent.append(PendingWork(self, self._record_transport.send_record(message), message))
         self._in_flight += sent
-        self._words = [*self._answers.values(), *sent]
+        self._record_works = [*self._peer_records.values(), *sent]
 
     @contextmanager
     def _naming(self, message: P2P | None) -> Iterator[None]:
@@ -281,13 +295,13 @@ class AgreedTransport(Transport):
 
     def _agree(self) -> None:
         """Wait for the records, unless `start` has handed them to the caller."""
-        if self._carries:
-            self._tell()  # no message was started that the record could carry
-        words, self._words = self._words, []
-        for word in words:
-            word.wait()
+        if self._piggybacks:
+            self._send_record()  # no message was started that the record could carry
+        record_works, self._record_works = self._record_works, []
+        for work in record_works:
+            work.wait()
 
-    def check_word(self, theirs: bytearray, peer: int) -> None:
+    def check_record(self, theirs: bytearray, peer: int) -> None:
         """Compare this rank's call record with another rank's.
 
         Raises:
@@ -298,7 +312,7 @@ class AgreedTransport(Transport):
         differing = differences(self._mine, theirs)
         if not differing:
             return
-        ranks, rank = self._session.ranks, self._group.rank()
+        ranks, rank = self._state.ranks, self._group.rank()
         here, there = ranks[rank], ranks[peer]
         listed = "; ".join(
             f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
@@ -310,7 +324,7 @@ class AgreedTransport(Transport):
 
     def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
         """Return the error of a message that failed after a wait of `seconds`."""
-        peer = None if message is None else self._session.ranks[message.peer]
+        peer = None if message is None else self._state.ranks[message.peer]
         text = (
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
             f"{reason_of(error)}"
@@ -322,20 +336,20 @@ class AgreedTransport(Transport):
 
     def waiting_for(self, message: P2P) -> str:
         """Describe a wait of this rank for a message, for a warning."""
-        ranks = self._session.ranks
+        ranks = self._state.ranks
         of = f"of the ring {list(ranks)}"
         return f"{self._here()} waits for rank {ranks[message.peer]} {of}, {self._where()}"
 
     def _raised(self, error: BaseException) -> None:
         """Shut the group down after an error, unless all ranks raised at the same point."""
         # An interrupt is no `Exception`: it may come at any point, and must not wait.
-        if isinstance(error, Exception) and self._board().all_raised(
+        if isinstance(error, Exception) and self._failure_store().all_raised(
             f"call {self._number}, {self._phase}"
         ):
             # All ranks have started the same messages, so these arrive and the group stays usable.
             with suppress(RingError):  # a failure here has shut the group down
-                if self._carries:
-                    self._tell()  # all ranks have posted receives
+                if self._piggybacks:
+                    self._send_record()  # all ranks have posted receives
                 for message in self._in_flight:
                     message.wait()
             return
@@ -344,23 +358,23 @@ class AgreedTransport(Transport):
 
     def _shut_down(self, text: str) -> str:
         """Close the group, so no rank waits for this one, and return the first cause."""
-        self._session.cause = self._board().first_cause(text)
+        self._state.cause = self._failure_store().first_cause(text)
         self._transport.abort()
-        self._words_transport.abort()
-        return self._session.cause
+        self._record_transport.abort()
+        return self._state.cause
 
-    def _board(self) -> Board:
-        return Board(self._group, self._session.generation)
+    def _failure_store(self) -> FailureStore:
+        return FailureStore(self._group, self._state.epoch)
 
     def _here(self) -> str:
-        return f"rank {self._session.ranks[self._group.rank()]}"
+        return f"rank {self._state.ranks[self._group.rank()]}"
 
     def _where(self) -> str:
         step = "before its first step" if self._step is None else f"step {self._step}"
         return f"in {self._direction}, {step}"
 
     def _error(self, text: str, peer: int | None, **place: Any) -> RingError:
-        ranks = self._session.ranks
+        ranks = self._state.ranks
         text = f"{text}. The group of the ring {list(ranks)} is shut down: {RENEW}"
         place |= {"direction": self._direction, "step": self._step, "peer": peer}
         return RingError(text, ring=ranks, **place)

@@ -5,8 +5,8 @@ first message of keys and values, it waits for the record of the previous rank. 
 difference from its neighbour before it uses any of the neighbour's data; closed connections inform
 the other ranks. All other messages have a tag that is computed from the record, so messages of
 different calls never match, whatever their sizes. If the first hop of a call is a small message
-between all ranks, the record and the message travel as one, see `Inbox`. A record is no longer than
-its text, so one network packet can often hold both.
+between all ranks, the record and the message travel as one, see `RecvBuffer`. A record is no longer
+than its text, so one network packet can often hold both.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from dtensor_ring.transport.transport import ABORT_TAG
 # The maximum size of a record. A typical one has 500 bytes; a digest replaces long boundaries.
 MAX_BYTES = 2048
 
-# Number of the call, number of its forward call, digest, `Where`.
+# Number of the call, number of its forward call, digest, `CallSite`.
 _HEAD = "<QQQ96s64s48s"
 _HEAD_BYTES = 232  # the size of `_HEAD`
 
 
-class Where(NamedTuple):
+class CallSite(NamedTuple):
     """The place of a call, as far as it is known; a compiled call has none.
 
     Attributes:
-        place: the line in the caller's code.
+        line: the line in the caller's code.
         layer: the name of the layer in the model, the same on all ranks.
         placements: the placements of its DTensors on all axes of their mesh.
     """
 
-    place: str = ""
+    line: str = ""
     layer: str = ""
     placements: str = ""
 
 
-NOWHERE = ("", "", "")
+NO_CALL_SITE = ("", "", "")
 
 
-class Word:
+class CallRecord:
     """The record of a call, without its number.
 
     Attributes:
         fields: name and value of everything on which the ranks must agree.
 
-    >>> one, other = Word({"scale": "0.5"}), Word({"scale": "0.25"})
+    >>> one, other = CallRecord({"scale": "0.5"}), CallRecord({"scale": "0.25"})
     >>> differences(one.message(1, 0), other.message(1, 0))
     [('scale', '0.5', '0.25')]
     """
@@ -63,25 +63,28 @@ class Word:
         # The digest covers the whole text, also a part that is cut off. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
-    def message(self, number: int, origin: int, where: tuple[str, str, str] = NOWHERE) -> bytearray:
+    def message(
+        self, number: int, forward_call: int, call_site: tuple[str, str, str] = NO_CALL_SITE
+    ) -> bytearray:
         """Return the record of a call as bytes.
 
         Args:
             number: the number of the call, counted on its group.
-            origin: the number of the forward call that a backward call belongs to; 0 if not known.
-            where: the place of the call, see `Where`.
+            forward_call: the number of the forward call that a backward call belongs to; 0 if not
+                known.
+            call_site: the call site, see `CallSite`.
         """
         message = bytearray(self._template)
-        place, layer, placements = where
+        line, layer, placements = call_site
         # Layer names differ at their end, so the last 64 bytes are kept.
-        texts = place.encode(), layer.encode()[-64:], placements.encode()
-        struct.pack_into(_HEAD, message, 0, number, origin, self._digest, *texts)
+        texts = line.encode(), layer.encode()[-64:], placements.encode()
+        struct.pack_into(_HEAD, message, 0, number, forward_call, self._digest, *texts)
         return message
 
-    def tag(self, number: int, origin: int) -> int:
+    def tag(self, number: int, forward_call: int) -> int:
         """Return the tag of the call's other messages; two calls rarely share one."""
         # The multipliers spread small numbers over all bits.
-        mixed = self._digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ origin * 0xC2B2_AE3D_27D4_EB4F
+        mixed = self._digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ forward_call * 0xC2B2_AE3D_27D4_EB4F
         return (mixed >> 16) % ABORT_TAG
 
 
@@ -93,7 +96,7 @@ def flat(message: bytearray) -> Tensor:
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
     """Return the fields in which two records differ: name, value of mine, value of theirs.
 
-    Any bytes may follow a record. What is unknown of `Where`, as in a compiled call, equals any.
+    Any bytes may follow a record. What is unknown of `CallSite`, as in a compiled call, equals any.
     """
     one, other = _fields(mine), _fields(theirs)
     for name in _WHERE:
@@ -106,16 +109,16 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     return [x for x in found if x[0] != _DIGEST] or found
 
 
-_DIGEST = "what does not fit into a word"
-_WHERE = "place of the call", "layer", "placements"
+_DIGEST = "what does not fit into the record"
+_WHERE = "call site", "layer", "placements"
 
 
 def _fields(message: bytes | bytearray) -> dict[str, str]:
-    number, origin, digest, *where = struct.unpack_from(_HEAD, message)
+    number, forward_call, digest, *call_site = struct.unpack_from(_HEAD, message)
     head = {
         "number of the call": f"{number:,}",
-        "backward of call number": f"{origin:,}",
-        **dict(zip(_WHERE, map(_text, where), strict=True)),
+        "backward of call number": f"{forward_call:,}",
+        **dict(zip(_WHERE, map(_text, call_site), strict=True)),
         _DIGEST: f"{digest:x}",
     }
     lines = _text(bytes(message[_HEAD_BYTES:])).splitlines()
@@ -129,10 +132,10 @@ def _text(ended: bytes) -> str:
 
 # The largest number of bytes that may follow a record in its message: the partial results of a
 # decoded token take 1 to 64 KiB. For larger messages, the cost of a second one is small.
-MAX_CARRIED = 1 << 16
+MAX_PAYLOAD = 1 << 16
 
 
-class Inbox:
+class RecvBuffer:
     """A buffer for the largest message that begins with a record.
 
     A message may be shorter than the buffer that receives it, but a longer one ends the process. A
@@ -144,14 +147,14 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._memory = bytearray(MAX_BYTES + MAX_CARRIED)
+        self._memory = bytearray(MAX_BYTES + MAX_PAYLOAD)
         self.flat: Tensor = flat(self._memory)
 
     @property
-    def word(self) -> bytearray:
+    def record(self) -> bytearray:
         """Return the received record; a part of what follows it may be included."""
         return self._memory[:MAX_BYTES]
 
-    def carried(self, word_bytes: int, num_bytes: int) -> Tensor:
-        """Return `num_bytes` bytes that follow a record of `word_bytes` bytes."""
-        return self.flat[word_bytes : word_bytes + num_bytes]
+    def payload(self, record_bytes: int, num_bytes: int) -> Tensor:
+        """Return `num_bytes` bytes that follow a record of `record_bytes` bytes."""
+        return self.flat[record_bytes : record_bytes + num_bytes]

@@ -12,14 +12,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.all_to_all.op import Dealt, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, group_of
-from dtensor_ring.dtensor.gather import exchanged
+from dtensor_ring.dtensor.gather import all_to_all_tokens
 from dtensor_ring.dtensor.sequence import canonical, sequence_runs
 from dtensor_ring.ops.call_site import called_from
-from dtensor_ring.ops.checks import check_exchanged, check_strided
+from dtensor_ring.ops.checks import check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
@@ -40,7 +40,7 @@ def exchange(
 
     With `to="heads"`, a rank sends the tokens of its shard and gets all tokens of its group, in the
     order of their positions, with a part of the heads. Layers other than attention that mix tokens
-    within a head need this (Jacobs et al., 2023, arXiv 2309.14509). `to="tokens"` is the way back.
+    within a head need this (Jacobs et al., 2023, arXiv 2309.14509). `to="tokens"` is the reverse.
     Each rank sends one message to each other rank of its group. Differentiable: backward is the
     reverse exchange. For attention, use the strategy "ulysses" instead, see `SequenceAxis`.
 
@@ -51,10 +51,11 @@ def exchange(
             there is none.
         to: what this rank gets, "heads" or "tokens".
         heads: the number of consecutive ranks that share the heads; all ranks by default.
-        num_heads: N of each tensor, for the way back; by default for evenly sharded heads.
+        num_heads: N of each tensor, for the reverse exchange; by default for evenly sharded heads.
         num_key_heads: the number of key heads to shard. The query heads of a group stay with their
             key head. By default the smallest number of heads of all tensors; pass the same number
-            on the way back. A tensor with fewer heads than ranks is copied to several ranks.
+            on the reverse exchange. A tensor with fewer heads than ranks is copied to several
+            ranks.
         seq_len: the global length, if ranks hold different numbers of tokens.
         runs: which tokens each rank has, for a layout that belongs to a batch, see `sequence_runs`.
 
@@ -69,8 +70,8 @@ def exchange(
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
         >>> query, key = torch.randn(1, 8, 6, 4), torch.randn(1, 2, 6, 4)
-        >>> traded = exchange([query, key], mesh)
-        >>> [out] = exchange(traded[:1], mesh, to="tokens", num_key_heads=2)
+        >>> sharded = exchange([query, key], mesh)
+        >>> [out] = exchange(sharded[:1], mesh, to="tokens", num_key_heads=2)
         >>> torch.equal(out, query)
         True
     """
@@ -81,9 +82,9 @@ def exchange(
     is_back, size = to == "tokens", group.size()
     num_sharing = size if heads is None else as_count("heads", heads, 1, size)
     counts = _counts(tensors, num_heads, num_sharing if is_back else 1)
-    num_dealt = min(counts) if num_key_heads is None else num_key_heads
-    num_dealt = as_count("num_key_heads", num_dealt, 1, max(1, *counts))
-    _check_heads(counts, num_dealt, num_sharing, is_back)
+    num_sharded = min(counts) if num_key_heads is None else num_key_heads
+    num_sharded = as_count("num_key_heads", num_sharded, 1, max(1, *counts))
+    _check_heads(counts, num_sharded, num_sharing, is_back)
     if runs is not None and (not isinstance(runs, Tensor) or isinstance(runs, DTensor)):
         raise TypeError(f"runs must be a plain tensor, got {type(runs).__name__}")
     spec = config_of_call(group, runs is not None).spec
@@ -91,13 +92,13 @@ def exchange(
     length: Any = tensors[0].shape[2] * num_shards
     if seq_len is not None:
         length = as_count("seq_len", seq_len)
-    trade = Trade(
-        dealt=Dealt(runs, runs),
+    args = AllToAllArgs(
+        batch_runs=BatchRuns(runs, runs),
         layout=spec,
         to=spec,
         heads=num_sharing,
         num_heads=tuple(counts),
-        num_key_heads=num_dealt,
+        num_key_heads=num_sharded,
         seq_len=length,
         num_tokens=None,
         group_name=group.group_name,
@@ -105,8 +106,8 @@ def exchange(
         is_compiled=torch.compiler.is_compiling(),
     )
     if torch.compiler.is_compiling():
-        return exchange_op(list(tensors), *flatten_trade(trade))
-    return called_from(sys._getframe(), exchange_op, list(tensors), *flatten_trade(trade))
+        return all_to_all_op(list(tensors), *flatten_all_to_all(args))
+    return called_from(sys._getframe(), all_to_all_op, list(tensors), *flatten_all_to_all(args))
 
 
 def _check_tensors(tensors: Any) -> None:
@@ -117,7 +118,7 @@ def _check_tensors(tensors: Any) -> None:
         raise TypeError("tensors must be local shards, got a DTensor; use .to_local()")
     for x in tensors:
         check_strided("tensors", x)
-    check_exchanged(tensors)
+    check_all_to_all(tensors)
 
 
 def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
@@ -133,7 +134,7 @@ def _counts(tensors: Sequence[Tensor], given: Any, factor: int) -> list[int]:
 
 
 def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_back: bool) -> None:
-    """Refuse heads that cannot be sharded, and a way back that would return copies of heads."""
+    """Refuse heads that cannot be sharded, or that a reverse exchange would return as copies."""
     shard = head_shard_of(0, num_sharing, num_key_heads)  # no rank splits a key head more
     for count in counts:
         try:
@@ -141,7 +142,7 @@ def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_bac
         except ValueError as error:
             raise ValueError(
                 f"the heads of tensors, num_heads {counts} with num_key_heads {num_key_heads}, "
-                f"cannot be dealt to {num_sharing} ranks, heads: {error}"
+                f"cannot be sharded over {num_sharing} ranks, heads: {error}"
             ) from None
         if is_back and shard.is_copied(count, num_key_heads):
             raise ValueError(
@@ -171,7 +172,7 @@ def relayout(
         mesh: the 1-D mesh of the axis. Its annotation does not change: attention still takes
             tokens in that layout.
         dim: the dimension of the sequence.
-        to: the new layout; a layout or its spelling, or the `Balanced` layout of this batch.
+        to: the new layout; a layout or its spec, or the `Balanced` layout of this batch.
         layout: the present layout; by default that of the mesh, contiguous if it has none.
         seq_len: the global length, for local shards of different lengths.
 
@@ -211,8 +212,8 @@ def relayout(
     before, after = _side("layout", now, length, group), _side("to", to, length, group)
     if before.layout == after.layout:
         return tensor
-    trade = Trade(
-        dealt=Dealt(before.runs, after.runs),
+    args = AllToAllArgs(
+        batch_runs=BatchRuns(before.runs, after.runs),
         layout=before.spec,
         to=after.spec,
         heads=1,
@@ -224,9 +225,9 @@ def relayout(
         is_compiled=torch.compiler.is_compiling(),
     )
     if torch.compiler.is_compiling():
-        result = exchanged(local, dim, trade)
+        result = all_to_all_tokens(local, dim, args)
     else:
-        result = called_from(sys._getframe(), exchanged, local, dim, trade)
+        result = called_from(sys._getframe(), all_to_all_tokens, local, dim, args)
     if not isinstance(tensor, DTensor):
         return result
     return DTensor.from_local(
@@ -275,8 +276,8 @@ def _side(name: str, given: Any, seq_len: int, group: ProcessGroup) -> _Side:
         )
     if (layout.seq_len, layout.world_size) != (seq_len, group.size()):
         raise ValueError(
-            f"{name} must deal the {seq_len} tokens to {group.size()} ranks, but this Balanced one "
-            f"deals {layout.seq_len} to {layout.world_size}"
+            f"{name} must shard the {seq_len} tokens over {group.size()} ranks, but this Balanced "
+            f"one shards {layout.seq_len} over {layout.world_size}"
         )
     return _Side(layout, sequence_runs(layout))
 

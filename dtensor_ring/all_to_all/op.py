@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
-from dtensor_ring.agreement.record import MAX_BYTES, Word
-from dtensor_ring.agreement.session import session_of
-from dtensor_ring.all_to_all.plan import Exchange, exchange_of, head_shard_of
-from dtensor_ring.all_to_all.run import TensorShape, exchange_tensors, traded
+from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
+from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_shard_of
+from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.checks import check_exchanged
+from dtensor_ring.ops.checks import check_all_to_all
 from dtensor_ring.ops.nodes import (
     LIBRARY,
     below_autograd,
@@ -31,7 +31,7 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import Arguments, Length, group_named
-from dtensor_ring.ops.record import boundaries_text, runs_text, slices_text, spelled
+from dtensor_ring.ops.record import boundaries_text, layout_text, runs_text, slices_text
 from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
@@ -44,14 +44,14 @@ from dtensor_ring.planning.tile import FULL
 from dtensor_ring.transport.transport import is_plain, transport_of
 
 
-class Dealt(NamedTuple):
+class BatchRuns(NamedTuple):
     """The runs before and after the exchange, for layouts that belong to a batch."""
 
     runs: Tensor | None = None
     to_runs: Tensor | None = None
 
 
-class Seen(NamedTuple):
+class MaskTensors(NamedTuple):
     """What queries see in the attention that the exchange is part of, besides the mask."""
 
     cu_seqlens: Tensor | None = None
@@ -59,7 +59,7 @@ class Seen(NamedTuple):
     slices: Tensor | None = None
 
 
-class Trade(NamedTuple):
+class AllToAllArgs(NamedTuple):
     """The options of an exchange: all arguments but the tensors.
 
     `layout` and `runs` say which tokens a rank has before, `to` and `to_runs` which tokens the
@@ -67,25 +67,25 @@ class Trade(NamedTuple):
     key head.
 
     Attributes:
-        dealt: the runs of a batch.
-        layout: the spelling of the layout before.
-        to: the spelling of the layout afterwards.
+        batch_runs: the runs of a batch.
+        layout: the spec of the layout before.
+        to: the spec of the layout afterwards.
         heads: the number of consecutive ranks that share the heads.
-        num_heads: heads of each tensor before the exchange, and after the way back.
+        num_heads: heads of each tensor before the exchange, and after the reverse exchange.
         num_key_heads: the number of key heads.
         seq_len: the global length in tokens.
         num_tokens: tokens of this rank afterwards; `None` derives them from the layout.
         group_name: the process group of the axis.
         is_back: whether this is the reverse exchange.
-        origin: the number of the forward call that this is the backward of; 0 if unknown.
+        forward_call: the number of the forward call that this is the backward of; 0 if unknown.
         is_compiled: whether a compiler relies on `tokens_after`.
-        seen: the boundaries or slices of the attention.
+        mask_tensors: the boundaries or slices of the attention.
         mask: the mask of the attention.
         key_seq_len: the attention's global key length in tokens. `None` if the exchange is not
             part of an attention; then `mask` is ignored.
     """
 
-    dealt: Dealt
+    batch_runs: BatchRuns
     layout: str | None
     to: str | None
     heads: int
@@ -95,9 +95,9 @@ class Trade(NamedTuple):
     num_tokens: Length | None
     group_name: str | None
     is_back: bool = False
-    origin: int = 0
+    forward_call: int = 0
     is_compiled: bool = False
-    seen: Seen = Seen()
+    mask_tensors: MaskTensors = MaskTensors()
     mask: Mask = FULL
     key_seq_len: Length | None = None
 
@@ -108,20 +108,22 @@ class Trade(NamedTuple):
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Return the layouts before and after the exchange."""
-        named = zip(self.dealt._fields, self.dealt, (self.layout, self.to), strict=True)
+        named = zip(self.batch_runs._fields, self.batch_runs, (self.layout, self.to), strict=True)
         before, after = (
-            as_layout(spelling) if runs is None else run_table(runs, name)  # type: ignore[arg-type]
-            for name, runs, spelling in named
+            as_layout(spec) if runs is None else run_table(runs, name)  # type: ignore[arg-type]
+            for name, runs, spec in named
         )
         return before, after
 
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
         """Return the boundaries of the attention's queries and keys."""
-        return documents_of_both(self.seen.cu_seqlens, self.seen.key_cu_seqlens, batch)
+        return documents_of_both(
+            self.mask_tensors.cu_seqlens, self.mask_tensors.key_cu_seqlens, batch
+        )
 
     def slices(self, batch: int) -> Slices | None:
         """Return the attention's slices, `None` if it has none."""
-        given = self.seen.slices
+        given = self.mask_tensors.slices
         return None if given is None else slices_of_table(given, batch)
 
     def check_attention(self, batch: int) -> None:
@@ -135,7 +137,7 @@ class Trade(NamedTuple):
             asked = self.mask, self.group.size(), lengths, *self.documents(batch)
             checked_slices(*asked, self.slices(batch))
 
-    def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> Exchange:
+    def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> AllToAllPlan:
         """Plan this rank's messages.
 
         Raises:
@@ -145,7 +147,7 @@ class Trade(NamedTuple):
         if self.is_compiled:
             self._check_promise(layouts)
         seq_len: Any = self.seq_len
-        plan = exchange_of(*layouts, self.heads, group.rank(), group.size(), seq_len)
+        plan = all_to_all_plan(*layouts, self.heads, group.rank(), group.size(), seq_len)
         expected = plan.num_tokens[self.is_back]
         for x, num_heads in zip(tensors, self._heads_before(group.rank()), strict=True):
             if (x.shape[1], x.shape[2]) != (num_heads, expected):
@@ -177,9 +179,9 @@ class Trade(NamedTuple):
         if self.heads == world_size and not self.is_back:
             return seq_len  # it may be a symbol, so do not read it
         # With explicit runs, the named layout gives the usual lengths.
-        spelled: Any = self.layout if self.is_back else self.to
+        spec: Any = self.layout if self.is_back else self.to
         ranks = self._sharing(rank)
-        return sum(as_layout(spelled).num_tokens(x, world_size, seq_len) for x in ranks)
+        return sum(as_layout(spec).num_tokens(x, world_size, seq_len) for x in ranks)
 
     def _sharing(self, rank: int) -> range:
         """Return the ranks whose tokens a rank has after the exchange."""
@@ -194,118 +196,125 @@ class Trade(NamedTuple):
         Raises:
             ValueError: on every rank, if the length of any rank differs.
         """
-        runs, size = self.dealt.runs if self.is_back else self.dealt.to_runs, self.group.size()
+        runs, size = (
+            self.batch_runs.runs if self.is_back else self.batch_runs.to_runs,
+            self.group.size(),
+        )
         if runs is None or self.num_tokens is not None:
             return
         layout, seq_len = layouts[0] if self.is_back else layouts[1], self.seq_len
         assert seq_len is not None, "it is known by now"
         for rank in range(0, size, len(self._sharing(0))):
-            ranks, told = self._sharing(rank), self.tokens_after(rank, size)
+            ranks, expected = self._sharing(rank), self.tokens_after(rank, size)
             found = sum(layout.num_tokens(x, size, seq_len) for x in ranks)
-            if found != told:
+            if found != expected:
                 raise ValueError(
                     f"runs give ranks {list(ranks)} {found} tokens together, but in compiled code "
-                    f"each rank has as many as without runs, which is {told}: make runs of equal "
-                    "lengths, trade tokens for heads over all ranks or over none, or leave this "
-                    "uncompiled"
+                    f"each rank has as many as without runs, which is {expected}: make runs of "
+                    "equal lengths, exchange tokens for heads over all ranks or none, or leave "
+                    "this uncompiled"
                 )
 
 
-_ARGUMENTS = Arguments(Trade, Dealt, Seen, Mask)
-# The exchange op's arguments after its tensors, in the order of `flatten_trade`.
-TRADE_SCHEMA = _ARGUMENTS.schema
+_ARGUMENTS = Arguments(AllToAllArgs, BatchRuns, MaskTensors, Mask)
+# The exchange op's arguments after its tensors, in the order of `flatten_all_to_all`.
+ALL_TO_ALL_SCHEMA = _ARGUMENTS.schema
 
 
-def flatten_trade(trade: Trade) -> tuple[Any, ...]:
+def flatten_all_to_all(args: AllToAllArgs) -> tuple[Any, ...]:
     """Return the arguments of the exchange op after its tensors."""
-    return _ARGUMENTS.flatten(trade)
+    return _ARGUMENTS.flatten(args)
 
 
-def unflatten_trade(arguments: tuple[Any, ...]) -> Trade:
-    """Return the exchange from which `flatten_trade` made these arguments."""
+def unflatten_all_to_all(arguments: tuple[Any, ...]) -> AllToAllArgs:
+    """Return the exchange from which `flatten_all_to_all` made these arguments."""
     return _ARGUMENTS.unflatten(arguments)
 
 
-EXCHANGE = "dtensor_ring::exchange"
+ALL_TO_ALL = "dtensor_ring::all_to_all"
 
-torch.library.define(EXCHANGE, f"(Tensor[] tensors, {TRADE_SCHEMA}) -> Tensor[]")
-exchange_op = torch.ops.dtensor_ring.exchange.default
+torch.library.define(ALL_TO_ALL, f"(Tensor[] tensors, {ALL_TO_ALL_SCHEMA}) -> Tensor[]")
+all_to_all_op = torch.ops.dtensor_ring.all_to_all.default
 
 
 def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     """Run the exchange op on plain tensors."""
-    trade = unflatten_trade(options)
-    check_exchanged(tensors)
-    layouts, rank = trade.layouts(), trade.group.rank()
-    with agreed_exchange(trade, layouts, tensors) as transport:
+    args = unflatten_all_to_all(options)
+    check_all_to_all(tensors)
+    layouts, rank = args.layouts(), args.group.rank()
+    with checked_all_to_all(args, layouts, tensors) as transport:
         # Within the context: an error of this rank is reported to the others.
-        trade.check_attention(len(tensors[0]))
-        plan = trade.plan(tensors, layouts)
-        heads, shapes = tuple(trade.num_heads), tuple(map(TensorShape.of, tensors))
-        messages = traded(plan, heads, trade.num_key_heads, shapes, trade.is_back)
-        return exchange_tensors(tensors, messages, transport, Label("exchange", 0, rank))
+        args.check_attention(len(tensors[0]))
+        plan = args.plan(tensors, layouts)
+        heads, shapes = tuple(args.num_heads), tuple(map(TensorShape.of, tensors))
+        messages = messages_of(plan, heads, args.num_key_heads, shapes, args.is_back)
+        return run_all_to_all(tensors, messages, transport, Label("exchange", 0, rank))
 
 
-torch.library.impl(EXCHANGE, "CompositeExplicitAutograd")(forward)
+torch.library.impl(ALL_TO_ALL, "CompositeExplicitAutograd")(forward)
 
 
-@torch.library.register_fake(EXCHANGE)
+@torch.library.register_fake(ALL_TO_ALL)
 def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
-    trade: Trade = unflatten_trade(options)
-    check_exchanged(tensors)
-    check_batch(tensors[0], trade.dealt)
-    check_batch(tensors[0], trade.seen)
-    group = trade.group
-    num_tokens = trade.tokens_after(group.rank(), group.size())
-    # Compilers rely on the strides, so they must be those of `exchange_tensors`.
+    args: AllToAllArgs = unflatten_all_to_all(options)
+    check_all_to_all(tensors)
+    check_batch(tensors[0], args.batch_runs)
+    check_batch(tensors[0], args.mask_tensors)
+    group = args.group
+    num_tokens = args.tokens_after(group.rank(), group.size())
+    # Compilers rely on the strides, so they must be those of `run_all_to_all`.
     return [
         empty(x, (x.shape[0], heads, num_tokens, x.shape[3]), TOKEN_MAJOR)
-        for x, heads in zip(tensors, trade.heads_after(group.rank()), strict=True)
+        for x, heads in zip(tensors, args.heads_after(group.rank()), strict=True)
     ]
 
 
-def agreed_exchange(
-    trade: Trade, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]
+def checked_all_to_all(
+    args: AllToAllArgs, layouts: tuple[Layout, Layout], tensors: Sequence[Tensor]
 ) -> TransportContext:
     """Return the context of an exchange, which gives its transport."""
-    group, first = trade.group, tensors[0]
+    group, first = args.group, tensors[0]
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     batch, dims = len(first), tuple((x.shape[3], x.dtype) for x in tensors)
     # What is left of the options is equal on all ranks, and in all calls of a layer.
-    same = trade._replace(
-        dealt=Dealt(), seen=Seen(), num_heads=tuple(trade.num_heads), num_tokens=None, origin=0
+    same = args._replace(
+        batch_runs=BatchRuns(),
+        mask_tensors=MaskTensors(),
+        num_heads=tuple(args.num_heads),
+        num_tokens=None,
+        forward_call=0,
     )
     way = is_plain(transport_of(group), first.device), first.device.type
-    seen = *trade.documents(batch), trade.slices(batch)
-    word = _exchange_word(way, batch, dims, same, *layouts, *seen)
-    direction = _direction(trade.is_back)
-    return agreed_transport(group, word, direction, first.device, trade.origin, CALLER.where)
+    mask_tensors = *args.documents(batch), args.slices(batch)
+    record = _all_to_all_record(way, batch, dims, same, *layouts, *mask_tensors)
+    direction = _direction(args.is_back)
+    return checked_transport(group, record, direction, first.device, args.forward_call, CALLER.site)
 
 
 def _direction(is_back: bool) -> str:
     return "exchange back" if is_back else "exchange"
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def _exchange_word(
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
+def _all_to_all_record(
     way: tuple[bool, str],
     batch: int,
     dims: tuple[tuple[int, torch.dtype], ...],
-    trade: Trade,
+    args: AllToAllArgs,
     before: Layout,
     after: Layout,
     documents: Documents | None,
     key_documents: Documents | None,
     slices: Slices | None,
-) -> Word:
+) -> CallRecord:
     """Return the record of an exchange.
 
     Args:
         way: whether the transport is that of the group, and the type of the device.
         batch: rows of the batch.
         dims: head dim and dtype of each tensor.
-        trade: the options, without tensors.
+        args: the options, without tensors.
         before: the layout before the exchange.
         after: the layout after it.
         documents: boundaries of the attention's queries.
@@ -314,47 +323,47 @@ def _exchange_word(
     """
     is_plain, device = way
     fields: dict[str, object] = {
-        "direction": _direction(trade.is_back),
+        "direction": _direction(args.is_back),
         "transport": "that of the group" if is_plain else "another one",
         "device": device,
         "batch": batch,
         "dtypes": ", ".join(str(dtype) for _, dtype in dims),
         "head dims": [head_dim for head_dim, _ in dims],
-        "heads": list(trade.num_heads),
-        "key heads": trade.num_key_heads,
-        "ranks that share the heads": trade.heads,
-        "tokens": trade.seq_len,
-        "layout": spelled(before),
-        "layout after": spelled(after),
+        "heads": list(args.num_heads),
+        "key heads": args.num_key_heads,
+        "ranks that share the heads": args.heads,
+        "tokens": args.seq_len,
+        "layout": layout_text(before),
+        "layout after": layout_text(after),
         "runs": runs_text(before),
         "runs after": runs_text(after),
-        "tokens of keys": trade.key_seq_len,
-        "mask": trade.mask,
+        "tokens of keys": args.key_seq_len,
+        "mask": args.mask,
         "cu_seqlens": boundaries_text(documents),
         "key_cu_seqlens": boundaries_text(key_documents),
         "slices": slices_text(slices),
     }
-    return Word({name: str(value) for name, value in fields.items()})
+    return CallRecord({name: str(value) for name, value in fields.items()})
 
 
-class _ExchangeFunction(_SingleLevelFunction):
+class _AllToAllFunction(_SingleLevelFunction):
     """The autograd node of an exchange. It is linear: its backward is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = [*tensors], *options
-        outputs = below_autograd(exchange_op, forward, keyset, *inputs, of_node=True)
-        trade = unflatten_trade(options)
-        ctx.save_for_backward(*trade.dealt)
+        outputs = below_autograd(all_to_all_op, forward, keyset, *inputs, of_node=True)
+        args = unflatten_all_to_all(options)
+        ctx.save_for_backward(*args.batch_runs)
         # While a compiler traces, no call is made, so there is no call number.
-        origin = session_of(trade.group).number if is_plain_call(keyset) else 0
-        ctx.trade = trade._replace(
-            dealt=Dealt(),
-            seen=Seen(),  # the forward call has checked it
+        forward_call = group_state_of(args.group).number if is_plain_call(keyset) else 0
+        ctx.args = args._replace(
+            batch_runs=BatchRuns(),
+            mask_tensors=MaskTensors(),  # the forward call has checked it
             key_seq_len=None,
-            is_back=not trade.is_back,
+            is_back=not args.is_back,
             num_tokens=tensors[0].shape[2],
-            origin=0 if trade.origin else origin,
+            forward_call=0 if args.forward_call else forward_call,
         )
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -364,23 +373,23 @@ class _ExchangeFunction(_SingleLevelFunction):
         given = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Any] = [None] * len(grads)
         if given:
-            trade = ctx.trade._replace(
-                dealt=Dealt(*ctx.saved_tensors),
-                num_heads=tuple(ctx.trade.num_heads[i] for i in given),
+            args = ctx.args._replace(
+                batch_runs=BatchRuns(*ctx.saved_tensors),
+                num_heads=tuple(ctx.args.num_heads[i] for i in given),
             )
-            found = exchange_op([grads[i] for i in given], *flatten_trade(trade))
+            found = all_to_all_op([grads[i] for i in given], *flatten_all_to_all(args))
             for i, grad in zip(given, found, strict=True):
                 results[i] = grad
         return None, None, *results
 
 
-def _exchange(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
+def _recorded_all_to_all(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
     if forward_ad._current_level >= 0:
         refuse_tangents(tuple(tensors))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return list(recorded(_ExchangeFunction, keyset, options, *tensors))
-    return below_autograd(exchange_op, forward, keyset, tensors, *options)
+        return list(recorded(_AllToAllFunction, keyset, options, *tensors))
+    return below_autograd(all_to_all_op, forward, keyset, tensors, *options)
 
 
-LIBRARY.impl("exchange", _exchange, "Autograd", with_keyset=True)
-register_samples(EXCHANGE)
+LIBRARY.impl("all_to_all", _recorded_all_to_all, "Autograd", with_keyset=True)
+register_samples(ALL_TO_ALL)

@@ -16,7 +16,7 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Joined, Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span, length
-from dtensor_ring.planning.run_table import Dealing, deal
+from dtensor_ring.planning.run_table import ShardTable, shard_table
 
 
 class HeadShard(NamedTuple):
@@ -47,8 +47,8 @@ class HeadShard(NamedTuple):
         """
         if num_heads % num_key_heads:
             raise ValueError(
-                f"{num_heads} heads cannot be dealt with {num_key_heads} key heads, of which that "
-                "must be a multiple"
+                f"{num_heads} heads cannot be sharded with {num_key_heads} key heads, of which "
+                "that must be a multiple"
             )
         per_key_head = num_heads // num_key_heads
         begin, end = self.begin * per_key_head, self.end * per_key_head
@@ -56,8 +56,8 @@ class HeadShard(NamedTuple):
             return begin, end
         if per_key_head < self.num_parts:
             raise ValueError(
-                f"{num_heads} heads of {num_key_heads} key heads cannot be dealt to ranks of which "
-                f"{self.num_parts} have the same key head: each has to get a head"
+                f"{num_heads} heads of {num_key_heads} key heads cannot be sharded over ranks of "
+                f"which {self.num_parts} have the same key head: each has to get a head"
             )
         first, last = (part * per_key_head // self.num_parts for part in (self.part, self.part + 1))
         return begin + first, begin + last
@@ -110,7 +110,7 @@ class Amount(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Exchange:
+class AllToAllPlan:
     """The messages of one rank; those to itself stay here.
 
     The k-th token that a rank sends is the k-th token that its peer receives. The reverse exchange
@@ -165,10 +165,10 @@ def _amount(split: TokenSplit, heads: Span) -> Amount:
     return Amount(len(split.cols), length(heads))
 
 
-@cached_bytes(2**26, lambda exchange: exchange.num_bytes)
-def exchange_of(
+@cached_bytes(2**26, lambda plan: plan.num_bytes)
+def all_to_all_plan(
     layout: Layout, to: Layout, heads: int, rank: int, world_size: int, seq_len: int
-) -> Exchange:
+) -> AllToAllPlan:
     """Return the exchange of one rank, from a cache of 64 MiB.
 
     The time grows with the number of runs of all ranks (of tokens, if runs have gaps).
@@ -192,7 +192,9 @@ def exchange_of(
         )
     joined = to if heads == 1 else Joined(to, heads)
     cells = _cells(
-        deal(layout, world_size, seq_len), deal(joined, world_size // heads, seq_len), seq_len
+        shard_table(layout, world_size, seq_len),
+        shard_table(joined, world_size // heads, seq_len),
+        seq_len,
     )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
     to_groups = _splits(cells.groups, cells.lengths, mine)
@@ -203,7 +205,7 @@ def exchange_of(
     ]
     receives = _splits(cells.owners, cells.lengths, ours)
     num_tokens = int(cells.lengths[mine].sum()), int(cells.lengths[ours].sum())
-    return Exchange(rank, heads, num_tokens, tuple(sends), tuple(receives))
+    return AllToAllPlan(rank, heads, num_tokens, tuple(sends), tuple(receives))
 
 
 class _Cells(NamedTuple):
@@ -214,7 +216,7 @@ class _Cells(NamedTuple):
     groups: np.ndarray
 
 
-def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
+def _cells(before: ShardTable, after: ShardTable, seq_len: int) -> _Cells:
     """Cut positions wherever a run of either side begins.
 
     Raises:
@@ -232,15 +234,15 @@ def _cells(before: Dealing, after: Dealing, seq_len: int) -> _Cells:
     return _Cells(np.diff(bounds, append=seq_len), owners[here], groups[there])
 
 
-def _runs(dealing: Dealing) -> tuple[np.ndarray, np.ndarray]:
+def _runs(sharding: ShardTable) -> tuple[np.ndarray, np.ndarray]:
     """Return first position and owner of each run; a run lasts until the next one begins."""
-    if dealing.stride == 1:
-        return dealing.starts, dealing.owners
-    counts = dealing.lengths
+    if sharding.stride == 1:
+        return sharding.starts, sharding.owners
+    counts = sharding.lengths
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = np.repeat(dealing.starts, counts) + steps * dealing.stride
+    positions = np.repeat(sharding.starts, counts) + steps * sharding.stride
     order = np.argsort(positions)
-    return positions[order], np.repeat(dealing.owners, counts)[order]
+    return positions[order], np.repeat(sharding.owners, counts)[order]
 
 
 def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[TokenSplit]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.all_to_all.plan import Exchange, TokenSplit
+from dtensor_ring.all_to_all.plan import AllToAllPlan, TokenSplit
 from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty, pack, strides, unpack
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
@@ -86,7 +86,7 @@ class Copy(NamedTuple):
     span: Span
 
 
-class Mail(NamedTuple):
+class PackedMessages(NamedTuple):
     """The messages of one side of an all-to-all, packed in one buffer.
 
     Attributes:
@@ -116,7 +116,9 @@ class Mail(NamedTuple):
         return views
 
 
-def mail_of(splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: bool) -> Mail:
+def packed_messages(
+    splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: bool
+) -> PackedMessages:
     """Plan the buffer of one side: its messages follow each other.
 
     Args:
@@ -134,7 +136,7 @@ def mail_of(splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: boo
             end = aligned(packed[-1].span[1])
         if length(known[content]):
             messages.append((split.peer, known[content]))
-    return Mail(end, tuple(copies), tuple(messages))
+    return PackedMessages(end, tuple(copies), tuple(messages))
 
 
 def _packed(split: Split, shapes: Sequence[TensorShape], begin: int) -> list[Copy]:
@@ -150,7 +152,7 @@ def _packed(split: Split, shapes: Sequence[TensorShape], begin: int) -> list[Cop
     return copies
 
 
-class Arrival(NamedTuple):
+class ResultPart(NamedTuple):
     """A part of a result, which is the sum of its sources.
 
     Attributes:
@@ -163,42 +165,42 @@ class Arrival(NamedTuple):
     sources: tuple[int | TensorPart, ...]
 
 
-class Traded(NamedTuple):
+class AllToAllMessages(NamedTuple):
     """The plan of an all-to-all on one rank.
 
     Attributes:
         sends: the messages to other ranks.
         receives: the messages from other ranks.
-        stays: parts of the results that need no data from other ranks.
-        comes: parts of the results that are unpacked after the receive.
+        local_parts: parts of the results that need no data from other ranks.
+        received_parts: parts of the results that are unpacked after the receive.
         shapes: the shapes `(B, n, T, H)` of the results.
     """
 
-    sends: Mail
-    receives: Mail
-    stays: tuple[Arrival, ...]
-    comes: tuple[Arrival, ...]
+    sends: PackedMessages
+    receives: PackedMessages
+    local_parts: tuple[ResultPart, ...]
+    received_parts: tuple[ResultPart, ...]
     shapes: tuple[tuple[int, int, int, int], ...]
 
     @property
     def num_bytes(self) -> int:
         """Estimate the host memory of this plan, in bytes."""
-        mails = self.sends, self.receives
-        return 1000 + 600 * sum(len(x.copies) + len(x.messages) for x in mails)
+        sides_messages = self.sends, self.receives
+        return 1000 + 600 * sum(len(x.copies) + len(x.messages) for x in sides_messages)
 
 
 @cached_bytes(2**24, lambda found: found.num_bytes)
-def traded(
-    exchange: Exchange,
+def messages_of(
+    plan: AllToAllPlan,
     num_heads: tuple[int, ...],
     num_key_heads: int,
     shapes: tuple[TensorShape, ...],
     is_back: bool = False,
-) -> Traded:
+) -> AllToAllMessages:
     """Plan the all-to-all of tensors; a cache of 16 MiB keeps the plans.
 
     Args:
-        exchange: the plan for tokens.
+        plan: the plan for tokens.
         num_heads: the number of heads of each tensor, on the side that has all heads.
         num_key_heads: the number of key heads, which decides how heads are sharded.
         shapes: the shapes of the tensors.
@@ -209,22 +211,22 @@ def traded(
     """
 
     def heads(rank: int) -> tuple[Span, ...]:
-        shard = exchange.head_shard(rank, num_key_heads)
+        shard = plan.head_shard(rank, num_key_heads)
         return tuple(shard.span(count, num_key_heads) for count in num_heads)
 
-    own = heads(exchange.rank)
+    own = heads(plan.rank)
     here = tuple((0, length(span)) for span in own)
-    ways = [
-        [_split(tokens, heads(tokens.peer)) for tokens in exchange.sends],
-        [_split(tokens, here) for tokens in exchange.receives],
+    directions = [
+        [_split(tokens, heads(tokens.peer)) for tokens in plan.sends],
+        [_split(tokens, here) for tokens in plan.receives],
     ]
-    leaving, coming = reversed(ways) if is_back else ways
-    num_tokens = exchange.num_tokens[0 if is_back else 1]
+    leaving, coming = reversed(directions) if is_back else directions
+    num_tokens = plan.num_tokens[0 if is_back else 1]
     results = tuple(
         (shape.batch, count, num_tokens, shape.head_dim)
         for shape, count in zip(shapes, num_heads if is_back else map(length, own), strict=True)
     )
-    return _traded(exchange.rank, leaving, coming, shapes, results)
+    return _messages_of(plan.rank, leaving, coming, shapes, results)
 
 
 def _split(tokens: TokenSplit, heads: tuple[Span, ...]) -> Split:
@@ -233,16 +235,16 @@ def _split(tokens: TokenSplit, heads: tuple[Span, ...]) -> Split:
     return Split(tokens.peer, tuple(parts))
 
 
-def _traded(
+def _messages_of(
     rank: int,
     leaving: list[Split],
     coming: list[Split],
     shapes: tuple[TensorShape, ...],
     results: tuple[tuple[int, int, int, int], ...],
-) -> Traded:
+) -> AllToAllMessages:
     """Plan the messages, and the sources of each part of the results."""
     outgoing, incoming = ([x for x in side if x.peer != rank] for side in (leaving, coming))
-    receives = mail_of(incoming, shapes, is_sent=False)
+    receives = packed_messages(incoming, shapes, is_sent=False)
     found: dict[tuple[int, int], int | TensorPart] = {
         (copy.peer, copy.part.number): index for index, copy in enumerate(receives.copies)
     }
@@ -250,17 +252,25 @@ def _traded(
         if split.peer == rank:
             found |= {(rank, part.number): part for part in split.parts}
     sources = dict[TensorPart, list[int | TensorPart]]()
-    for split in coming:  # on the way back, a key head has copies from several ranks
+    for split in coming:  # on the reverse exchange, a key head has copies from several ranks
         for part in split.parts:
             sources.setdefault(part, []).append(found[split.peer, part.number])
-    arrivals = [Arrival(part, tuple(of)) for part, of in sources.items()]
-    stays = tuple(x for x in arrivals if all(isinstance(of, TensorPart) for of in x.sources))
-    comes = tuple(x for x in arrivals if any(isinstance(of, int) for of in x.sources))
-    return Traded(mail_of(outgoing, shapes, is_sent=True), receives, stays, comes, results)
+    result_parts = [ResultPart(part, tuple(of)) for part, of in sources.items()]
+    local_parts = tuple(
+        x for x in result_parts if all(isinstance(of, TensorPart) for of in x.sources)
+    )
+    received_parts = tuple(x for x in result_parts if any(isinstance(of, int) for of in x.sources))
+    return AllToAllMessages(
+        packed_messages(outgoing, shapes, is_sent=True),
+        receives,
+        local_parts,
+        received_parts,
+        results,
+    )
 
 
-def exchange_tensors(
-    tensors: Sequence[Tensor], plan: Traded, transport: Transport, label: Label
+def run_all_to_all(
+    tensors: Sequence[Tensor], plan: AllToAllMessages, transport: Transport, label: Label
 ) -> list[Tensor]:
     """Return the tensors after the all-to-all: new, token-major, `(B, n, T, H)`.
 
@@ -282,34 +292,36 @@ def exchange_tensors(
     works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
     with label("unpack"):
-        _unpack(results, plan.stays, tensors, [])
+        _unpack(results, plan.local_parts, tensors, [])
     with label("wait"):
         for work in works:
             work.wait()
     transport.at(label)
     with label("unpack"):
-        _unpack(results, plan.comes, tensors, plan.receives.views(received, tensors))
-    for mail, buffer in ((plan.sends, sent), (plan.receives, received)):
-        if mail.num_bytes:
+        _unpack(results, plan.received_parts, tensors, plan.receives.views(received, tensors))
+    for side_messages, buffer in ((plan.sends, sent), (plan.receives, received)):
+        if side_messages.num_bytes:
             transport.free(buffer)
     return results
 
 
-def _buffer(mail: Mail, tensors: Sequence[Tensor], transport: Transport) -> Tensor:
+def _buffer(
+    side_messages: PackedMessages, tensors: Sequence[Tensor], transport: Transport
+) -> Tensor:
     """Return memory for the messages of a side; the transport allocates it unless it is empty."""
-    if mail.num_bytes:
-        return transport.allocate(mail.num_bytes, tensors[0].device)
+    if side_messages.num_bytes:
+        return transport.allocate(side_messages.num_bytes, tensors[0].device)
     return tensors[0].new_empty(0, dtype=torch.uint8)
 
 
 def _unpack(
     results: Sequence[Tensor],
-    arrivals: Sequence[Arrival],
+    result_parts: Sequence[ResultPart],
     tensors: Sequence[Tensor],
     copies: Sequence[Tensor],
 ) -> None:
     """Sum the sources of each arrival, and copy the sum into the results."""
-    for part, sources in arrivals:
+    for part, sources in result_parts:
         found = [copies[x] if isinstance(x, int) else _taken(x, tensors) for x in sources]
         unpack(part.heads_of(results), _sum(found), part.cols)
 

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.all_to_all.op import Dealt, Seen, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.op import (
+    AllToAllArgs,
+    BatchRuns,
+    MaskTensors,
+    all_to_all_op,
+    flatten_all_to_all,
+)
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.ops.checks import check_inputs
 from dtensor_ring.ops.nodes import autocast_dtype, cast
@@ -22,7 +28,7 @@ from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 
 
-def traded_heads(strategy: str, group_name: str) -> int:
+def ulysses_heads(strategy: str, group_name: str) -> int:
     """Return the number of ranks that share the heads after the all-to-all, 1 without one."""
     return as_strategy(strategy, group_named(group_name).size()).heads
 
@@ -33,11 +39,11 @@ def _rank(group_name: str) -> int:
 
 # Their results are constant while the group is alive, so dynamo may fold them.
 # `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
-for _function in (traded_heads, _rank):
+for _function in (ulysses_heads, _rank):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Trading:
+class HeadExchange:
     """The exchanges of one attention, on the tensors of this rank.
 
     Args:
@@ -56,18 +62,18 @@ class Trading:
             (query.shape[2], key.shape[2]),
         )
         self._heads, self._rank = (
-            traded_heads(place.strategy, place.group_name),
+            ulysses_heads(place.strategy, place.group_name),
             _rank(place.group_name),
         )
         reason = why_not(Strategy(self._heads), *self._num_heads)
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
-        (runs, key_runs), (seq_len, key_seq_len) = self._dealt(call, query.shape[0])
+        (runs, key_runs), (seq_len, key_seq_len) = self._sides(call, query.shape[0])
         # Keys with another length or layout need an exchange of their own.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
-        self._trades = tuple(
-            Trade(
-                dealt=Dealt(of_side, of_side),
+        self._args = tuple(
+            AllToAllArgs(
+                batch_runs=BatchRuns(of_side, of_side),
                 layout=place.layout,
                 to=place.layout,
                 heads=self._heads,
@@ -81,13 +87,13 @@ class Trading:
             for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
         )
         batch = call.batch
-        self._seen = {
-            "seen": Seen(batch.cu_seqlens, batch.key_cu_seqlens, batch.slices),
+        self._mask_options = {
+            "mask_tensors": MaskTensors(batch.cu_seqlens, batch.key_cu_seqlens, batch.slices),
             "mask": call.scores.mask,
             "key_seq_len": key_seq_len,
         }
 
-    def _dealt(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def _sides(self, call: Call, batch: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Return the runs and the global lengths, each for queries and for keys."""
         runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
         if key_runs is None:
@@ -97,18 +103,18 @@ class Trading:
                 "key_runs say the lengths of what is exchanged, which a compiler has to know: "
                 f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
             )
-        seq_len = call.question(batch).seq_len  # with `key_runs`, both belong to one sequence
+        seq_len = call.request(batch).seq_len  # with `key_runs`, both belong to one sequence
         return (runs, key_runs), (seq_len, seq_len)
 
     def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
         """Exchange tensors shaped like query or key to the group's tokens and some of the heads."""
-        return self._exchanged(queries, keys, is_back=False)
+        return self._all_to_all(queries, keys, is_back=False)
 
     def to_tokens(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
         """Exchange tensors shaped like query or key back to this rank's tokens and all heads."""
-        return self._exchanged(queries, keys, is_back=True)
+        return self._all_to_all(queries, keys, is_back=True)
 
-    def _exchanged(
+    def _all_to_all(
         self, queries: Sequence[Tensor], keys: Sequence[Tensor], is_back: bool
     ) -> list[Tensor]:
         counts = [self._num_heads[0]] * len(queries), [self._num_heads[1]] * len(keys)
@@ -119,12 +125,12 @@ class Trading:
         for tensors, num_heads, side in sides:
             if tensors:
                 num_tokens = self._lengths[side] if is_back else None
-                trade = self._trades[side]._replace(
+                args = self._args[side]._replace(
                     num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
                 )
                 if side == 0 and not is_back:  # check now what the ring op would refuse later
-                    trade = trade._replace(**self._seen)
-                results += exchange_op(list(tensors), *flatten_trade(trade))
+                    args = args._replace(**self._mask_options)
+                results += all_to_all_op(list(tensors), *flatten_all_to_all(args))
         return results
 
     def with_own_sinks(self, call: Call) -> Call:
@@ -146,7 +152,7 @@ class Trading:
         return slice(*shard.span(*self._num_heads))
 
 
-def traded_attention(
+def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = True, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return `(out, lse)` of this rank's tokens.
@@ -157,28 +163,28 @@ def traded_attention(
         value: `(B, Nkv, C, Hv)`.
         call: the ring op's call on tensors with all heads.
         with_lse: whether lse is exchanged and returned.
-        keep: whether `traded_backward` follows; then lse holds the exchanged tensors for it.
+        keep: whether `ulysses_backward` follows; then lse holds the exchanged tensors for it.
 
     Raises:
         ValueError: if the strategy cannot shard the heads.
     """
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
-    trading = Trading(call, query, key)
-    query, key, value = trading.to_heads([query], [key, value])
-    out, lse = ring_op(query, key, value, *flatten(trading.with_own_sinks(call)))
-    exchanged = Exchanged(query, key, value, out, lse)
+    exchange = HeadExchange(call, query, key)
+    query, key, value = exchange.to_heads([query], [key, value])
+    out, lse = ring_op(query, key, value, *flatten(exchange.with_own_sinks(call)))
+    exchanged = RingTensors(query, key, value, out, lse)
     if not with_lse:
-        (out,) = trading.to_tokens([out])
+        (out,) = exchange.to_tokens([out])
         return out, None
-    out, lse = trading.to_tokens([out, lse.unsqueeze(-1)])
+    out, lse = exchange.to_tokens([out, lse.unsqueeze(-1)])
     lse = lse.squeeze(-1).contiguous()
     if keep:
-        _memory_of(lse).dtensor_ring_exchanged = exchanged
+        _memory_of(lse).dtensor_ring_kept = exchanged
     return out, lse
 
 
-class Exchanged(NamedTuple):
+class RingTensors(NamedTuple):
     """The inputs and results of the ring op between two exchanges.
 
     Note [What backward needs]: for an op on DTensors, autograd keeps the tensors before the
@@ -207,7 +213,7 @@ def as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     return tensors if dtype is None else [cast(x, device_type, dtype) for x in tensors]
 
 
-def traded_backward(
+def ulysses_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -218,23 +224,23 @@ def traded_backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of the ring's backward op from the tensors before the exchange."""
-    trading, sinks = Trading(call, query, key), call.scores.sinks
+    exchange, sinks = HeadExchange(call, query, key), call.scores.sinks
     grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
-    kept = getattr(_memory_of(lse), "dtensor_ring_exchanged", None)
+    kept = getattr(_memory_of(lse), "dtensor_ring_kept", None)
     if kept is None:
         like_query = [*grads, query, out, lse.unsqueeze(-1)]
-        *like_query, key, value = trading.to_heads(like_query, [key, value])
+        *like_query, key, value = exchange.to_heads(like_query, [key, value])
         *grads, query, out, lse = like_query
-        kept = Exchanged(query, key, value, out, _rows(lse))
+        kept = RingTensors(query, key, value, out, _rows(lse))
     else:
-        grads = trading.to_heads(grads, [])
+        grads = exchange.to_heads(grads, [])
     grad_rows = None if grad_lse is None else _rows(grads[1])
     *results, grad_sinks = ring_backward_op(
-        grads[0], grad_rows, *kept, *flatten(trading.with_own_sinks(call))
+        grads[0], grad_rows, *kept, *flatten(exchange.with_own_sinks(call))
     )
-    results = trading.to_tokens(results[:1], results[1:])
+    results = exchange.to_tokens(results[:1], results[1:])
     if sinks is not None:
-        grad_sinks = trading.all_sinks(grad_sinks, sinks)
+        grad_sinks = exchange.all_sinks(grad_sinks, sinks)
     return results[0], results[1], results[2], grad_sinks
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from dtensor_ring.balanced.packing import Hands, Partition
-from dtensor_ring.balanced.work import Units, Work, areas
+from dtensor_ring.balanced.packing import Packer, Partition
+from dtensor_ring.balanced.work import AttentionWork, Units, areas
 from dtensor_ring.planning.layout import Contiguous, Layout, Run, ZigZag, shard_length
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
@@ -27,20 +27,20 @@ MAX_PAIRS = 2**20
 TOKEN = 2048
 
 
-def busiest_load(work: Work, partition: Partition, world_size: int) -> int:
+def busiest_load(work: AttentionWork, partition: Partition, world_size: int) -> int:
     """Return the number of pairs that the queries of the busiest rank see."""
     loads = np.zeros(world_size, dtype=work.table.dtype)
     np.add.at(loads, partition.owners, work.areas(partition.begins, partition.ends))
     return int(loads.max())
 
 
-def cost(work: Work, partition: Partition, world_size: int) -> int:
+def cost(work: AttentionWork, partition: Partition, world_size: int) -> int:
     """Return the time of all ranks on the ring plus the time of transfers, both in pairs."""
     makespan, num_received = ring_cost(work, partition, world_size)
     return world_size * makespan + TOKEN * work.num_rows * num_received
 
 
-def ring_cost(work: Work, partition: Partition, world_size: int) -> tuple[int, int]:
+def ring_cost(work: AttentionWork, partition: Partition, world_size: int) -> tuple[int, int]:
     """Return the time of the slowest rank, in pairs, and the positions that all ranks receive."""
     begins, ends, owners = partition
     ranges, slices, first, end = work.seen(begins, ends)
@@ -181,7 +181,7 @@ class Balanced(Layout):
         if num_blocks > MAX_BLOCKS:
             raise ValueError(
                 f"seq_len {self.seq_len} takes {num_blocks:,} blocks of {self.block_length} "
-                f"tokens, at most {MAX_BLOCKS:,} can be dealt; give a larger block"
+                f"tokens, at most {MAX_BLOCKS:,} can be sharded; give a larger block"
             )
         object.__setattr__(self, "cu_seqlens", as_documents(self.cu_seqlens))
         object.__setattr__(self, "_seen", self._checked())
@@ -211,13 +211,13 @@ class Balanced(Layout):
         if (world_size, seq_len) != (self.world_size, self.seq_len):
             raise ValueError(
                 f"this layout was balanced for {self.seq_len} tokens on {self.world_size} ranks, "
-                f"it cannot deal {seq_len} tokens to {world_size}; make another one"
+                f"it cannot shard {seq_len} tokens over {world_size}; make another one"
             )
-        return _deal(self)[rank]
+        return _balanced_runs(self)[rank]
 
 
 @cached_bytes(2**26, lambda runs: 64 + 100 * sum(map(len, runs)))
-def _deal(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
+def _balanced_runs(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
     """Return the runs of every rank; a cache keeps at most 64 MiB of them."""
     sizes = layout.world_size, layout.seq_len, layout.block_length
     return balanced_partition(layout._seen, *sizes, layout.max_runs).runs(layout.world_size)
@@ -237,12 +237,12 @@ def balanced_partition(
         block: units shorter than this many tokens stay together with their neighbours.
         max_runs: the largest number of runs of a rank, at least 2.
     """
-    work, sizes = Work(slices), (world_size, seq_len)
+    work, sizes = AttentionWork(slices), (world_size, seq_len)
     most = work.total + work.total // TOLERANCE
     found = [(busiest_load(work, x, world_size), x) for x in _whole(*sizes)]
     # Later partitions move more tokens, so the first even one ends the search.
-    for dealings in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
-        for partition in dealings:
+    for candidates in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
+        for partition in candidates:
             if partition.max_runs <= max_runs:
                 found.append((busiest_load(work, partition, world_size), partition))
                 if world_size * found[-1][0] <= most:
@@ -259,7 +259,9 @@ def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:
         yield Partition.dealt(layout, world_size, seq_len)
 
 
-def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
+def _by_units(
+    work: AttentionWork, block: int, world_size: int, seq_len: int
+) -> Iterator[Partition]:
     """Yield partitions with small units whole and large ones in parts, one for each share."""
     units, tried = work.units(seq_len, block), set()
     lengths = units.ends - units.begins
@@ -271,20 +273,22 @@ def _by_units(work: Work, block: int, world_size: int, seq_len: int) -> Iterator
         if num_parts.tobytes() in tried:
             continue
         tried.add(num_parts.tobytes())
-        hands, is_large = Hands(work, world_size, seq_len), num_parts > 1
-        hands.deal_parted(Units(*(x[is_large] for x in units)), num_parts[is_large])
-        hands.deal_whole(Units(*(x[~is_large] for x in units)))
-        yield hands.dealt()
+        packer, is_large = Packer(work, world_size, seq_len), num_parts > 1
+        packer.pack_parts(Units(*(x[is_large] for x in units)), num_parts[is_large])
+        packer.pack_units(Units(*(x[~is_large] for x in units)))
+        yield packer.dealt()
 
 
-def _by_blocks(work: Work, block: int, world_size: int, seq_len: int) -> Iterator[Partition]:
+def _by_blocks(
+    work: AttentionWork, block: int, world_size: int, seq_len: int
+) -> Iterator[Partition]:
     """Yield partitions into blocks of equal length, for large units or rows that differ."""
     shard, rounds = shard_length(0, world_size, seq_len), 4
     while rounds <= MAX_ROUNDS and rounds * block <= shard:
         edges = np.append(np.arange(0, seq_len, shard // rounds), seq_len)
-        hands = Hands(work, world_size, seq_len, reserve=0)
-        hands.deal_whole(Units(edges[:-1], edges[1:], work.areas(edges[:-1], edges[1:])))
-        yield hands.dealt()
+        packer = Packer(work, world_size, seq_len, reserve=0)
+        packer.pack_units(Units(edges[:-1], edges[1:], work.areas(edges[:-1], edges[1:])))
+        yield packer.dealt()
         rounds *= 2
 
 
@@ -308,10 +312,10 @@ def layout_for(
     documents: Documents | None,
     slices: Slices | None = None,
 ) -> Layout:
-    """Return a layout, given as a layout or its spelling; `"balanced"` makes one for this batch.
+    """Return a layout, given as a layout or its spec; `"balanced"` makes one for this batch.
 
     Raises:
-        ValueError: if the spelling is unknown.
+        ValueError: if the spec is unknown.
         TypeError: if `layout` is neither a layout nor a string.
     """
     if layout == Balanced.name:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtensor_ring.all_to_all.plan import exchange_of
+from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.balanced.balanced import TOKEN, WHOLE, ring_cost
 from dtensor_ring.balanced.packing import Partition
-from dtensor_ring.balanced.work import Work
+from dtensor_ring.balanced.work import AttentionWork
 from dtensor_ring.planning.layout import Contiguous, Joined, Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import checked_slices
@@ -49,7 +49,7 @@ class HybridCost:
     """The cost of a layout in one forward pass of one row, in bytes, summed over all ranks.
 
     Attributes:
-        layout: the spelling of the layout.
+        layout: the spec of the layout.
         relayouts: bytes sent to change the layout around layers with a state. The backward pass
             sends them again.
         keys: bytes of keys and values that ranks see on other ranks. A ring forwards a few more.
@@ -128,7 +128,7 @@ def relayout_tokens(
 ) -> int:
     """Return the number of tokens that move between a layout and the order of stateful layers."""
     found = (
-        exchange_of(layout, as_layout(order), 1, rank, world_size, seq_len).sent(1, 1)
+        all_to_all_plan(layout, as_layout(order), 1, rank, world_size, seq_len).sent(1, 1)
         for rank in range(world_size)
     )
     return sum(amount.tokens for sent in found for amount in sent.values())
@@ -139,7 +139,7 @@ def _cost(
 ) -> HybridCost:
     """Return the cost of one layout, with an all-to-all within groups of `heads` ranks."""
     num_groups = world_size // heads
-    work = Work(checked_slices(mask, world_size, (seq_len, seq_len), None))
+    work = AttentionWork(checked_slices(mask, world_size, (seq_len, seq_len), None))
     joined = layout if heads == 1 else Joined(layout, heads)
     makespan, received = ring_cost(work, Partition.dealt(joined, num_groups, seq_len), num_groups)
     moved = 2 * hybrid.stateful * relayout_tokens(layout, seq_len, world_size)

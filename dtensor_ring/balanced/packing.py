@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.balanced.work import Units, Work
+from dtensor_ring.balanced.work import AttentionWork, Units
 from dtensor_ring.planning.layout import Layout, Run, shard_length
 
 
@@ -72,13 +72,15 @@ FINE = 16
 FULLEST = 20
 
 # The largest number of entries compared to find neighbouring ranks for the parts of a unit.
-MAX_SEATS = 2**20
+MAX_CANDIDATES = 2**20
 
 
-class Hands:
+class Packer:
     """Assign units to ranks so that areas are even and each rank gets its number of tokens."""
 
-    def __init__(self, work: Work, world_size: int, seq_len: int, reserve: int = RESERVE) -> None:
+    def __init__(
+        self, work: AttentionWork, world_size: int, seq_len: int, reserve: int = RESERVE
+    ) -> None:
         self._work, self._world_size = work, world_size
         self._mean = -(-work.total // world_size)
         full = np.array([shard_length(rank, world_size, seq_len) for rank in range(world_size)])
@@ -88,7 +90,7 @@ class Hands:
         self._pieces: list[tuple[int, int, int]] = []
         self._left: list[tuple[int, int]] = []
 
-    def deal_parted(self, units: Units, num_parts: np.ndarray) -> None:
+    def pack_parts(self, units: Units, num_parts: np.ndarray) -> None:
         """Assign parts of equal area to neighbours on the ring, beginning with the largest unit.
 
         A part sees keys of the ranks just before its own, so waits are short and few tokens travel.
@@ -104,10 +106,10 @@ class Hands:
             if FULLEST * (parts[..., 1] - parts[..., 0]).max() > (FULLEST - 1) * longest:
                 num_folded = max(int(num_parts[index]), -((begin - end) // longest))
                 parts = _folded(begin, end, min(num_folded, self._world_size))
-            if not self._seat(parts):
+            if not self._place_parts(parts):
                 self._left.append((begin, end))
 
-    def deal_whole(self, units: Units) -> None:
+    def pack_units(self, units: Units) -> None:
         """Assign each unit to one rank, beginning with the largest area per token.
 
         A unit goes to the rank that lacks the most area per token, which evens out the ranks.
@@ -121,7 +123,7 @@ class Hands:
             if self._room[rank] < end - begin:
                 self._left.append((begin, end))
                 continue
-            self._give(begin, end, rank, area)
+            self._assign(begin, end, rank, area)
             lacks[rank] = self._lack(rank)
 
     def _lack(self, rank: int) -> int:
@@ -143,24 +145,24 @@ class Hands:
                 begin += length
         return Partition.of(self._pieces)
 
-    def _seat(self, parts: np.ndarray) -> bool:
+    def _place_parts(self, parts: np.ndarray) -> bool:
         """Assign parts `(M, pieces, 2)` to the least busy neighbours; return whether they fit."""
         num_parts, num_pieces, _ = parts.shape
         lengths = (parts[..., 1] - parts[..., 0]).sum(1)
         found = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
-        starts = np.arange(0, self._world_size, -(-self._world_size * num_parts // MAX_SEATS))
-        seats = (starts[:, None] + np.arange(num_parts)) % self._world_size
-        fits = np.flatnonzero((self._room[seats] >= lengths).all(1))
+        starts = np.arange(0, self._world_size, -(-self._world_size * num_parts // MAX_CANDIDATES))
+        candidates = (starts[:, None] + np.arange(num_parts)) % self._world_size
+        fits = np.flatnonzero((self._room[candidates] >= lengths).all(1))
         if not fits.size:
             return False
-        loads = (np.array(self._loads, found.dtype)[seats[fits]] + found.sum(1)).max(1)
-        ranks = seats[fits[np.argmin(loads)]]
+        loads = (np.array(self._loads, found.dtype)[candidates[fits]] + found.sum(1)).max(1)
+        ranks = candidates[fits[np.argmin(loads)]]
         for rank, part, areas in zip(ranks.tolist(), parts.tolist(), found.tolist(), strict=True):
             for (begin, end), area in zip(part, areas, strict=True):
-                self._give(begin, end, rank, area)
+                self._assign(begin, end, rank, area)
         return True
 
-    def _give(self, begin: int, end: int, rank: int, area: int) -> None:
+    def _assign(self, begin: int, end: int, rank: int, area: int) -> None:
         self._room[rank] -= end - begin
         self._loads[rank] += area
         self._pieces.append((begin, end, rank))
@@ -171,5 +173,5 @@ def _folded(begin: int, end: int, num_parts: int) -> np.ndarray:
     edges = begin + (end - begin) * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1)
     # The last rank gets the latest piece. Ranks all around the ring see early pieces, only the next
-    # ones see late pieces, so packets shrink on their way.
+    # ones see late pieces, so packets shrink as they travel.
     return np.stack([pieces[num_parts - 1 :: -1], pieces[num_parts:]], axis=1)

@@ -77,7 +77,7 @@ class Units(NamedTuple):
     areas: np.ndarray
 
 
-class Work:
+class AttentionWork:
     """The slices of all batch rows in one table, which answers what ranges of queries see.
 
     Attributes:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.command.footprint import Silent
+from dtensor_ring.command.footprint import NullTransport
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
@@ -157,7 +157,7 @@ SHAPE = 1, 8, 2048, 64
 REPEATS = 5
 
 
-class Again(Transport):
+class RepeatTransport(Transport):
     """A transport that records the messages of a ring, and can send them again without it."""
 
     def __init__(self, transport: Transport) -> None:
@@ -182,11 +182,11 @@ def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
     shard = [torch.randn(SHAPE, device=device).to(dtype) for _ in range(3)]
     mine = plan(as_layout(layout), Mask.causal(), rank, size, SHAPE[2] * size)
     transport = ProcessGroupTransport(mesh.get_group())
-    again = Again(transport)
+    again = RepeatTransport(transport)
     again.prepare(device)
     ring = _run_ring(shard, mine, kernel)
     ring(again)  # records the messages, and warms up
-    calls = [lambda: ring(transport), lambda: ring(Silent()), again.send]
+    calls = [lambda: ring(transport), lambda: ring(NullTransport()), again.send]
     whole, kernels, messages = _milliseconds(calls, device)
     found = f"{whole:.1f} ms; {kernels:.1f} without messages, which take {messages:.1f} alone"
     exposed = max(0.0, whole - kernels)

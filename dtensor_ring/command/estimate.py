@@ -101,8 +101,8 @@ class Estimate:
             shape = f"{heads} heads over {key_heads}, head dim {dims}"
             rows.append(("attention", f"{each['calls']} x {shape}, {each['hops']} hops"))
         sent, received = (f"{self.messages[x] / 2**20:,.1f}" for x in ("sent", "received"))
-        told = f"{self.messages['messages']:,}, {sent} MiB sent, {received} MiB received"
-        return [*rows, ("messages of a step", told)]
+        reported = f"{self.messages['messages']:,}, {sent} MiB sent, {received} MiB received"
+        return [*rows, ("messages of a step", reported)]
 
 
 def estimate(
@@ -133,7 +133,7 @@ def estimate(
 
 def estimated(
     load: LoadModel,
-    spelling: str,
+    spec: str,
     mesh: Mapping[str, int],
     asked: ModelRequest,
     *,
@@ -143,7 +143,7 @@ def estimated(
 
     Args:
         load: makes the model.
-        spelling: how the command line names the model.
+        spec: how the command line names the model.
         mesh: number of ranks along each axis.
         asked: what the model is to be run on.
         is_checkpointed: whether a layer keeps its input only, and computes its forward again in its
@@ -154,7 +154,7 @@ def estimated(
         ValueError: if the model cannot be made, is not served, or has no attention.
     """
     with alone(mesh.get("cp", 1)) as axis:
-        model = load(spelling, axis, asked)
+        model = load(spec, axis, asked)
         if is_checkpointed:
             checkpoint_layers(model.module)
         step, forward = _run(model)

@@ -19,30 +19,30 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring.all_to_all.op import exchange_op, unflatten_trade
+from dtensor_ring.all_to_all.op import all_to_all_op, unflatten_all_to_all
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, group_named, unflatten
-from dtensor_ring.ops.parts import sum_ranks_op
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
+from dtensor_ring.ops.rows_op import sum_ranks_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.simulate.comparison import Cost, Sizes, moved, traded
+from dtensor_ring.simulate.comparison import Cost, TensorSizes, all_to_all_cost, moved
 from dtensor_ring.simulate.schedule import largest_packet, shard_traffic, sum_traffic
 from dtensor_ring.transport.transport import P2P, Transport, Work
 
 
-class Silent(Transport):
+class NullTransport(Transport):
     """A transport that sends nothing: results are wrong, and only kernels take time and memory."""
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         return ()
 
 
-class Shapes(Kernel):
+class ShapeKernel(Kernel):
     """A kernel that computes nothing: it returns empty tensors of the right shapes."""
 
     name = "shapes"
@@ -163,8 +163,8 @@ class Footprint(Storages):
             self._attend(*args)
         elif func is ring_backward_op:
             self._attend_backward(*args)
-        elif func is exchange_op:
-            self._send(_exchange_cost(*args))
+        elif func is all_to_all_op:
+            self._send(_all_to_all_cost(*args))
         elif func is sum_ranks_op:
             self._send(_sum_cost(*args))
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
@@ -180,7 +180,7 @@ class Footprint(Storages):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
         call = unflatten(options)
-        plan = call.question(query.shape[0]).plan(query, key)
+        plan = call.request(query.shape[0]).plan(query, key)
         heads, dims = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
         self.attentions[Attention(heads, dims, call.scores.mask, plan.num_steps)] += 1
         self._send(_message_cost(plan, call, key, value, is_forward=True))
@@ -191,7 +191,7 @@ class Footprint(Storages):
     ) -> None:
         value, out, lse, *options = rest
         call = unflatten(tuple(options))
-        plan = call.question(query.shape[0]).plan(query, key)
+        plan = call.request(query.shape[0]).plan(query, key)
         self._send(_message_cost(plan, call, key, value, is_forward=False))
         saved = Saved(grad_out, out, lse, grad_lse)
         self._add(
@@ -220,7 +220,9 @@ class Footprint(Storages):
 
 def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
     query, key, value = unit_stride(query, key, value)
-    ring_forward(query, (key, value), plan, Shapes(), call.scores, Silent(), call.place.policy)
+    ring_forward(
+        query, (key, value), plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy
+    )
 
 
 def _backward(
@@ -229,7 +231,9 @@ def _backward(
     grad_out, query, key, value = unit_stride(saved.grad_out, query, key, value)
     saved = replace(saved, grad_out=grad_out)
     policy = call.place.policy
-    ring_backward(saved, query, (key, value), plan, Shapes(), call.scores, Silent(), policy)
+    ring_backward(
+        saved, query, (key, value), plan, ShapeKernel(), call.scores, NullTransport(), policy
+    )
 
 
 def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
@@ -243,13 +247,13 @@ def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward
     return shards + moved(sum_traffic(plan), numbers * policy.sum_dtype(key.dtype).itemsize, room)
 
 
-def _exchange_cost(tensors: list[Tensor], *options: Any) -> Cost:
+def _all_to_all_cost(tensors: list[Tensor], *options: Any) -> Cost:
     """Return the messages of one all-to-all."""
-    trade = unflatten_trade(options)
-    plan, x = trade.plan(tensors, trade.layouts()), tensors[0]
-    sizes = Sizes((0, trade.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)
-    shapes = [(count, x.shape[3]) for count, x in zip(trade.num_heads, tensors, strict=True)]
-    return traded(plan, sizes, shapes, trade.is_back)
+    args = unflatten_all_to_all(options)
+    plan, x = args.plan(tensors, args.layouts()), tensors[0]
+    sizes = TensorSizes((0, args.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)
+    shapes = [(count, x.shape[3]) for count, x in zip(args.num_heads, tensors, strict=True)]
+    return all_to_all_cost(plan, sizes, shapes, args.is_back)
 
 
 def _sum_cost(local: Tensor, group_name: str, *_: Any) -> Cost:

@@ -293,7 +293,7 @@ def _parser(load: LoadModel) -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "tell whether it works here: versions, kernels and, under torchrun, a ring of all ranks"
+    text = "check whether it works here: versions, kernels and, under torchrun, a ring of all ranks"
     command = commands.add_parser("doctor", help=text, description=text)
     command.set_defaults(run=doctor)
     command.add_argument("--kernel", help="test the ring with this kernel")
@@ -311,7 +311,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument(
         "--hybrid",
         type=hybrid_of,
-        help="also show what layouts cost a model with so many layers that carry a state, layers "
+        help="also show what layouts cost a model with this many layers that carry a state, layers "
         "with attention, and numbers of a token: 36,12,2048",
     )
     command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
@@ -331,7 +331,7 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:
-    text = "tell what a training step of a model takes on one rank: memory, messages and hops"
+    text = "estimate what a training step of a model takes on one rank: memory, messages and hops"
     command = commands.add_parser("estimate", help=text, description=text)
     command.set_defaults(run=partial(estimate, load))
     command.add_argument(
@@ -342,7 +342,7 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) ->
         "--mesh", type=mesh_of, required=True, help="cp=8, or with FSDP2: cp=8,dp_shard=4"
     )
     command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
-    command.add_argument("--layout", help="how tokens are dealt")
+    command.add_argument("--layout", help="how tokens are sharded")
     command.add_argument(
         "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
     )
@@ -360,7 +360,7 @@ def _add_attention(command: argparse.ArgumentParser) -> None:
     """Add the options that describe the attention."""
     command.add_argument("--seq-len", type=number, required=True, help="tokens of the sequence")
     command.add_argument("--world-size", type=number, required=True, help="ranks on the axis")
-    command.add_argument("--layout", help="how tokens are dealt")
+    command.add_argument("--layout", help="how tokens are sharded")
     command.add_argument(
         "--mask", type=mask_of, default="causal", help="causal, full, sliding:4096 or chunked:8192"
     )

@@ -21,7 +21,7 @@ from dtensor_ring.simulate.schedule import Schedule, shard_traffic, step_begins
 # spaced positions fall on all ranks, whatever the stride of the layout is.
 MAX_SIDE = 127
 
-# Colours of the ranks, cyclic; colour-blind readers can tell them apart (Tol, 2021).
+# Colours of the ranks, cyclic; colour-blind readers can distinguish them (Tol, 2021).
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
 
 
@@ -121,9 +121,9 @@ def _note(strategy: Strategy) -> str:
     if strategy.heads == 1:
         return ""
     return (
-        f"Groups of {strategy.heads} neighbouring ranks trade tokens for heads: each of them works "
-        f"on all tokens of its group with a part of the heads. A colour is the first rank of a "
-        "group. The exchanges before and after are not drawn; the command compare counts them."
+        f"Groups of {strategy.heads} neighbouring ranks exchange tokens for heads: each of them "
+        f"works on all tokens of its group with a part of the heads. A colour is the first rank of "
+        "a group. The exchanges before and after are not drawn; the command compare counts them."
     )
 
 

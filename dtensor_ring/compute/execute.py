@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -110,7 +110,7 @@ def _join_neighbours(
 
 
 @dataclass(frozen=True)
-class Hull:
+class BoundingBox:
     """A bounding box of batch rows and tokens, which a kernel sees as one dimension.
 
     Attributes:
@@ -135,23 +135,25 @@ class Hull:
         """Number of tokens in all batch rows of the box."""
         return length(self.batches) * length(self.tokens)
 
-    def at(self, batch: int, token: int) -> int:
+    def index_of(self, batch: int, token: int) -> int:
         """Return the place of a token in the flattened box."""
         return (batch - self.batches[0]) * length(self.tokens) + token - self.tokens[0]
 
 
-def hull_of(spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int) -> Hull:
+def bounding_box(
+    spans: Sequence[tuple[int, Span]], batch_size: int, num_tokens: int
+) -> BoundingBox:
     """Return the bounding box of `(batch row, tokens)` pairs, which are in ascending order.
 
-    >>> hull_of([(1, (3, 4)), (1, (6, 9))], 2, 10).tokens
+    >>> bounding_box([(1, (3, 4)), (1, (6, 9))], 2, 10).tokens
     (3, 9)
-    >>> hull_of([(0, (3, 4)), (1, (6, 9))], 2, 10).tokens
+    >>> bounding_box([(0, (3, 4)), (1, (6, 9))], 2, 10).tokens
     (0, 10)
     """
     (first, (start, _)), (last, (_, end)) = spans[0], spans[-1]
     # A box of several batch rows is one dimension without a copy only if it has all their tokens.
     tokens = (start, end) if first == last else (0, num_tokens)
-    return Hull((first, last + 1), tokens, batch_size)
+    return BoundingBox((first, last + 1), tokens, batch_size)
 
 
 # The smallest number of tiles for a launch of segments; single launches have smaller merges.
@@ -257,15 +259,22 @@ class _Chain:
     def _segments(self, links: list[_Link], shape: Shape) -> Launch:
         """Return one launch of these tiles; gaps become segments without keys or queries."""
         queries, keys = (
-            hull_of([(batch, getattr(tile, side)) for batch, tile in links], shape[0], num_tokens)
+            bounding_box(
+                [(batch, getattr(tile, side)) for batch, tile in links], shape[0], num_tokens
+            )
             for side, num_tokens in zip(("rows", "cols"), shape[1:], strict=True)
         )
         rows, cols = [0], [0]
         for batch, tile in links:
             # Segments must cover all tokens: a gap becomes a segment that sees nothing.
-            _skip(rows, cols, queries.at(batch, tile.rows[0]), keys.at(batch, tile.cols[0]))
-            rows.append(queries.at(batch, tile.rows[1]))
-            cols.append(keys.at(batch, tile.cols[1]))
+            _skip(
+                rows,
+                cols,
+                queries.index_of(batch, tile.rows[0]),
+                keys.index_of(batch, tile.cols[0]),
+            )
+            rows.append(queries.index_of(batch, tile.rows[1]))
+            cols.append(keys.index_of(batch, tile.cols[1]))
         _skip(rows, cols, queries.num_tokens, keys.num_tokens)
         segments = Segments(tuple(rows), tuple(cols))
         return Launch(queries.region, keys.region, self.mask, segments)
@@ -312,7 +321,7 @@ class Accumulator(Protocol):
     def make_room(self) -> None:
         """Add up the kept gradients if there is no room for another."""
 
-    def add(self, at: Region, grad: Tensor) -> None:
+    def add(self, region: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
 
 
@@ -320,20 +329,20 @@ def forward_step(
     step: Step,
     query: Tensor,
     kv: Pair,
-    partial: Partial,
+    running: RunningOutput,
     kernel: Kernel,
     scores: Scores,
     label: Label,
     with_segments: bool = True,
     in_flight: bool = False,
 ) -> None:
-    """Add the attention over the keys and values of a step to `partial`.
+    """Add the attention over the keys and values of a step to `running`.
 
     Args:
         step: the step whose tiles are computed.
         query: local queries `(B, N, L, H)`.
         kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
-        partial: the running result of the local queries.
+        running: the running result of the local queries.
         kernel: the block kernel.
         scores: how a query scores a key.
         label: names this step in a profile.
@@ -343,10 +352,10 @@ def forward_step(
     has_segments = with_segments and kernel.has_segments
     for launch in _launches(step, query, kv[0], has_segments, in_flight):
         with label("merge"):
-            partial.make_room()
+            running.make_room()
         with label("tile"):
             out, lse = _forward(launch, query, kv, kernel, scores)
-        partial.add(launch.rows, out, lse)
+        running.add(launch.rows, out, lse)
 
 
 def backward_step(
@@ -380,8 +389,10 @@ def backward_step(
                 one.make_room()
         with label("tile"):
             grads = _backward(launch, saved, query, kv, kernel, scores)
-        for one, at, grad in zip(sums, (launch.rows, launch.cols, launch.cols), grads, strict=True):
-            one.add(at, grad)
+        for one, region, grad in zip(
+            sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
+        ):
+            one.add(region, grad)
 
 
 def _launches(
@@ -408,7 +419,7 @@ def _backward(
     launch: Launch, saved: Saved, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
 ) -> Gradients:
     """Return the gradients of query, key and value of a launch, each `(B, N, R, H)`."""
-    saved = saved.at(launch.rows)
+    saved = saved.region(launch.rows)
     q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
     if launch.segments is None:
         return kernel.backward(saved, q, k, v, launch, scores)

@@ -79,11 +79,11 @@ def cols_of(tile: Tile) -> Region:
     return region(tile.batch, tile.cols)
 
 
-def part_of(x: Tensor, at: Region) -> Tensor:
+def part_of(x: Tensor, where: Region) -> Tensor:
     """Return a region of `(B, N, L, ...)` as a view, or `x` itself if the region is all of it."""
-    batches, _, tokens = at
+    batches, _, tokens = where
     if batches.start is not None:
-        return x[at]
+        return x[where]
     return x if tokens.start is None else columns(x, (tokens.start, tokens.stop))
 
 
@@ -225,7 +225,7 @@ def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
     if len(cols.spans) == 1:
         return [(cols.spans[0], packed)]
     places = pairwise(cols.offsets)
-    return [(span, columns(packed, at)) for span, at in zip(cols.spans, places, strict=True)]
+    return [(span, columns(packed, where)) for span, where in zip(cols.spans, places, strict=True)]
 
 
 def _index(cols: Cols, device: torch.device) -> Tensor:

@@ -16,49 +16,49 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
-from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.partials import Accumulation, Partial
 from dtensor_ring.planning.ranges import Span
 
-# The largest relative weight of a part that joins without a division: about a million keys.
+# The largest relative weight of a partial that joins without a division: about a million keys.
 MAX_WEIGHT = 2.0**20
 
 
 class Weights:
-    """The lse of the sum so far, and the weights of the parts that are added to it.
+    """The lse of the sum so far, and the weights of the partials that are added to it.
 
-    Note [Division at the end]: a part joins by `out + part * weight`, one pass over memory, with
-    `weight = exp(lse of the part - lse)`. Here `lse` stays that of the first part, whose weight
-    is 1. The denominator is the sum of the weights. It divides once, after the last part, as in
-    kernels of flash attention (Milakov and Gimelshein, 2018, arXiv 1805.02867). Nothing is
+    Note [Division at the end]: a partial joins by `out + partial * weight`, one pass over memory,
+    with `weight = exp(lse of the partial - lse)`. Here `lse` stays that of the first partial, whose
+    weight is 1. The denominator is the sum of the weights. It divides once, after the last partial,
+    as in kernels of flash attention (Milakov and Gimelshein, 2018, arXiv 1805.02867). Nothing is
     subtracted, which keeps infinite outputs infinite. A finite output overflows only if it exceeds
-    the largest float divided by `MAX_WEIGHT` and the number of parts.
+    the largest float divided by `MAX_WEIGHT` and the number of partials.
 
     Args:
         one: the sum whose `lse` and `denominator` are written.
     """
 
-    def __init__(self, one: Sum) -> None:
+    def __init__(self, one: Accumulation) -> None:
         assert one.lse is not None, "sums have no weights"
-        first = one.parts[0]
+        first = one.partials[0]
         ours = one.denominator
         if ours is None and one.is_in_place:
             ours = first.denominator
         self._lse, self._denominator = one.lse, torch.ones_like(one.lse) if ours is None else ours
         self._is_divided = first.denominator is None
         if not one.is_in_place:
-            self._start(first.at, first.lse, first.denominator)
+            self._start(first.region, first.lse, first.denominator)
 
-    def _start(self, at: Region, lse: Tensor | None, denominator: Tensor | None) -> None:
-        assert lse is not None, "all parts have one, or none has"
+    def _start(self, region: Region, lse: Tensor | None, denominator: Tensor | None) -> None:
+        assert lse is not None, "all partials have one, or none has"
         self._lse.fill_(-torch.inf)
-        part_of(self._lse, at).copy_(lse)
+        part_of(self._lse, region).copy_(lse)
         if denominator is not None:
-            part_of(self._denominator, at).copy_(denominator)
+            part_of(self._denominator, region).copy_(denominator)
 
-    def join(self, at: Region, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return a part's weight and the factor (or `None`) of the sum so far, `(B, N, R, 1)`."""
-        assert lse is not None, "all parts have one, or none has"
-        so_far, denominator = part_of(self._lse, at), part_of(self._denominator, at)
+    def join(self, region: Region, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return a partial's weight, and the factor of the sum so far or `None`, `(B, N, R, 1)`."""
+        assert lse is not None, "all partials have one, or none has"
+        so_far, denominator = part_of(self._lse, region), part_of(self._denominator, region)
         # Reading the largest weight is cheap on a CPU; on a GPU it would make the host wait.
         if lse.is_cpu:
             weight = (lse - so_far).exp_()
@@ -95,17 +95,17 @@ def sink_weight(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 # Numbers that are cast at a time: 256 KiB of float32, which stay in a core's cache.
-PIECE = 1 << 16
+CAST_SIZE = 1 << 16
 
-# The largest number of parts that one launch on a GPU merges.
-MAX_PARTS = 8
+# The largest number of partials that one launch on a GPU merges.
+MAX_PARTIALS = 8
 
 
-def put_together(*sums: Sum) -> None:
+def accumulate_sums(*sums: Accumulation) -> None:
     """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
     sums = tuple(one.cropped() for one in sums)
     if sums[0].target.is_cuda and has_triton():
-        from dtensor_ring.compute.merge_triton import put_together as fused
+        from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 
         fused(*sums)
         return
@@ -115,7 +115,7 @@ def put_together(*sums: Sum) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed; then GPUs merge parts in one launch."""
+    """Return whether Triton is installed; then GPUs merge partials in one launch."""
     return find_spec("triton") is not None
 
 
@@ -136,12 +136,12 @@ def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
     return part_of(x[first:end] if end - first < x.shape[0] else x, region(None, tokens))
 
 
-def _by_ranges(one: Sum) -> None:
-    """Compute a sum by ranges of rows that have the same parts."""
+def _by_ranges(one: Accumulation) -> None:
+    """Compute a sum by ranges of rows that have the same partials."""
     target, shape = one.target, one.target.shape
-    spans = [part.spans(shape) for part in one.parts]
+    spans = [partial.spans(shape) for partial in one.partials]
     addends, scale = _addends(one)
-    # If every part has all batch rows, all batch rows have the same ranges.
+    # If every partial has all batch rows, all batch rows have the same ranges.
     by_row = any(end - first < shape[0] for (first, end), _ in spans)
     for batches in [(b, b + 1) for b in range(shape[0])] if by_row else [(0, shape[0])]:
         here = [
@@ -177,17 +177,17 @@ def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span
         while later and later[-1][0] <= first:
             active.append(later.pop())
         active = [span for span in active if span[1] > first]
-        # Sort into the order of the parts, so sums do not depend on where ranges are cut.
+        # Sort into the order of the partials, so sums do not depend on where ranges are cut.
         yield (first, end), sorted(number for _, _, number in active)
 
 
-def _addends(one: Sum) -> tuple[list[_Addend], Tensor | None]:
-    """Write the lse, and return the parts with their weights and the final factor of the sum."""
+def _addends(one: Accumulation) -> tuple[list[_Addend], Tensor | None]:
+    """Write the lse, and return the partials with their weights and the final factor of the sum."""
     if one.lse is None:
-        return [_Addend(part.x) for part in one.parts], None
-    first, *others = one.parts
+        return [_Addend(partial.x) for partial in one.partials], None
+    first, *others = one.partials
     weights = Weights(one)
-    joining = [_Addend(part.x, *weights.join(part.at, part.lse)) for part in others]
+    joining = [_Addend(partial.x, *weights.join(partial.region, partial.lse)) for partial in others]
     scale = weights.divide(one.sinks) if one.denominator is None else None
     return [_Addend(first.x), *joining], scale
 
@@ -199,7 +199,7 @@ def _put(
     wide: torch.dtype,
     is_there: bool,
 ) -> None:
-    """Write rows that have the same parts; with `is_there`, `target` already holds the first."""
+    """Write rows that have the same partials; with `is_there`, `target` already holds the first."""
     if not addends:
         target.zero_()
         return
@@ -212,7 +212,7 @@ def _put(
             target.copy_(first.x)
         _join(target, others, scale)
     else:
-        _by_pieces(target, addends, scale, wide, is_there)
+        _by_chunks(target, addends, scale, wide, is_there)
 
 
 def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
@@ -227,7 +227,7 @@ def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
         total.mul_(scale)
 
 
-def _by_pieces(
+def _by_chunks(
     target: Tensor,
     addends: list[_Addend],
     scale: Tensor | None,
@@ -236,26 +236,28 @@ def _by_pieces(
 ) -> None:
     """Compute some rows at a time, in the wide dtype.
 
-    Small pieces keep the casts in cache and reuse two scratch buffers.
+    Small chunks keep the casts in cache and reuse two scratch buffers.
     """
     batch, _, num_rows, _ = target.shape
-    # A piece is some rows of all heads, so weights and outputs are sliced alike.
-    at_a_time = max(1, PIECE * num_rows // max(1, target.numel()))
+    # A chunk is some rows of all heads, so weights and outputs are sliced alike.
+    at_a_time = max(1, CAST_SIZE * num_rows // max(1, target.numel()))
     like = target[..., :at_a_time, :]
     total, cast = (torch.empty_like(like, dtype=wide) for _ in range(2))
     for start in range(0, num_rows, at_a_time):
         where = (0, batch), (start, min(num_rows, start + at_a_time))
         some = (0, batch), (0, where[1][1] - start)
         (first, *_), *others = (x.narrow(where) for x in addends)
-        part = _narrow(target, where)
-        joined = part if is_there and part.dtype == wide else _narrow(total, some).copy_(first)
+        partial = _narrow(target, where)
+        joined = (
+            partial if is_there and partial.dtype == wide else _narrow(total, some).copy_(first)
+        )
         for other in others:
             x = other.x if other.x.dtype == wide else _narrow(cast, some).copy_(other.x)
             _join(joined, [other._replace(x=x)], None)
         if scale is not None:
             joined.mul_(_narrow(scale, where))
-        if joined is not part:
-            part.copy_(joined)
+        if joined is not partial:
+            partial.copy_(joined)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -269,20 +271,20 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         block_out: the output over other keys.
         block_lse: log-sum-exp of `block_out`.
     """
-    parts = Part(WHOLE, out, lse), Part(WHOLE, block_out, block_lse)
-    put_together(Sum(out, parts, lse))
+    partials = Partial(WHOLE, out, lse), Partial(WHOLE, block_out, block_lse)
+    accumulate_sums(Accumulation(out, partials, lse))
 
 
-def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return the merged `(out, lse)` of W partial results `(W, ..., H)` and `(W, ...)`.
 
-    The parts are merged in their order, so ranks that have the same parts get the same bits.
+    The partials are merged in their order, so ranks that have the same partials get the same bits.
 
-    >>> merge_parts(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
+    >>> merge_stacked(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
     tensor([2.])
     """
     lse = lses.logsumexp(0)
-    # In a row that no part has seen, -inf - -inf is nan; its weight is 0.
+    # In a row that no partial has seen, -inf - -inf is nan; its weight is 0.
     weights = (lses - lse).exp_().nan_to_num_(0.0)
     return (outs * weights.unsqueeze(-1)).sum(0), lse
 
@@ -290,27 +292,27 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def merge_gradients(
     grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of the outputs and lse of the parts that `merge_` merged.
+    """Return the gradients of the outputs and lse of the partials that `merge_` merged.
 
-    The merged output is the mean of the parts, with weights `w = exp(lse of the part - lse)`. So
-    the gradient of a part's output is `w * grad_out`, and that of its lse `w * (p - mean of all p +
-    grad_lse)` with `p = sum(grad_out * out of the part)`. Both are 0 in rows that the part has not
-    seen.
+    The merged output is the mean of the partials, with weights `w = exp(lse of the partial - lse)`.
+    So the gradient of a partial's output is `w * grad_out`, and that of its lse `w * (p - mean of
+    all p + grad_lse)` with `p = sum(grad_out * out of the partial)`. Both are 0 in rows that the
+    partial has not seen.
 
     Args:
         grad_out: gradient of the merged output `(..., L, H)`.
         grad_lse: gradient of the merged lse `(..., L)`.
-        outs: outputs of the parts.
-        lses: log-sum-exp of each part.
+        outs: outputs of the partials.
+        lses: log-sum-exp of each partial.
         lse: the merged log-sum-exp.
     """
     wide = grad_out.to(lse.dtype)
     products = [(wide * out).sum(-1) for out in outs]
-    # In a row that no part has seen, -inf - -inf is nan.
-    unseen = [part == -torch.inf for part in lses]
+    # In a row that no partial has seen, -inf - -inf is nan.
+    unseen = [partial == -torch.inf for partial in lses]
     weights = [
-        (part - lse).exp().masked_fill(hidden, 0.0)
-        for part, hidden in zip(lses, unseen, strict=True)
+        (partial - lse).exp().masked_fill(hidden, 0.0)
+        for partial, hidden in zip(lses, unseen, strict=True)
     ]
     slope = grad_lse - sum(w * p for w, p in zip(weights, products, strict=True))
     grad_outs = [(wide * weight.unsqueeze(-1)).to(grad_out.dtype) for weight in weights]

@@ -1,4 +1,4 @@
-"""Merges parts on GPUs, in one launch and one pass over memory."""
+"""Merges partials on GPUs, in one launch and one pass over memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dtensor_ring.compute.memory import Region
-from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.partials import Accumulation, Partial
 
 # Rows of a program, which holds 16 KiB of float32 for a head dim of 128.
 BLOCK_ROWS = 32
@@ -19,8 +19,8 @@ NOTHING: Region = (slice(0), slice(0), slice(0))
 NO_POINTERS = (), (), 0, (), (), None, ()
 
 
-def put_together(*sums: Sum) -> None:
-    """Implement `dtensor_ring.compute.merge.put_together` for one sum, or for two without lse.
+def accumulate_sums(*sums: Accumulation) -> None:
+    """Implement `dtensor_ring.compute.merge.accumulate_sums` for one sum, or for two without lse.
 
     Two sums have the same batch, heads and rows. The launch reads and writes each number once.
     """
@@ -31,7 +31,7 @@ def put_together(*sums: Sum) -> None:
     assert one.target.shape[:3] == other.target.shape[:3], "one grid serves both"
     stride = one.target.stride()
     with torch.cuda.device_of(one.target):
-        _put_together[(triton.cdiv(rows, BLOCK_ROWS) * heads * batch, len(sums))](
+        _accumulate_sums[(triton.cdiv(rows, BLOCK_ROWS) * heads * batch, len(sums))](
             *(*_pointers(one), *(NO_POINTERS if one is other else _pointers(other)), heads, rows),
             BLOCK_ROWS=tl.constexpr(BLOCK_ROWS),
             BLOCK_DIMS=tl.constexpr(
@@ -46,16 +46,16 @@ def put_together(*sums: Sum) -> None:
         )
 
 
-def _pointers(one: Sum) -> tuple[Any, ...]:
+def _pointers(one: Accumulation) -> tuple[Any, ...]:
     """Return the arguments of the kernel for one sum: tensors, strides, lse and sizes."""
-    # Triton compiles for each number of parts, so pad it to a power of two with empty parts.
-    num_parts = triton.next_power_of_2(max(1, len(one.parts)))
-    parts = [*one.parts, *[Part(NOTHING, one.target, one.lse)] * num_parts][:num_parts]
-    tensors = [one.target, *(part.x for part in parts)]
+    # Triton compiles for each number of partials, so pad it to a power of two with empty partials.
+    num_parts = triton.next_power_of_2(max(1, len(one.partials)))
+    partials = [*one.partials, *[Partial(NOTHING, one.target, one.lse)] * num_parts][:num_parts]
+    tensors = [one.target, *(partial.x for partial in partials)]
     head_dim = one.target.shape[3]
     assert all(x.stride(3) == 1 or head_dim == 1 for x in tensors), "last strides are 1"
-    lses = () if one.lse is None else (one.lse, *(part.lse for part in parts))
-    spans = [part.spans(one.target.shape) for part in parts]
+    lses = () if one.lse is None else (one.lse, *(partial.lse for partial in partials))
+    spans = [partial.spans(one.target.shape) for partial in partials]
     return (
         tuple(tensors),
         tuple(x.stride()[:3] for x in tensors),
@@ -74,7 +74,7 @@ def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _put_together(
+def _accumulate_sums(
     tensors,
     strides,
     head_dim,
@@ -153,7 +153,7 @@ def _put(
         mask = is_here[:, None] & is_dim
         x = tl.load(tensors[i + 1] + at[:, None] + dims[None, :], mask=mask, other=0.0).to(wide)
         if len(lses) > 0:
-            # The weight is 0 if no part has seen the row. Without a subtraction, inf stays inf.
+            # The weight is 0 if no partial has seen the row. Without a subtraction, inf stays inf.
             lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
             x *= (tl.exp(lse - base) / total)[:, None]
         result += x
@@ -192,7 +192,7 @@ def _total(lses, lse_strides, sinks, spans, batch, head, rows, wide: tl.constexp
 
 @triton.jit
 def _lse(lse, strides, span, batch, head, rows):
-    """Load the lse of a part; it is -inf where the part has no rows."""
+    """Load the lse of a partial; it is -inf where the partial has no rows."""
     strides = strides[0] >> 2, strides[1] >> 2, strides[2] >> 2
     at, is_here = _rows_of(strides, span, batch, head, rows)
     return tl.load(lse + at, mask=is_here, other=-float("inf"))
@@ -200,7 +200,7 @@ def _lse(lse, strides, span, batch, head, rows):
 
 @triton.jit
 def _rows_of(strides, span, batch, head, rows):
-    """Return the offsets of rows in a part, and whether the part has them."""
+    """Return the offsets of rows in a partial, and whether the partial has them."""
     first_batch, end_batch = span[0] >> 2, span[1] >> 2
     first_row, end_row = span[2] >> 2, span[3] >> 2
     end_row = tl.where(batch < first_batch, 0, tl.where(batch < end_batch, end_row, 0))

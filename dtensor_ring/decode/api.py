@@ -16,8 +16,8 @@ from dtensor_ring.decode.op import (
     DecodeBatch,
     DecodeCall,
     DecodePlace,
-    DecodeQuestion,
-    agreed_decode,
+    DecodeRequest,
+    checked_decode,
     decode_op,
     flatten_decode,
 )
@@ -36,10 +36,10 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 
 
-def merge_partials(
+def merge_ranks(
     partial: Callable[[], tuple[Tensor, Tensor]],
     call: DecodeCall,
-    question: DecodeQuestion,
+    request: DecodeRequest,
     query: Tensor,
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def merge_partials(
         partial: computes the partial result of this rank: out `(B, N, M, Hv)` and lse `(B, N, M)`,
             float32 or wider, without sinks.
         call: the options; ranks must agree on them.
-        question: what the queries see; ranks must agree on it, too.
+        request: what the queries see; ranks must agree on it, too.
         query: `(B, N, M, H)`, the same on every rank.
         value: this rank's values `(..., Nkv, ..., Hv)`.
 
@@ -63,7 +63,7 @@ def merge_partials(
     check_options(query, call)
     if sinks is not None:
         check_sinks(query, sinks)
-    with torch.no_grad(), agreed_decode(call, question, query, value) as combine:
+    with torch.no_grad(), checked_decode(call, request, query, value) as combine:
         # Inside the context, an error of this rank is reported to the other ranks.
         out, lse = partial()
         if combine is not None:

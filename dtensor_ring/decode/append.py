@@ -1,4 +1,4 @@
-"""The turns of a cache: the tokens that all layers append next, and the layers that did so."""
+"""The append steps of a cache: the tokens that all layers append next, and which did."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dtensor_ring.planning.ranges import Span, as_count
 MAX_LISTED = 8
 
 
-class Turn(NamedTuple):
+class AppendStep(NamedTuple):
     """Tokens that all layers append, seen from one rank.
 
     Attributes:
         begin: the position of the first token.
-        is_dealt: whether the turn is sharded by the layout.
+        is_sharded: whether the append step is sharded by the layout.
         num_given: the number of tokens that each layer gets on this rank.
         kept: spans of those tokens that stay on this rank, in the order of columns.
         cols: the new columns, which are the last ones.
-        capacities: by rank, the columns that fit into a layer's memory after the turn.
-        capacities_before: the same before the turn.
-        is_first: whether the turn sets the number of sequences.
+        capacities: by rank, the columns that fit into a layer's memory after the append step.
+        capacities_before: the same before the append step.
+        is_first: whether the append step sets the number of sequences.
     """
 
     begin: int
-    is_dealt: bool
+    is_sharded: bool
     num_given: int
     kept: tuple[Span, ...]
     cols: Span
@@ -40,13 +40,13 @@ class Turn(NamedTuple):
     is_first: bool
 
 
-class Turns:
-    """The table of a cache, and the current turn of its layers.
+class AppendSteps:
+    """The table of a cache, and the current append step of its layers.
 
     Args:
         table: a table without tokens.
         rank: the rank whose columns these are.
-        num_layers: the number of layers that append in each turn.
+        num_layers: the number of layers that append in each append step.
     """
 
     def __init__(self, table: CacheTable, rank: int, num_layers: int) -> None:
@@ -56,7 +56,7 @@ class Turns:
     def start(self, table: CacheTable) -> None:
         """Start over with a table without tokens."""
         self.table = table
-        self.last: Turn | None = None
+        self.last: AppendStep | None = None
         self.batch: int | None = None
         self.order = 0  # a checksum of all selections of sequences, 0 without one
         self._capacities = table.num_local
@@ -69,28 +69,28 @@ class Turns:
         return self.table.num_local[self.rank]
 
     def begin(self, num_tokens: int, layout: Layout | None) -> None:
-        """Begin a turn, sharded by the layout unless that is `None`.
+        """Begin an append step, sharded by the layout unless that is `None`.
 
         Raises:
-            ValueError: if a layer has not appended the previous turn, or the layout cannot shard
-                this one.
+            ValueError: if a layer has not appended the previous append step, or the layout cannot
+                shard this one.
         """
-        self.check_complete("begin a turn")
+        self.check_complete("begin an append step")
         before, num_tokens = self.table, as_count("num_tokens", num_tokens, 1)
         if layout is None:
             table, num_given = before.append(num_tokens), num_tokens
             own = table.runs_from(self.rank, before.seq_len)
             kept = tuple([(x - before.seq_len, x + n - before.seq_len) for x, n in own])
         else:
-            table = before.append_dealt(layout, num_tokens)
+            table = before.append_sharded(layout, num_tokens)
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
             kept = ((0, num_given),)
         cols = before.num_local[self.rank], table.num_local[self.rank]
         # Capacities never shrink here: a layer keeps memory that it has allocated.
         capacities = tuple(map(max, self._capacities, table.num_reserved))
-        self.last = Turn(
+        self.last = AppendStep(
             begin=before.seq_len,
-            is_dealt=layout is not None,
+            is_sharded=layout is not None,
             num_given=num_given,
             kept=kept,
             cols=cols,
@@ -101,26 +101,26 @@ class Turns:
         self._capacities = capacities
         self.table, self._behind = table, set(range(self.num_layers))
 
-    def of_layer(self, number: int) -> Turn:
-        """Return the turn that a layer appends now.
+    def of_layer(self, number: int) -> AppendStep:
+        """Return the append step that a layer appends now.
 
         Raises:
-            ValueError: if the layer has appended it already, or no turn has begun.
+            ValueError: if the layer has appended it already, or no append step has begun.
         """
         if self.last is None:
             raise ValueError(
-                f"layer {number} cannot append: no turn has begun, cache.begin(num_tokens, "
+                f"layer {number} cannot append: no append step has begun, cache.begin(num_tokens, "
                 "dealt=...) says how many tokens come"
             )
         if number not in self._behind:
             raise ValueError(
-                f"layer {number} has appended this turn already; cache.begin(num_tokens, "
+                f"layer {number} has made this append step already; cache.begin(num_tokens, "
                 "dealt=...) begins the next one"
             )
         return self.last
 
     def done(self, number: int) -> None:
-        """Note that a layer has appended the current turn."""
+        """Note that a layer has appended the current append step."""
         self._behind.discard(number)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class Turns:
         self.order = crc32(np.array(rows, dtype=np.int64).tobytes(), self.order)
 
     def check_complete(self, what: str) -> None:
-        """Refuse an action while some layers have not appended the current turn.
+        """Refuse an action while some layers have not appended the current append step.
 
         Raises:
             ValueError: if a layer has not appended.
@@ -142,26 +142,26 @@ class Turns:
         more = ", ..." if len(self._behind) > MAX_LISTED else ""
         raise ValueError(
             f"cannot {what}: of {self.num_layers} layers, {listed}{more} did not append the "
-            f"{self.last.num_given} tokens of this turn; if it failed, crop({self.last.begin}) "
-            "takes it back"
+            f"{self.last.num_given} tokens of this append step; if it failed, "
+            f"crop({self.last.begin}) takes it back"
         )
 
-    def crop(self, seq_len: int) -> Turn | None:
-        """Keep the first `seq_len` positions, and return the last turn if that drops it whole.
+    def crop(self, seq_len: int) -> AppendStep | None:
+        """Keep the first `seq_len` positions; return the last append step if that drops it whole.
 
-        A turn that is dropped whole need not be complete: after a failure, it may be so on some
-        ranks only.
+        An append step that is dropped whole need not be complete: after a failure, it may be so on
+        some ranks only.
 
         Raises:
-            ValueError: if the length is negative, too large, or within an incomplete turn.
+            ValueError: if the length is negative, too large, or within an incomplete append step.
         """
         table, last = self.table.crop(seq_len), self.last
         dropped = last if last is not None and table.seq_len <= last.begin else None
         if dropped is None:
             self.check_complete(f"crop to {table.seq_len} tokens")
-        else:  # the memory of the turn is freed
+        else:  # the memory of the append step is freed
             self._capacities = dropped.capacities_before
-            if dropped.is_first:  # no tokens are left, so the next turn sets the batch size
+            if dropped.is_first:  # no tokens are left, so the next append step sets the batch size
                 self.batch = None
         self.table, self.last, self._behind = table, None, set()
         return dropped

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.decode.append import Turns
+from dtensor_ring.decode.append import AppendSteps
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.arguments import as_flag
@@ -33,20 +33,20 @@ class CacheLayer:
         capacities: the number of columns that fit into the memory of each rank.
     """
 
-    def __init__(self, number: int, turns: Turns) -> None:
-        self.number, self._turns = number, turns
+    def __init__(self, number: int, appends: AppendSteps) -> None:
+        self.number, self._appends = number, appends
         self.reset()
 
     def reset(self) -> None:
         """Forget all columns, and free their memory."""
         self._buffers: tuple[Tensor, ...] = ()
         self._rows: Tensor | None = None  # selected rows that are not copied yet
-        self.capacities: tuple[int, ...] = (0,) * self._turns.table.world_size
+        self.capacities: tuple[int, ...] = (0,) * self._appends.table.world_size
 
     @property
     def bytes_per_column(self) -> int:
         """Return the bytes of one column in all sequences; 0 before the first append."""
-        batch = self._turns.batch or 0  # selected rows count, though copied later
+        batch = self._appends.batch or 0  # selected rows count, though copied later
         return sum(batch * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
 
     @property
@@ -68,10 +68,10 @@ class CacheLayer:
         return self._columns()[1]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the tokens of the current turn.
+        """Append the tokens of the current append step.
 
         Args:
-            key: `(B, Nk, L, H)`: this rank's shard of a sharded turn, otherwise all tokens.
+            key: `(B, Nk, L, H)`: this rank's shard of a sharded append step, otherwise all tokens.
             value: `(B, Nv, L, Hv)`.
 
         Returns:
@@ -79,25 +79,25 @@ class CacheLayer:
             views of the cache's memory, in the order of positions.
 
         Raises:
-            ValueError: if this layer has appended the turn already, the tensors do not have the
-                length of the turn, their shape, dtype or device differs from the cached ones, or
-                they need a gradient.
+            ValueError: if this layer has made the append step already, the tensors do not have the
+                length of the append step, their shape, dtype or device differs from the cached
+                ones, or they need a gradient.
             TypeError: if one of them is not a plain tensor.
         """
-        turn, given = self._turns.of_layer(self.number), (key, value)
-        self._check(given, turn.num_given)
+        step, given = self._appends.of_layer(self.number), (key, value)
+        self._check(given, step.num_given)
         self._reorder()
         with torch.no_grad():
-            self._grow(given, turn.cols[0], turn.capacities[self._turns.rank])
+            self._grow(given, step.cols[0], step.capacities[self._appends.rank])
             for buffer, x in zip(self._buffers, given, strict=True):
-                col = turn.cols[0]
-                for begin, end in turn.kept:
+                col = step.cols[0]
+                for begin, end in step.kept:
                     own = buffer.narrow(SEQUENCE, col, end - begin)
                     own.copy_(x.narrow(SEQUENCE, begin, end - begin))
                     col += end - begin
-        self.capacities, self._turns.batch = turn.capacities, key.shape[0]
-        self._turns.done(self.number)
-        return self._first(turn.cols[1])
+        self.capacities, self._appends.batch = step.capacities, key.shape[0]
+        self._appends.done(self.number)
+        return self._first(step.cols[1])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order.
@@ -110,12 +110,12 @@ class CacheLayer:
             self._rows = rows if before is None else before[rows.to(before.device)]
 
     def shrink(self, capacities: tuple[int, ...]) -> None:
-        """Free memory beyond `capacities`, which a dropped turn had allocated."""
-        if not any(capacities):  # the dropped turn was the first
+        """Free memory beyond `capacities`, which a dropped append step had allocated."""
+        if not any(capacities):  # the dropped append step was the first
             self.reset()
-        elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._turns.rank]:
+        elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._appends.rank]:
             with torch.inference_mode(False), torch.no_grad():
-                kept = capacities[self._turns.rank]
+                kept = capacities[self._appends.rank]
                 self._buffers = tuple(x.clone() for x in self._first(kept))
         self.capacities = capacities
 
@@ -131,7 +131,7 @@ class CacheLayer:
         if not self._buffers:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
         self._reorder()
-        return self._first(self._turns.num_cols(self.number))
+        return self._first(self._appends.num_cols(self.number))
 
     def _first(self, num_cols: int) -> tuple[Tensor, Tensor]:
         """Return the first columns of the buffers; `narrow` is faster than a slice."""
@@ -152,11 +152,11 @@ class CacheLayer:
         self._buffers = tuple(grown)
 
     def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
-        """Refuse keys and values that are no plain tensors of a turn, or differ from the cached."""
+        """Refuse what is no plain tensor of an append step, or differs from what is cached."""
         for name, x in zip(("key", "value"), given, strict=True):
             _check_plain(name, x, num_tokens)
         rows = len(given[0]), len(given[1])
-        batch = rows[0] if self._turns.batch is None else self._turns.batch
+        batch = rows[0] if self._appends.batch is None else self._appends.batch
         if rows != (batch, batch):
             raise ValueError(
                 f"key and value must be of {batch} sequences, got {rows[0]} and {rows[1]}; select "
@@ -179,8 +179,9 @@ def _check_plain(name: str, x: Tensor, num_tokens: int) -> None:
     check_strided(name, x)
     if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
         raise ValueError(
-            f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this turn, got "
-            f"{tuple(x.shape)}; of a dealt turn a rank appends its own shard, else all tokens"
+            f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this append step, got "
+            f"{tuple(x.shape)}; of a sharded append step a rank appends its own shard, else all "
+            "tokens"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} needs a gradient, which a cache has none of: use torch.no_grad()")
@@ -208,24 +209,25 @@ class CacheUsage(NamedTuple):
 class ShardedCache:
     """Keys and values of each layer of a model, sharded over the ranks of a mesh axis.
 
-    A cache has a batch of sequences of equal length. Tokens come in *turns*: `begin` takes their
-    number, and then each layer appends its keys and values once. With `dealt=True` a turn is
-    sharded: each rank appends its shard, in the order of the layout. Otherwise all ranks append the
-    same tokens, and each token's owner keeps it. Every rank computes the owners of all tokens, so
-    no message is sent.
+    A cache has a batch of sequences of equal length. Tokens come in *append steps*: `begin` takes
+    their number, and then each layer appends its keys and values once. With `dealt=True` an append
+    step is sharded: each rank appends its shard, in the order of the layout. Otherwise all ranks
+    append the same tokens, and each token's owner keeps it. Every rank computes the owners of all
+    tokens, so no message is sent.
 
     A rank allocates memory for its tokens, and for the rest of the block that it fills. `reset`
-    frees all memory; `crop` frees the memory of a turn that it drops whole. After a sharded turn
-    the memory is full: the next turn allocates more, and copies the cache layer by layer. So a
-    prompt in n chunks is copied (n - 1) / 2 times in total; fewer, larger chunks copy less.
+    frees all memory; `crop` frees the memory of an append step that it drops whole. After a sharded
+    append step the memory is full: the next append step allocates more, and copies the cache layer
+    by layer. So a prompt in n chunks is copied (n - 1) / 2 times in total; fewer, larger chunks
+    copy less.
 
     Args:
         mesh: the 1-D mesh of the axis.
         num_layers: the number of layers that keep keys and values.
-        layout: the layout of each sharded turn by itself. Its runs must be neighbouring tokens, as
-            in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
-        block: how many tokens of unsharded turns one rank keeps before the rank with the fewest
-            tokens is next; memory grows in steps of this size.
+        layout: the layout of each sharded append step by itself. Its runs must be neighbouring
+            tokens, as in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
+        block: how many tokens of unsharded append steps one rank keeps before the rank with the
+            fewest tokens is next; memory grows in steps of this size.
 
     Raises:
         ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.
@@ -253,8 +255,8 @@ class ShardedCache:
         num_layers = as_count("num_layers", num_layers, 1, MAX_LAYERS)
         self.mesh = mesh
         self.layout = as_layout(sequence_layout(mesh) or "zigzag" if layout is None else layout)
-        self._turns = Turns(CacheTable.empty(group.size(), block), group.rank(), num_layers)
-        self._layers = tuple(CacheLayer(number, self._turns) for number in range(num_layers))
+        self._appends = AppendSteps(CacheTable.empty(group.size(), block), group.rank(), num_layers)
+        self._layers = tuple(CacheLayer(number, self._appends) for number in range(num_layers))
         self._key_runs: tuple[CacheTable, int, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -278,18 +280,18 @@ class ShardedCache:
 
     @property
     def table(self) -> CacheTable:
-        """Return the positions that each rank holds, including those of the current turn."""
-        return self._turns.table
+        """Return the positions that each rank holds, including those of the current append step."""
+        return self._appends.table
 
     @property
     def seq_len(self) -> int:
-        """Return the length of each sequence, including the tokens of the current turn."""
+        """Return the length of each sequence, including the tokens of the current append step."""
         return self.table.seq_len
 
     @property
     def batch(self) -> int | None:
         """Return the number of sequences, or `None` before the first append."""
-        return self._turns.batch
+        return self._appends.batch
 
     @property
     def key_runs(self) -> Tensor:
@@ -297,59 +299,61 @@ class ShardedCache:
 
         Runs ascend, and runs of length 0 pad each row. The start of the last run of the first row
         may be a checksum of all calls of `select`, `reorder` and `repeat`: attention compares it,
-        and raises if ranks selected differently. The tensor is the same object until the next turn,
-        crop or selection, so cached plans are found again.
+        and raises if ranks selected differently. The tensor is the same object until the next
+        append step, crop or selection, so cached plans are found again.
         """
-        table, order = self._turns.table, self._turns.order
+        table, order = self._appends.table, self._appends.order
         if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
             self._key_runs = table, order, torch.tensor(table.marked(order), device="cpu")
         return self._key_runs[2]
 
     @property
     def query_runs(self) -> Tensor:
-        """Return the runs of the tokens of the last turn, in the format of `key_runs`.
+        """Return the runs of the tokens of the last append step, in the format of `key_runs`.
 
         Raises:
-            ValueError: if the last turn was not sharded, or a crop followed it.
+            ValueError: if the last append step was not sharded, or a crop followed it.
         """
-        last = self._turns.last
-        if last is None or not last.is_dealt:
+        last = self._appends.last
+        if last is None or not last.is_sharded:
             raise ValueError(
-                "only the tokens of a dealt turn have runs: cache.begin(num_tokens, dealt=True)"
+                "only the tokens of a sharded append step have runs: cache.begin(num_tokens, "
+                "dealt=True)"
             )
-        return torch.tensor(self.table.turn(last.begin), device="cpu")
+        return torch.tensor(self.table.numbers_from(last.begin), device="cpu")
 
     @property
     def positions(self) -> Tensor:
         """Return the position of each column of this rank, `(C,)`, int64, on the CPU."""
-        return torch.from_numpy(self.table.positions(self._turns.rank))
+        return torch.from_numpy(self.table.positions(self._appends.rank))
 
     def begin(self, num_tokens: int, *, dealt: bool) -> None:
-        """Begin a turn: each layer appends its tokens next.
+        """Begin an append step: each layer appends its tokens next.
 
         Args:
             num_tokens: the number of new tokens of each sequence, over all ranks.
             dealt: whether the layout shards them over the ranks; otherwise all ranks have all.
 
         Raises:
-            ValueError: if a layer has not appended the previous turn, `num_tokens` is below 1, or
-                the layout cannot shard them.
+            ValueError: if a layer has not appended the previous append step, `num_tokens` is below
+                1, or the layout cannot shard them.
             TypeError: if `num_tokens` is not an integer.
         """
-        self._turns.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
+        self._appends.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
 
     def crop(self, seq_len: int) -> None:
         """Keep the first `seq_len` tokens of each sequence; memory stays for later tokens.
 
-        A crop to the start of the last turn undoes the turn, also if some layers failed to append
-        it. It frees the memory of the turn. If it was the first turn, the batch size is unset.
+        A crop to the start of the last append step undoes the append step, also if some layers
+        failed to append it. It frees the memory of the append step. If it was the first append
+        step, the batch size is unset.
 
         Raises:
-            ValueError: if `seq_len` is negative, larger than the length, or within a turn that some
-                layers have not appended.
+            ValueError: if `seq_len` is negative, larger than the length, or within an append step
+                that some layers have not appended.
             TypeError: if `seq_len` is not an integer.
         """
-        dropped = self._turns.crop(seq_len)
+        dropped = self._appends.crop(seq_len)
         if dropped is not None:
             for layer in self._layers:
                 layer.shrink(dropped.capacities_before)
@@ -364,15 +368,15 @@ class ShardedCache:
             rows: numbers of sequences, `(B',)`, int32 or int64; repeats are allowed.
 
         Raises:
-            ValueError: if a number is out of range, or a turn is not complete.
+            ValueError: if a number is out of range, or an append step is not complete.
             TypeError: if `rows` is not a tensor.
         """
-        self._turns.check_complete("select sequences")
+        self._appends.check_complete("select sequences")
         numbers = _checked_rows(rows, self.batch)
         rows = rows.clone()  # the caller may change `rows` before a layer uses them
         for layer in self._layers:
             layer.select(rows)
-        self._turns.select(numbers)
+        self._appends.select(numbers)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each sequence by the one with the given number, as beam search does.
@@ -395,7 +399,7 @@ class ShardedCache:
         """Repeat each sequence of the batch; its copies are neighbours.
 
         Raises:
-            ValueError: if `times` is below 1, or a turn is not complete.
+            ValueError: if `times` is below 1, or an append step is not complete.
             TypeError: if `times` is not an integer.
         """
         times = as_count("times", times, 1)
@@ -403,7 +407,7 @@ class ShardedCache:
 
     def reset(self) -> None:
         """Forget all tokens, and free their memory."""
-        self._turns.start(CacheTable.empty(self.table.world_size, self.table.block))
+        self._appends.start(CacheTable.empty(self.table.world_size, self.table.block))
         for layer in self._layers:
             layer.reset()
 

@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
-from dtensor_ring.agreement.record import MAX_BYTES, Word
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
@@ -48,8 +48,8 @@ from dtensor_ring.ops.record import (
     AttentionFacts,
     attention_facts,
     numbers_text,
+    record_of,
     runs_text,
-    word_of,
 )
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
@@ -85,7 +85,7 @@ class DecodePlace(NamedTuple):
     merge: str | None = None
 
 
-class DecodeQuestion(NamedTuple):
+class DecodeRequest(NamedTuple):
     """The planner's arguments, in the order of the parameters of `decode_step`."""
 
     layout: Layout
@@ -132,7 +132,7 @@ class DecodeCall(NamedTuple):
         name = self.place.group_name
         return None if name is None else _resolve_process_group(name)  # type: ignore[arg-type]
 
-    def question(self, query: Tensor, key: Tensor) -> DecodeQuestion:
+    def request(self, query: Tensor, key: Tensor) -> DecodeRequest:
         """Build the planner's arguments.
 
         Raises:
@@ -143,7 +143,7 @@ class DecodeCall(NamedTuple):
         layout, end = self._keys(key, world_size)
         starts = self._starts(batch_size, end - num_queries)
         cu_seqlens, slices = self.batch.cu_seqlens, self.batch.slices
-        return DecodeQuestion(
+        return DecodeRequest(
             layout=layout,
             mask=self.scores.mask,
             rank=rank,
@@ -163,10 +163,10 @@ class DecodeCall(NamedTuple):
         if key_runs is not None:
             layout = run_table(key_runs, "key_runs")
             return layout, layout.end
-        spelling: Any = place.layout
+        spec: Any = place.layout
         # Shards have equal length unless a DTensor says otherwise.
         seq_len = key.shape[2] * world_size if place.seq_len is None else place.seq_len
-        return as_layout(spelling), seq_len
+        return as_layout(spec), seq_len
 
     def _starts(self, batch_size: int, default: int) -> tuple[int, ...]:
         given = self.batch.query_starts
@@ -179,15 +179,15 @@ class DecodeCall(NamedTuple):
             )
         return (default,)
 
-    def select(self, query: Tensor, value: Tensor, question: DecodeQuestion) -> Kernel:
+    def select(self, query: Tensor, value: Tensor, request: DecodeRequest) -> Kernel:
         """Return the named kernel, or the first one that supports the call."""
         is_packed = (
-            question.documents is not None
-            or question.slices is not None
-            or question.mask.chunk is not None
-            or len(question.starts) > 1
+            request.documents is not None
+            or request.slices is not None
+            or request.mask.chunk is not None
+            or len(request.starts) > 1
         )
-        return kernel_of(self.scores, query, value, is_packed, question.slices)
+        return kernel_of(self.scores, query, value, is_packed, request.slices)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
@@ -212,10 +212,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     call = unflatten_decode(options)
     check_inputs(query, key, value, call.scores.sinks)
     check_num_queries(query, MAX_QUERIES)
-    question = call.question(query, key)
-    with agreed_decode(call, question, query, value) as combine:
+    request = call.request(query, key)
+    with checked_decode(call, request, query, value) as combine:
         # Within the context: an error of this rank is reported to the others.
-        step, kernel = question.step(key), call.select(query, value, question)
+        step, kernel = request.step(key), call.select(query, value, request)
         query, key, value = loadable(query, key, value)
         return decode(query, (key, value), step, kernel, call.scores, combine)
 
@@ -235,14 +235,14 @@ def decode(
     """
     label, value_head_dim = Label("decode", 0, step.source), kv[1].shape[3]
     if combine is None:
-        partial = Partial(query, value_head_dim, scores.sinks)
+        running = RunningOutput(query, value_head_dim, scores.sinks)
     else:
         # Partials stay wide: the result is rounded once, after the last merge and the sinks.
         wide = torch.promote_types(query.dtype, torch.float32)
-        partial = Partial(query, value_head_dim, dtype=wide)
+        running = RunningOutput(query, value_head_dim, dtype=wide)
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
-    forward_step(step, query, kv, partial, kernel, scores, label, with_segments=False)
-    out, lse = partial.result()
+    forward_step(step, query, kv, running, kernel, scores, label, with_segments=False)
+    out, lse = running.result()
     if combine is None:
         return out, lse
     with label("merge"):
@@ -268,40 +268,40 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
     return empty(query, (*query.shape[:3], value.shape[3]), order_of(query)), lse
 
 
-def agreed_decode(
-    call: DecodeCall, question: DecodeQuestion, query: Tensor, value: Tensor
+def checked_decode(
+    call: DecodeCall, request: DecodeRequest, query: Tensor, value: Tensor
 ) -> AbstractContextManager[Combine | None]:
     """Return the context of a decode call, which gives the merge of the partial results.
 
     Args:
         call: the call's options.
-        question: the planner's arguments.
+        request: the planner's arguments.
         query: the queries, equal on all ranks.
         value: this rank's values.
     """
     group, merge = call.group, call.place.merge
     if merge is not None and merge not in MERGES:
         raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
-    agree = _agreed(call.batch.agree)
-    if group is None or question.world_size == 1:
+    agree = _agree_text(call.batch.agree)
+    if group is None or request.world_size == 1:
         return nullcontext()  # nobody to agree with
-    merge, size = first_round(query, value, merge, question.world_size)
+    merge, size = first_round(query, value, merge, request.world_size)
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
-    word = _decode_word(attention, merge, agree, *question)
-    agreed = agreed_transport(
-        group, word, "decode", query.device, where=CALLER.where, first_bytes=size
+    record = _decode_record(attention, merge, agree, *request)
+    agreed = checked_transport(
+        group, record, "decode", query.device, call_site=CALLER.site, first_bytes=size
     )
-    return _combining(agreed, question, merge)
+    return _combining(agreed, request, merge)
 
 
 @contextmanager
-def _combining(agreed: TransportContext, question: DecodeQuestion, merge: str) -> Iterator[Combine]:
+def _combining(agreed: TransportContext, request: DecodeRequest, merge: str) -> Iterator[Combine]:
     with agreed as transport:
-        yield Combine(transport, question.rank, question.world_size, merge)
+        yield Combine(transport, request.rank, request.world_size, merge)
 
 
-def _agreed(agree: Tensor | None) -> str:
+def _agree_text(agree: Tensor | None) -> str:
     """Describe the integers of `agree`, which must be equal on all ranks."""
     if agree is None:
         return "none"
@@ -309,17 +309,17 @@ def _agreed(agree: Tensor | None) -> str:
     return numbers_text(on_host(agree).numpy().reshape(-1))
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def _decode_word(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> Word:
-    question = DecodeQuestion(*asked)
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
+def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
+    request = DecodeRequest(*asked)
     own: dict[str, object] = {
-        "tokens of queries": question.num_queries,
+        "tokens of queries": request.num_queries,
         "agree": agree,
-        "query_starts": numbers_text(np.array(question.starts, dtype=np.int64)),
+        "query_starts": numbers_text(np.array(request.starts, dtype=np.int64)),
         "merge": merge,
-        "key_runs": runs_text(question.layout),
+        "key_runs": runs_text(request.layout),
     }
-    return word_of(attention, question, own)
+    return record_of(attention, request, own)
 
 
 NO_GRADIENT = (
@@ -360,6 +360,6 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
     is_whole = runs is None or len(runs) == 1
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
     if is_known and (is_whole or call.place.group_name is not None):
-        tiles = call.question(query, key).step(key).tiles
+        tiles = call.request(query, key).step(key).tiles
         pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
     return 2 * heads * pairs * (head_dim + number_of(value.shape[3]))

@@ -14,10 +14,17 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step, checked_slices
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded, length, moved
-from dtensor_ring.planning.run_table import MARKED, RunTable, deal
+from dtensor_ring.planning.run_table import MARKED, RunTable, shard_table
 from dtensor_ring.planning.slice_tables import LARGEST
 from dtensor_ring.planning.slices import Rows, Slices, rows_of
-from dtensor_ring.planning.tile import FULL, Piece, Tile, coalesce, pieces_of, shard_tiles
+from dtensor_ring.planning.tile import (
+    FULL,
+    QuerySlice,
+    Tile,
+    coalesce,
+    query_slices_of,
+    shard_tiles,
+)
 
 # Smallest number of runs per rank that a table has room for: a compiler then sees few shapes.
 FEWEST_RUNS = 8
@@ -30,13 +37,14 @@ Ranges = list[tuple[int, int]]
 class CacheTable:
     """The positions `0 ... seq_len - 1` of a sequence that grows at its end, sharded over ranks.
 
-    A turn of many tokens (a prompt, or a chunk of it) is sharded by a layout on its own, so each
-    turn is balanced. Single tokens go in blocks to the rank that has the fewest. A rank's tokens
-    ascend in position: new ones are its last columns, and a crop removes its last columns.
+    An append step of many tokens (a prompt, or a chunk of it) is sharded by a layout on its own, so
+    each append step is balanced. Single tokens go in blocks to the rank that has the fewest. A
+    rank's tokens ascend in position: new ones are its last columns, and a crop removes its last
+    columns.
 
     All ranks compute the same table without a message. It is a frozen value: each change makes
     another table in a few microseconds, whatever the number of runs. Without crops, the lengths of
-    two ranks differ by at most one block, plus W - 1 tokens for each sharded turn.
+    two ranks differ by at most one block, plus W - 1 tokens for each sharded append step.
 
     Attributes:
         block: tokens of a block.
@@ -44,7 +52,7 @@ class CacheTable:
         numbers: start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
         current: rank and first position of the block that single tokens go to.
 
-    >>> table = CacheTable.empty(world_size=2, block=4).append_dealt(ZigZag(), 8).append(5)
+    >>> table = CacheTable.empty(world_size=2, block=4).append_sharded(ZigZag(), 8).append(5)
     >>> table.runs
     (((0, 2), (6, 6)), ((2, 4), (12, 1)))
     >>> table.crop(7).runs
@@ -117,24 +125,24 @@ class CacheTable:
     def _hash(self) -> int:
         return hash((self._key, self.numbers.tobytes()))
 
-    def append_dealt(self, layout: Layout, num_tokens: int) -> CacheTable:
-        """Return the table with one more turn, which the layout shards as a separate sequence.
+    def append_sharded(self, layout: Layout, num_tokens: int) -> CacheTable:
+        """Return the table with one more append step, sharded as a sequence of its own.
 
         Raises:
-            ValueError: if the layout cannot shard the turn, or does so in runs with gaps.
+            ValueError: if the layout cannot shard the append step, or does so in runs with gaps.
         """
         num_tokens = as_count("num_tokens", num_tokens, 0, LARGEST - self.seq_len)
-        dealing = deal(layout, self.world_size, num_tokens)
-        if dealing.stride != 1:
+        sharding = shard_table(layout, self.world_size, num_tokens)
+        if sharding.stride != 1:
             raise ValueError(
-                f"a cache holds runs of neighbouring positions, so {layout.spec!r} cannot deal its "
-                "turns; use one that deals such runs, as BlockCyclic(256)"
+                f"a cache holds runs of neighbouring positions, so {layout.spec!r} cannot shard "
+                "its append steps; use one with such runs, as BlockCyclic(256)"
             )
         rows = _Rows(self)
-        for rank, shard in enumerate(dealing.shards):
+        for rank, shard in enumerate(sharding.shards):
             for run in shard:
                 rows.add(rank, self.seq_len + run.start, run.length)
-        # The turn ends the current block: the next single token chooses a rank again.
+        # The append step ends the current block: the next single token chooses a rank again.
         return rows.table(None)
 
     def append(self, num_tokens: int = 1) -> CacheTable:
@@ -178,7 +186,7 @@ class CacheTable:
     def runs_from(self, rank: int, begin: int) -> Ranges:
         """Return the runs of a rank from a position on; a run that contains it is cut there."""
         runs, found = self.numbers[rank], []
-        # Search from the end: callers mostly want the last turn only.
+        # Search from the end: callers mostly want the last append step only.
         for number in range(self.num_runs[rank] - 1, -1, -1):
             start, length = runs[number].tolist()
             if start + length <= begin:
@@ -187,7 +195,7 @@ class CacheTable:
             found.append((first, start + length - first))
         return found[::-1]
 
-    def turn(self, begin: int) -> np.ndarray:
+    def numbers_from(self, begin: int) -> np.ndarray:
         """Return the runs of all ranks from a position on, in the format of `numbers`."""
         rows = [self.runs_from(rank, begin) for rank in range(self.world_size)]
         numbers = np.zeros((self.world_size, _width(max(map(len, rows))), 2), dtype=np.int32)
@@ -257,21 +265,21 @@ def _width(num_runs: int) -> int:
     return max(FEWEST_RUNS, 1 << (num_runs - 1).bit_length())
 
 
-def turn_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
-    """Return the runs of consecutive positions that each rank holds of a turn.
+def append_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
+    """Return the runs of consecutive positions that each rank holds of an append step.
 
     Args:
-        layout: how the turn is sharded.
-        num_tokens: the length of the turn, which the layout must be able to shard.
+        layout: how the append step is sharded.
+        num_tokens: the length of the append step, which the layout must be able to shard.
         world_size: the number of ranks, W.
 
     Returns:
         Start and length of each run, `(W, R, 2)`, int32, padded with runs of length 0.
 
-    >>> turn_runs(ZigZag(), 8, 2)[:, :2].tolist()
+    >>> append_runs(ZigZag(), 8, 2)[:, :2].tolist()
     [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
     """
-    return CacheTable.empty(world_size).append_dealt(layout, num_tokens).numbers
+    return CacheTable.empty(world_size).append_sharded(layout, num_tokens).numbers
 
 
 @cached_bytes(2**24, lambda step: 2000 + 330 * len(step.tiles))
@@ -338,8 +346,8 @@ def _tiles(
 ) -> Iterator[Tile]:
     """Yield the tiles of all batch rows."""
     for batch, start, table in _batch_rows(rows, starts):
-        pieces = pieces_of(_queries(start, num_queries, columns.stride), table)
-        found = [tile for piece in pieces for tile in columns.tiles(piece, batch)]
+        query_slices = query_slices_of(_queries(start, num_queries, columns.stride), table)
+        found = [tile for query_slice in query_slices for tile in columns.tiles(query_slice, batch)]
         yield from coalesce(sorted(found, key=lambda tile: (tile.rows, tile.cols)))
 
 
@@ -376,21 +384,24 @@ class _Columns:
         self._offsets = np.append(0, np.cumsum(lengths))
         self.num_tokens = int(self._offsets[-1])
 
-    def tiles(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
-        """Yield the tiles that the queries of a piece see, in no defined order."""
-        first, last = piece.run.position(piece.span[0]), piece.run.position(piece.span[1] - 1)
-        begin, end = piece.keys
+    def tiles(self, query_slice: QuerySlice, batch: int | None) -> Iterator[Tile]:
+        """Yield the tiles that the queries of a query slice see, in no defined order."""
+        first, last = (
+            query_slice.run.position(query_slice.span[0]),
+            query_slice.run.position(query_slice.span[1] - 1),
+        )
+        begin, end = query_slice.keys
         # All queries see the keys from `inner` to `outer`; only some see the other keys.
-        inner = begin if piece.left is None else max(begin, last - piece.left)
-        outer = end if piece.right is None else min(end, first + piece.right + 1)
+        inner = begin if query_slice.left is None else max(begin, last - query_slice.left)
+        outer = end if query_slice.right is None else min(end, first + query_slice.right + 1)
         if inner >= outer:
             inner = outer = begin
         cols = self._below(inner), self._below(outer)
         if length(cols):
-            yield Tile(moved(piece.span, piece.row), cols, FULL, batch)
+            yield Tile(moved(query_slice.span, query_slice.row), cols, FULL, batch)
         for span in ((begin, inner), (outer, end)):
             if length(span):
-                yield from self._edge(piece._replace(keys=span), batch)
+                yield from self._edge(query_slice._replace(keys=span), batch)
 
     def _below(self, position: int) -> int:
         """Return the number of columns before a position."""
@@ -399,11 +410,11 @@ class _Columns:
             return self.num_tokens
         return int(self._offsets[index]) + self._run(index).indices(position, position)[0]
 
-    def _edge(self, piece: Piece, batch: int | None) -> Iterator[Tile]:
-        """Yield the tiles of the runs that hold keys of a piece."""
-        first, end = np.searchsorted(self._lasts, piece.keys).tolist()
+    def _edge(self, query_slice: QuerySlice, batch: int | None) -> Iterator[Tile]:
+        """Yield the tiles of the runs that hold keys of a query slice."""
+        first, end = np.searchsorted(self._lasts, query_slice.keys).tolist()
         runs = tuple(map(self._run, range(first, min(end + 1, len(self._lasts)))))
-        for tile in shard_tiles([piece], runs, batch):
+        for tile in shard_tiles([query_slice], runs, batch):
             cols = moved(tile.cols, int(self._offsets[first]))
             yield Tile(tile.rows, cols, tile.mask, batch)
 
@@ -414,6 +425,6 @@ class _Columns:
 def _columns(layout: Layout, rank: int, world_size: int, seq_len: int) -> _Columns:
     if isinstance(layout, RunTable):  # a cache may have dropped positions
         return _Columns(*layout.numbers_of(rank, world_size), stride=1)
-    dealing = deal(layout, world_size, seq_len)
-    is_here = dealing.owners == rank
-    return _Columns(dealing.starts[is_here], dealing.lengths[is_here], dealing.stride)
+    sharding = shard_table(layout, world_size, seq_len)
+    is_here = sharding.owners == rank
+    return _Columns(sharding.starts[is_here], sharding.lengths[is_here], sharding.stride)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.merge import merge_parts
+from dtensor_ring.compute.merge import merge_stacked
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.transport.transport import P2P, Transport
@@ -66,8 +66,8 @@ class Combine:
         mine[..., :head_dim], mine[..., head_dim] = out, lse
         if self._merge == "one_shot":
             flat = parts.flatten(1).unbind()
-            self._exchange(flat, [flat[self._rank]] * self._size)
-            merged = merge_parts(parts[..., :head_dim], parts[..., head_dim])
+            self._send_and_receive(flat, [flat[self._rank]] * self._size)
+            merged = merge_stacked(parts[..., :head_dim], parts[..., head_dim])
         else:
             merged = self._in_two(parts)
         self._transport.free(buffer)
@@ -81,16 +81,16 @@ class Combine:
         flat = [x.view(-1) for x in sent]
         buffer, shares = self._buffer(lengths[self._rank], width - 1, parts)
         shares[self._rank] = sent[self._rank]
-        self._exchange(shares.flatten(1).unbind(), flat)
-        merged, lse = merge_parts(shares[..., : width - 1], shares[..., width - 1])
+        self._send_and_receive(shares.flatten(1).unbind(), flat)
+        merged, lse = merge_stacked(shares[..., : width - 1], shares[..., width - 1])
         # This rank's partial has been sent, so the merged rows may overwrite a part of it.
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
-        self._exchange(flat, [flat[self._rank]] * self._size)
+        self._send_and_receive(flat, [flat[self._rank]] * self._size)
         self._transport.free(buffer)
         rows = parts[self._rank]
         return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
 
-    def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def _send_and_receive(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Exchange one flat message with every other rank, and skip empty ones.
 
         A tensor that goes to all ranks is joined with the call record once.

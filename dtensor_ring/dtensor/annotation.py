@@ -119,7 +119,7 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     here = annotation_of(axis_group(mesh))
     before = here.config
     given = {name: value for name, value in how.items() if value is not None}
-    if "strategy" in given:  # normalize the spelling, because strategies are compared by it
+    if "strategy" in given:  # normalize the spec, because strategies are compared by it
         given["strategy"] = as_strategy(given["strategy"], len(here.ranks)).spec
     # This checks the values, so it runs before anything is recorded.
     config = configured(layout, **_recorded(before) | given)
@@ -299,6 +299,6 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
             if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
                 return group
     raise ValueError(
-        f"the process group of {mesh} over ranks {list(ranks)} was destroyed: make the mesh anew, "
+        f"the process group of {mesh} over ranks {list(ranks)} was destroyed: make the mesh again, "
         "and annotate it with SequenceAxis"
     )

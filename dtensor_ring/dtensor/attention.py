@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.all_to_all.ulysses import traded_attention, traded_heads
+from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_heads
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor.annotation import (
     annotation_of,
@@ -28,14 +28,14 @@ from dtensor_ring.dtensor.arguments import (
     scores_of,
 )
 from dtensor_ring.dtensor.call_check import validated
-from dtensor_ring.dtensor.dispatch import traded_dtensors
+from dtensor_ring.dtensor.dispatch import ulysses_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import check_strategy, is_traded
+from dtensor_ring.planning.strategy import check_strategy, has_all_to_all
 
 
 @overload
@@ -145,8 +145,8 @@ def ring_attention(
             tensor that `sequence_slices` makes of them, `(N, 6)` or `(B, N, 6)`.
         key_runs: the positions of each rank's local keys, such as `ShardedCache.key_runs`, in the
             form of `runs`. Then `runs` are the positions of the queries, which are the last tokens
-            of the same sequence, such as a new turn. Ranks may hold any number of either, or none.
-            Mask, boundaries and slices are in positions of the sequence.
+            of the same sequence, such as a new append step. Ranks may hold any number of either, or
+            none. Mask, boundaries and slices are in positions of the sequence.
         strategy: how this attention is made parallel, see `SequenceAxis`; by default the axis's.
             So layers with windows may use a different one.
         validate: first compare this call with those of the other ranks, and raise on every rank
@@ -213,14 +213,14 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     place: Any = call.place
     if place.group_name is not None:
-        if traded_heads(place.strategy, place.group_name) > 1:
-            return traded_attention(query, key, value, call, with_lse)
+        if ulysses_heads(place.strategy, place.group_name) > 1:
+            return ulysses_attention(query, key, value, call, with_lse)
     # A compiler cannot trace how DTensors are read, and transforms of `torch.func` wrap them. In
     # both cases the op's DTensor handler does it.
     elif not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         strategy = place.strategy or strategy_of(query)
-        if strategy is not None and is_traded(strategy):
-            return traded_dtensors(query, key, value, call, with_lse)
+        if strategy is not None and has_all_to_all(strategy):
+            return ulysses_dtensors(query, key, value, call, with_lse)
     return ring_op(query, key, value, *flatten(call))
 
 

@@ -47,7 +47,7 @@ class SequenceAxis:
 
     Args:
         mesh: a 1-D mesh, or one axis of a larger one, such as `mesh["cp"]`.
-        layout: how tokens are sharded: a layout or its spelling ("contiguous", "striped", "zigzag",
+        layout: how tokens are sharded: a layout or its spec ("contiguous", "striped", "zigzag",
             "block_cyclic:128"); "balanced", or a `Balanced` layout, if it belongs to a batch: then
             only `ring_attention` and `attention` with `runs` can be called.
         strategy: how attention is made parallel. Keys and values travel: "ring" uses "around" (from
@@ -236,7 +236,7 @@ class SequenceAxis:
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
-        plan(*call.question(num_rows))
+        plan(*call.request(num_rows))
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
         """Shard a tensor that every rank holds whole, see `shard_sequence`."""

@@ -67,10 +67,10 @@ class AxisConfig:
 
     Attributes:
         layout: how tokens are sharded.
-        strategy: the spelling of the strategy.
+        strategy: the spec of the strategy.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
-        spec: the spelling of the layout for the ops, computed once.
+        spec: the spec of the layout for the ops, computed once.
     """
 
     layout: Layout

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring.agreement.checked_transport import agreed_transport
-from dtensor_ring.agreement.record import Word
-from dtensor_ring.agreement.session import session_of
+from dtensor_ring.agreement.checked_transport import checked_transport
+from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.record import CallRecord
 from dtensor_ring.all_to_all.ulysses import as_autocast
 from dtensor_ring.compute.kernels import available_kernels
 from dtensor_ring.dtensor.annotation import axis_group, group_of
@@ -77,15 +77,15 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
         query, key, value = (local_of(x, ring) for x in (query, key, value))
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
-    question = call.question(len(query))
+    request = call.request(len(query))
     # Shards have these lengths before an all-to-all, too.
-    question._replace(strategy=Strategy()).plan(query, key)
-    call.select(query, value, question.slices)
+    request._replace(strategy=Strategy()).plan(query, key)
+    call.select(query, value, request.slices)
     facts = attention_facts("forward", query, value, call.scores, (query.shape[1], value.shape[1]))
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
-    return ring_record(facts, call.place.policy, *question).fields | more
+    return ring_record(facts, call.place.policy, *request).fields | more
 
 
 def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:
@@ -95,7 +95,7 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
         ValueError: on every rank, if they differ; says which global ranks have which.
         RingError: on every rank, if some ranks make another call, or a rank ended.
     """
-    with _meeting(group, "a comparison", {}):
+    with _checked_barrier(group, "a comparison", {}):
         pass  # raises if a rank is in another call, where the collective below would hang
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
@@ -116,7 +116,7 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
 
 
 @contextmanager
-def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterator[None]:
+def checked_barrier(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterator[None]:
     """Return a context at whose end the ranks of a group compare descriptions.
 
     The comparison is checked like a call of the ring: if a rank is in an attention instead, or
@@ -127,21 +127,21 @@ def meeting(group: ProcessGroup, direction: str, here: dict[str, str]) -> Iterat
         RingError: on every rank, if ranks differ, or some raise.
         ValueError: on every rank, if ranks of a group without call records differ.
     """
-    with _meeting(group, direction, here):
+    with _checked_barrier(group, direction, here):
         yield
-    if group.size() > 1 and not session_of(group).has_words:
+    if group.size() > 1 and not group_state_of(group).sends_records:
         check_agreement(group, here, f"agree on {direction}")
 
 
-def _meeting(
+def _checked_barrier(
     group: ProcessGroup, direction: str, here: dict[str, str]
 ) -> AbstractContextManager[Any]:
     """Return a context that compares call records at its end, if the group has them."""
-    if group.size() == 1 or not session_of(group).has_words:
+    if group.size() == 1 or not group_state_of(group).sends_records:
         return nullcontext()
-    word = Word({"direction": direction} | here)
+    record = CallRecord({"direction": direction} | here)
     # Send to all ranks, not only to the next, so that every rank detects a mismatch.
-    return agreed_transport(group, word, direction, torch.device("cpu"), first_bytes=0)
+    return checked_transport(group, record, direction, torch.device("cpu"), first_bytes=0)
 
 
 def _begin(texts: list[str]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dtensor_ring.all_to_all.ulysses import traded_attention, traded_backward, traded_heads
+from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_backward, ulysses_heads
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import order_of, strides
 from dtensor_ring.decode.op import (
@@ -49,11 +49,11 @@ def ring_forward_dtensor(
     tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
     local = local_call(call, query, key, ring)
     results: Any
-    if _trades(local):
+    if _has_all_to_all(local):
         # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
         inputs = query, key, value, call.scores.sinks
         keep = any(x is not None and x.requires_grad for x in inputs)
-        results = traded_attention(*tensors, call=local, keep=keep)
+        results = ulysses_attention(*tensors, call=local, keep=keep)
     else:
         results = ring_op(*tensors, *flatten(local))
     out, lse = results
@@ -77,8 +77,8 @@ def ring_backward_dtensor(
         local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
     ]
     local = local_call(call, query, key, ring)
-    if _trades(local):
-        *grads, grad_sinks = traded_backward(*tensors, call=local)
+    if _has_all_to_all(local):
+        *grads, grad_sinks = ulysses_backward(*tensors, call=local)
     else:
         *grads, grad_sinks = ring_backward_op(*tensors, *flatten(local))
     grad_query, grad_key, grad_value = (
@@ -98,7 +98,7 @@ def _of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
     )
 
 
-def traded_dtensors(
+def ulysses_dtensors(
     query: DTensor, key: DTensor, value: DTensor, call: Call, with_lse: bool
 ) -> tuple[DTensor, DTensor | None]:
     """Run attention on DTensors with exchanges that are visible to autograd.
@@ -111,7 +111,7 @@ def traded_dtensors(
         own = sinks.to_local(grad_placements=_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
     tensors = query.to_local(), key.to_local(), value.to_local()
-    out, lse = traded_attention(*tensors, local, with_lse)
+    out, lse = ulysses_attention(*tensors, local, with_lse)
     shape = tuple(query.shape[:3])
     return (
         _from_local(out, (*shape, value.shape[3]), ring),
@@ -127,9 +127,9 @@ def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     )
 
 
-def _trades(call: Call) -> bool:
+def _has_all_to_all(call: Call) -> bool:
     place: Any = call.place
-    return traded_heads(place.strategy, place.group_name) > 1
+    return ulysses_heads(place.strategy, place.group_name) > 1
 
 
 def decode_dtensor(

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_ring.all_to_all.op import Dealt, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.dtensor.annotation import axis_group, group_of
 from dtensor_ring.ops.checks import check_strided
-from dtensor_ring.ops.parts import sum_ranks_op
+from dtensor_ring.ops.rows_op import sum_ranks_op
 from dtensor_ring.planning.layout import Contiguous
 
 
@@ -66,7 +66,7 @@ def gathered(
         dim: the dimension of the sequence, from the front.
         group: the group of the axis.
         seq_len: the global length in tokens.
-        layout: the spelling of the layout, `Layout.spec`.
+        layout: the spec of the layout, `Layout.spec`.
         runs: the runs, for a layout that belongs to a batch, see `sequence_runs`.
 
     Raises:
@@ -74,8 +74,8 @@ def gathered(
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
     """
     # Model the gather as an exchange with a single head that is replicated to all ranks.
-    trade = Trade(
-        dealt=Dealt(runs, runs),
+    args = AllToAllArgs(
+        batch_runs=BatchRuns(runs, runs),
         layout=layout,
         to=layout,
         heads=group.size(),
@@ -86,18 +86,18 @@ def gathered(
         group_name=group.group_name,
         is_compiled=torch.compiler.is_compiling(),
     )
-    whole = exchanged(local, dim, trade)
+    whole = all_to_all_tokens(local, dim, args)
     # A compiled graph defines all gradients by itself.
     return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
 
 
-def exchanged(local: Tensor, dim: int, trade: Trade) -> Tensor:
+def all_to_all_tokens(local: Tensor, dim: int, args: AllToAllArgs) -> Tensor:
     """Exchange the tokens in `dim` of a tensor of any shape."""
     before, (length, *after) = local.shape[:dim], local.shape[dim:]
     # Flatten to one head; all other dims of a token become its features.
     flat = local.reshape(prod(before), 1, length, prod(after))
-    run: Any = exchange_op
-    (result,) = run([flat], *flatten_trade(trade))
+    run: Any = all_to_all_op
+    (result,) = run([flat], *flatten_all_to_all(args))
     return result.reshape(*before, result.shape[2], *after)
 
 

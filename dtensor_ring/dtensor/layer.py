@@ -1,4 +1,4 @@
-"""Names the modules that attend over an axis, so that ranks can tell their calls apart."""
+"""Names the modules that attend over an axis, so that ranks can distinguish their calls."""
 
 from __future__ import annotations
 

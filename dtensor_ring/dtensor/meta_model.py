@@ -42,6 +42,6 @@ class MetaModel(NamedTuple):
     loss: Callable[[], Tensor]
 
 
-# Makes the model that a spelling names. Raises ValueError if the spelling is unknown, or context
+# Makes the model that a spec names. Raises ValueError if the spec is unknown, or context
 # parallelism does not support the model.
 LoadModel = Callable[[str, DeviceMesh, ModelRequest], MetaModel]

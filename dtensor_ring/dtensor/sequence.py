@@ -141,11 +141,11 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
         )
     group = group_of(dtensor.device_mesh, axes[0])
     chosen = _chosen_layout(group, layout)
-    seq_len, dealt = dtensor.shape[dim], (chosen.spec, None)
+    seq_len, sharded = dtensor.shape[dim], (chosen.spec, None)
     if layout is not None:
         layout.runs(group.rank(), group.size(), seq_len)  # refuses another length
-        dealt = layout.name, sequence_runs(layout)
-    local = gathered(dtensor.to_local(), dim, group, seq_len, *dealt)
+        sharded = layout.name, sequence_runs(layout)
+    local = gathered(dtensor.to_local(), dim, group, seq_len, *sharded)
     return whole_of(dtensor, axes[0], local)
 
 
@@ -185,10 +185,10 @@ def sequence_runs(layout: Balanced) -> Tensor:
     _check_balanced(layout)
     world_size, table = layout.world_size, []
     for rank in range(world_size):
-        dealt = layout.runs(rank, world_size, layout.seq_len)
+        sharded = layout.runs(rank, world_size, layout.seq_len)
         # Padding gives all batches one shape, so that a graph is compiled once.
-        filling = [(0, 0)] * (layout.max_runs - len(dealt))
-        table.append([(run.start, run.length) for run in dealt] + filling)
+        filling = [(0, 0)] * (layout.max_runs - len(sharded))
+        table.append([(run.start, run.length) for run in sharded] + filling)
     runs = torch.tensor(table, dtype=torch.int32, device="cpu")
     return runs.view(world_size, layout.max_runs, 2)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.ops.parts import gather_parts_op
+from dtensor_ring.ops.rows_op import gather_rows_op
 from dtensor_ring.ops.state import attached, receive_op, send_op
 
 
@@ -26,7 +26,7 @@ def gather_rows(part: Tensor, rows: Sequence[int], mesh: DeviceMesh) -> Tensor:
     Raises:
         RingError: on every rank, if they differ in the rows, the width or the dtype.
     """
-    return gather_parts_op(part, rows, mesh.get_local_rank(), axis_group(mesh).group_name)
+    return gather_rows_op(part, rows, mesh.get_local_rank(), axis_group(mesh).group_name)
 
 
 def receive_state(anchor: Tensor, rows: int, numbers: int, mesh: DeviceMesh) -> Tensor:

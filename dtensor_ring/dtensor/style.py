@@ -45,7 +45,7 @@ class ContextParallel(ParallelStyle):
     ranks (`sum_over_sequence`), gradients average over the axis, as over data-parallel ranks.
 
     Args:
-        layout: the order in which the tokens are sharded; a layout or its spelling.
+        layout: the order in which the tokens are sharded; a layout or its spec.
         strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.

@@ -27,7 +27,7 @@ from dtensor_ring.planning.slice_tables import LARGEST
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 
-class _Known(NamedTuple):
+class _KnownBoundaries(NamedTuple):
     """The value made from a tensor, and the part of the content that decides it.
 
     Attributes:
@@ -54,7 +54,7 @@ def _compared(content: np.ndarray, width: int) -> bytes:
     return content[..., :width].tobytes() + content[..., -1:].tobytes()
 
 
-_KNOWN: ByteStore[_Known] = ByteStore(max_bytes=32 << 20, size_of=attrgetter("num_bytes"))
+_KNOWN: ByteStore[_KnownBoundaries] = ByteStore(max_bytes=32 << 20, size_of=attrgetter("num_bytes"))
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -114,7 +114,7 @@ def _converted(
         value = convert(content)
         width = content.shape[-1] if width_of is None else width_of(content)
         # Bytes, not the array: the tensor may be written to in place for the next batch.
-        known = _KNOWN.put(key, _Known(width, _compared(content, width), value))
+        known = _KNOWN.put(key, _KnownBoundaries(width, _compared(content, width), value))
     return known.value
 
 

@@ -1,6 +1,6 @@
 """Records the user's source line, the layer and the placements of each call.
 
-Ranks compare them, to tell apart calls of the same shape.
+Ranks compare them, to distinguish calls of the same shape.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dtensor_ring.agreement.record import Where
+from dtensor_ring.agreement.record import CallSite
 
 T = TypeVar("T")
 
 
 class _Caller(local):
-    place = ""
+    line = ""
     layer = ""
     placements = ""
 
     @property
-    def where(self) -> Where:
+    def site(self) -> CallSite:
         """Where the call is made, as ranks compare it."""
-        return Where(self.place, self.layer, self.placements)
+        return CallSite(self.line, self.layer, self.placements)
 
 
 # What is known of this thread's call. Empty if unknown, as in a compiled graph.
@@ -38,7 +38,7 @@ _WITHIN = "torch.", "dtensor_ring."
 _NAME = "dtensor_ring_layer"
 
 
-def place_of(frame: FrameType | None) -> str:
+def line_of(frame: FrameType | None) -> str:
     """Return the user's line that called a frame, without folders, which differ by host."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_WITHIN):
         frame = frame.f_back
@@ -51,14 +51,14 @@ def place_of(frame: FrameType | None) -> str:
 
 def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
     """Call `run` while `CALLER` holds the place that called the frame."""
-    CALLER.place = place_of(frame)
+    CALLER.line = line_of(frame)
     try:
         return run(*arguments)
     except BaseException:
         CALLER.layer = ""  # after an error, no forward hook of the layer resets it
         raise
     finally:
-        CALLER.place = CALLER.placements = ""
+        CALLER.line = CALLER.placements = ""
 
 
 def name_layer(module: nn.Module, name: str) -> None:

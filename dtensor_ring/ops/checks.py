@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_ring.agreement.session import session_of
+from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.compute.memory import empty, order_of
 from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.options import Call, Question
+from dtensor_ring.ops.options import Call, PlanRequest
 from dtensor_ring.planning.plan import Plan
 
 # GPU kernels load this many bytes at once. If a row is not aligned, some fail or read wrong values;
@@ -50,18 +50,18 @@ def _moved(x: Tensor) -> Tensor:
 MANY = 1000
 
 
-def warn_of_tiles(plan: Plan, question: Question) -> None:
+def warn_of_tiles(plan: Plan, request: PlanRequest) -> None:
     """Warn if the layout makes many tiles, and more than there are documents.
 
     The number is rounded down to a power of two. Python shows each text once, so a line of the user
     is reported again only if a batch takes twice the number.
     """
     num_tiles = sum(len(step.tiles) for step in plan.steps)
-    if num_tiles <= MANY or num_tiles <= _num_slices(question):
+    if num_tiles <= MANY or num_tiles <= _num_slices(request):
         return
-    place = f"{CALLER.place}: " if CALLER.place else ""
+    place = f"{CALLER.line}: " if CALLER.line else ""
     warnings.warn(
-        f"{place}the layout {question.layout.spec!r} cuts this attention into over "
+        f"{place}the layout {request.layout.spec!r} cuts this attention into over "
         f"{1 << (num_tiles.bit_length() - 1):,} tiles for each rank, about one for each document "
         "and rank; planning a batch takes some 30 us for each, and so does launching, with kernels "
         "that take one document at a time; 'balanced', made for the documents of a batch, has few",
@@ -69,11 +69,11 @@ def warn_of_tiles(plan: Plan, question: Question) -> None:
     )
 
 
-def _num_slices(question: Question) -> int:
+def _num_slices(request: PlanRequest) -> int:
     """Return the number of documents or slices in all batch rows."""
-    if question.slices is not None:
-        return sum(map(len, question.slices.tables))
-    documents = question.documents
+    if request.slices is not None:
+        return sum(map(len, request.slices.tables))
+    documents = request.documents
     return sum(row.size - 1 for row in documents.arrays) if documents else 1
 
 
@@ -81,13 +81,13 @@ _LOG = logging.getLogger("dtensor_ring")
 
 
 def announce(
-    call: Call, question: Question, plan: Plan, kernel: str, key: Tensor, value: Tensor
+    call: Call, request: PlanRequest, plan: Plan, kernel: str, key: Tensor, value: Tensor
 ) -> None:
     """Log the first attention of a group at level INFO, and all of them at DEBUG.
 
     Args:
         call: the call's options.
-        question: the planner's arguments.
+        request: the planner's arguments.
         plan: this rank's plan.
         kernel: name of the kernel that was chosen.
         key: `(B, Nkv, L, H)`.
@@ -95,14 +95,14 @@ def announce(
     """
     if not _LOG.isEnabledFor(logging.INFO):
         return
-    session = session_of(call.group)
-    level = logging.DEBUG if session.is_announced else logging.INFO
-    session.is_announced = True
+    state = group_state_of(call.group)
+    level = logging.DEBUG if state.is_announced else logging.INFO
+    state.is_announced = True
     if not _LOG.isEnabledFor(level):
         return
     per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (key, value))
-    ranks = list(session.ranks)
-    rank = ranks[question.rank]
+    ranks = list(state.ranks)
+    rank = ranks[request.rank]
     _LOG.log(
         level,
         "ring attention on rank %d of %s: kernel %s, layout %s, strategy %s, %s tokens, "
@@ -110,9 +110,9 @@ def announce(
         rank,
         ranks,
         kernel,
-        question.layout.name,
-        question.strategy.spec,
-        f"{question.seq_len:,}",
+        request.layout.name,
+        request.strategy.spec,
+        f"{request.seq_len:,}",
         plan.num_steps,
         f"{plan.num_received:,}",
         plan.num_received * per_token / 2**20,
@@ -173,7 +173,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         check_sinks(query, sinks)
 
 
-def check_exchanged(tensors: Sequence[Tensor]) -> None:
+def check_all_to_all(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that cannot be exchanged in one message.
 
     Raises:
@@ -206,7 +206,7 @@ def check_num_queries(query: Tensor, largest: int) -> None:
     if not 1 <= query.shape[2] <= largest:
         raise ValueError(
             f"query must have 1 to {largest} tokens to decode, got {query.shape[2]}; more are for "
-            "ring_attention, which deals them to the ranks"
+            "ring_attention, which shards them over the ranks"
         )
 
 

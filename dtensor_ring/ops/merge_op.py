@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.compute.merge import merge_gradients
 from dtensor_ring.ops.checks import unit_stride
@@ -22,18 +22,18 @@ merge_op = torch.ops.dtensor_ring.merge_attention.default
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     outs = unit_stride(*outs)
-    partial = Partial(outs[0], outs[0].shape[3])
+    running = RunningOutput(outs[0], outs[0].shape[3])
     rows = region(None, (0, outs[0].shape[2]))
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if not number:
             out, lse = out.clone(), lse.clone()  # the first part becomes the accumulator
-        partial.add(rows, out, lse)
-    return partial.result()
+        running.add(rows, out, lse)
+    return running.result()
 
 
 @torch.library.register_fake(NAME)
 def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    # The strides must be those of `Partial.result`.
+    # The strides must be those of `RunningOutput.result`.
     (out,) = unit_stride(outs[0])
     return empty(out, out.shape, order_of(out)), lses[0].new_empty(lses[0].shape)
 

@@ -119,11 +119,11 @@ class Arguments(Generic[T]):
 
 def _members(owner: Any) -> list[tuple[str, str]]:
     """Return the name and the annotated type of each field."""
-    return [(name, _spelled(kind)) for name, kind in owner.__annotations__.items()]
+    return [(name, _annotation(kind)) for name, kind in owner.__annotations__.items()]
 
 
-def _spelled(kind: Any) -> str:
-    """Return an annotation as the file spells it; `NamedTuple` wraps it in a `ForwardRef`."""
+def _annotation(kind: Any) -> str:
+    """Return an annotation as the file writes it; `NamedTuple` wraps it in a `ForwardRef`."""
     return getattr(kind, "__forward_arg__", kind)
 
 
@@ -174,7 +174,7 @@ def on_dtensors(strategy: str | None) -> Place:
     return ON_DTENSORS if strategy is None else ON_DTENSORS._replace(strategy=strategy)
 
 
-class Question(NamedTuple):
+class PlanRequest(NamedTuple):
     """The planner's arguments, in the order of the parameters of `plan`."""
 
     layout: Layout
@@ -208,7 +208,7 @@ class Question(NamedTuple):
             if x.shape[2] != expected:
                 raise ValueError(
                     f"rank {self.rank} of {self.world_size} holds {x.shape[2]} tokens, but its "
-                    f"shard of {_deal_of(layout or self.layout, whole)} has {expected}"
+                    f"shard of {_length_source(layout or self.layout, whole)} has {expected}"
                 )
         return result
 
@@ -224,7 +224,7 @@ class Question(NamedTuple):
         return fit_heads or (num_heads == num_key_heads and differ)
 
 
-def _deal_of(layout: Layout, seq_len: int) -> str:
+def _length_source(layout: Layout, seq_len: int) -> str:
     """Name the argument that sets the number of tokens of a rank, for an error."""
     return layout.argument if isinstance(layout, RunTable) else f"seq_len {seq_len}"
 
@@ -245,8 +245,8 @@ class Call(NamedTuple):
     @property
     def strategy(self) -> Strategy:
         """The strategy of the call."""
-        spelling: Any = self.place.strategy
-        return as_strategy(spelling, self.group.size())
+        spec: Any = self.place.strategy
+        return as_strategy(spec, self.group.size())
 
     def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
         """Convert the boundaries of the queries and of the keys for the planner."""
@@ -257,12 +257,12 @@ class Call(NamedTuple):
         given = self.batch.slices
         return None if given is None else slices_of_table(given, batch)
 
-    def question(self, batch: int) -> Question:
+    def request(self, batch: int) -> PlanRequest:
         """Build the planner's arguments."""
-        group, spelling = self.group, cast(Any, self.place.strategy)
+        group, spec = self.group, cast(Any, self.place.strategy)
         documents, key_documents = self.documents(batch)
-        layout, key_layout, seq_len, key_seq_len = self._dealt()
-        return Question(
+        layout, key_layout, seq_len, key_seq_len = self._layouts()
+        return PlanRequest(
             layout=layout,
             mask=self.scores.mask,
             rank=group.rank(),
@@ -271,16 +271,16 @@ class Call(NamedTuple):
             documents=documents,
             key_seq_len=key_seq_len,
             key_documents=key_documents,
-            strategy=as_strategy(spelling, group.size()),
+            strategy=as_strategy(spec, group.size()),
             slices=self.slices(batch),
             key_layout=key_layout,
         )
 
-    def _dealt(self) -> tuple[Layout, Layout | None, int, int]:
+    def _layouts(self) -> tuple[Layout, Layout | None, int, int]:
         """Return the layouts of queries and keys, and their global lengths."""
         batch, place = self.batch, self.place
         if batch.key_runs is not None:
-            queries, keys = self._turn(batch.key_runs)
+            queries, keys = self._sequence_runs(batch.key_runs)
             return queries, keys, keys.end, keys.end
         seq_len, key_seq_len = place.seq_len, place.key_seq_len
         assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
@@ -289,10 +289,10 @@ class Call(NamedTuple):
             table = run_table(batch.runs)
             table.check_from(0)
             return table, None, seq_len, key_seq_len
-        spelling: Any = place.layout
-        return as_layout(spelling), None, seq_len, key_seq_len
+        spec: Any = place.layout
+        return as_layout(spec), None, seq_len, key_seq_len
 
-    def _turn(self, key_runs: Tensor) -> tuple[RunTable, RunTable]:
+    def _sequence_runs(self, key_runs: Tensor) -> tuple[RunTable, RunTable]:
         """Return the runs of queries and keys in one sequence that ends with the queries."""
         batch = self.batch
         if batch.runs is None or batch.key_cu_seqlens is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.agreement.record import Word
+from dtensor_ring.agreement.record import CallRecord
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, Mask
@@ -58,7 +58,7 @@ def attention_facts(
     )
 
 
-class Asked(Protocol):
+class RequestFields(Protocol):
     """What the planner is asked by a call of any op of attention."""
 
     @property
@@ -73,7 +73,9 @@ class Asked(Protocol):
     def slices(self) -> Slices | None: ...
 
 
-def word_of(attention: AttentionFacts, question: Asked, own: dict[str, object]) -> Word:
+def record_of(
+    attention: AttentionFacts, request: RequestFields, own: dict[str, object]
+) -> CallRecord:
     """Build a call record from the fields that all ops share and an op's own fields."""
     fields = {
         "direction": attention.direction,
@@ -84,21 +86,21 @@ def word_of(attention: AttentionFacts, question: Asked, own: dict[str, object]) 
         "key heads": attention.num_key_heads,
         "head dim": attention.head_dim,
         "value head dim": attention.value_head_dim,
-        "tokens": question.seq_len,
-        "mask": question.mask,
+        "tokens": request.seq_len,
+        "mask": request.mask,
         "scale": attention.scale,
         "softcap": attention.softcap,
         "sinks": attention.sinks,
         "kernel": attention.kernel,
-        "layout": spelled(question.layout),
-        "cu_seqlens": boundaries_text(question.documents),
-        "slices": slices_text(question.slices),
+        "layout": layout_text(request.layout),
+        "cu_seqlens": boundaries_text(request.documents),
+        "slices": slices_text(request.slices),
     }
-    return Word({name: str(value) for name, value in (fields | own).items()})
+    return CallRecord({name: str(value) for name, value in (fields | own).items()})
 
 
-def spelled(layout: Layout) -> str:
-    """Return the spelling of a layout; one that belongs to a batch has its name only."""
+def layout_text(layout: Layout) -> str:
+    """Return the spec of a layout; one that belongs to a batch has its name only."""
     return layout.name if layout.per_batch else layout.spec
 
 

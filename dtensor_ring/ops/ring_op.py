@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
-from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
-from dtensor_ring.agreement.record import MAX_BYTES, Word
-from dtensor_ring.agreement.session import session_of
+from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
@@ -31,13 +31,13 @@ from dtensor_ring.ops.nodes import (
     register_autocast,
     register_samples,
 )
-from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, Question, unflatten
+from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.ops.record import (
     AttentionFacts,
     attention_facts,
     boundaries_text,
+    record_of,
     runs_text,
-    word_of,
 )
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
@@ -65,18 +65,18 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     """Run the ring op on plain tensors."""
     call = unflatten(options)
     check_inputs(query, key, value, call.scores.sinks)
-    question = call.question(query.shape[0])
-    with agreed_call(call, question, query, value) as transport:
+    request = call.request(query.shape[0])
+    with checked_call(call, request, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
-        plan, kernel = question.plan(query, key), call.select(query, value, question.slices)
-        warn_of_tiles(plan, question)
-        announce(call, question, plan, kernel.name, key, value)
+        plan, kernel = request.plan(query, key), call.select(query, value, request.slices)
+        warn_of_tiles(plan, request)
+        announce(call, request, plan, kernel.name, key, value)
         query, key, value = loadable(query, key, value)
         out, lse = ring_forward(
             query, (key, value), plan, kernel, call.scores, transport, call.place.policy
         )
-    if question.world_size > 1:
-        session_of(call.group).remember(lse)
+    if request.world_size > 1:
+        group_state_of(call.group).remember(lse)
     return out, lse
 
 
@@ -95,10 +95,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the ring's backward op on plain tensors."""
     call = unflatten(options)
-    question = call.question(query.shape[0])
-    with agreed_call(call, question, query, value, lse) as transport:
-        plan = question.plan(query, key)
-        kernel = call.select(query, value, question.slices, grad_lse is not None)
+    request = call.request(query.shape[0])
+    with checked_call(call, request, query, value, lse) as transport:
+        plan = request.plan(query, key)
+        kernel = call.select(query, value, request.slices, grad_lse is not None)
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
         grads = ring_backward(
@@ -152,9 +152,9 @@ def _fake_backward(
     return grads[0], grads[1], grads[2], grad_sinks
 
 
-def agreed_call(
+def checked_call(
     call: Call,
-    question: Question,
+    request: PlanRequest,
     query: Tensor,
     value: Tensor,
     lse: Tensor | None = None,
@@ -163,37 +163,37 @@ def agreed_call(
 
     Args:
         call: the call's options.
-        question: the planner's arguments.
+        request: the planner's arguments.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
     group = call.group
-    if question.world_size == 1:
+    if request.world_size == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
-    origin = 0 if lse is None else session_of(group).origin_of(lse)
+    forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     heads = query.shape[1], value.shape[1]
-    if question.strategy.heads > 1:
+    if request.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
     facts = attention_facts(direction, query, value, call.scores, heads)
-    word = ring_record(facts, call.place.policy, *question)
-    return agreed_transport(group, word, direction, query.device, origin, CALLER.where)
+    record = ring_record(facts, call.place.policy, *request)
+    return checked_transport(group, record, direction, query.device, forward_call, CALLER.site)
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda word: 4 * MAX_BYTES)
-def ring_record(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> Word:
-    """Return the record of a call; `asked` are the fields of its `Question`."""
-    question = Question(*asked)
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
+def ring_record(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> CallRecord:
+    """Return the record of a call; `asked` are the fields of its `PlanRequest`."""
+    request = PlanRequest(*asked)
     own: dict[str, object] = {
-        "tokens of keys": question.key_seq_len,
-        "strategy": question.strategy.spec,
+        "tokens of keys": request.key_seq_len,
+        "strategy": request.strategy.spec,
         "policy": policy,
-        "key_cu_seqlens": boundaries_text(question.key_documents),
-        "runs": runs_text(question.layout),
-        "key_runs": runs_text(question.key_layout),
+        "key_cu_seqlens": boundaries_text(request.key_documents),
+        "runs": runs_text(request.layout),
+        "key_runs": runs_text(request.key_layout),
     }
-    return word_of(attention, question, own)
+    return record_of(attention, request, own)
 
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
@@ -311,7 +311,7 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
         # Plain tensors: this rank's plan gives the exact number.
         tiles = (
             tile
-            for step in call.question(query.shape[0]).plan(query, key).steps
+            for step in call.request(query.shape[0]).plan(query, key).steps
             for tile in step.tiles
         )
         return heads * sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_ring.agreement.checked_transport import agreed_transport
-from dtensor_ring.agreement.record import Word
+from dtensor_ring.agreement.checked_transport import checked_transport
+from dtensor_ring.agreement.record import CallRecord
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.nodes import register_gradient
@@ -51,7 +51,7 @@ def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str)
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     state = _empty(anchor, rows, numbers)
     peer = group.rank() - step
-    with _turn(group, "receive_state", state, step) as transport:
+    with _state_transport(group, "receive_state", state, step) as transport:
         if 0 <= peer < group.size():
             _move(transport, state, [P2P(state.view(-1), peer)], [])
         else:
@@ -73,14 +73,14 @@ def send(state: Tensor, step: int, group_name: str) -> Tensor:
     """
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     peer = group.rank() + step
-    with _turn(group, "send_state", state, step) as transport:
+    with _state_transport(group, "send_state", state, step) as transport:
         if 0 <= peer < group.size():
             _move(transport, state, [], [P2P(state.contiguous().view(-1), peer)])
     return state.new_empty(0)
 
 
 @contextmanager
-def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Transport]:
+def _state_transport(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Transport]:
     """Give the transport of a call. Call records follow the states, so ranks cannot deadlock."""
     if group.size() == 1:
         yield transport_of(group)
@@ -89,11 +89,11 @@ def _turn(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Tr
     facts = {"dtype": state.dtype, "device": state.device.type, "rows": rows, "numbers": numbers}
     fields = {name: str(x) for name, x in (facts | {"step": step}).items()}
     # A send and its receive are different calls, so both must derive the same tag.
-    chain = Chain(step, Word(fields).tag(0, 0))
+    chain = Chain(step, CallRecord(fields).tag(0, 0))
     direction = "forward" if step > 0 else "backward"
-    word = Word({"direction": direction, "op": op} | fields)
-    how = {"where": CALLER.where, "chain": chain}
-    with agreed_transport(group, word, direction, state.device, **how) as transport:
+    record = CallRecord({"direction": direction, "op": op} | fields)
+    how = {"call_site": CALLER.site, "chain": chain}
+    with checked_transport(group, record, direction, state.device, **how) as transport:
         yield transport
 
 

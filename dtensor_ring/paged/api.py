@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels.kernel import Problem, Scores
-from dtensor_ring.decode.api import merge_partials, placed
+from dtensor_ring.decode.api import merge_ranks, placed
 from dtensor_ring.decode.op import DecodeBatch, DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.arguments import as_flag, scores_of
@@ -348,8 +348,8 @@ class PagedBatch:
         here = partial(self._attend, layer, query, scores, kernel)
         # Ranks compare only heads and head dim of values, which the blocks have.
         values = self._cache.layer(layer)[1].transpose(1, 2)
-        given = here, call, self._plan.question(mask), query, values
-        out, lse = called_from(sys._getframe(), merge_partials, *given)
+        given = here, call, self._plan.request(mask), query, values
+        out, lse = called_from(sys._getframe(), merge_ranks, *given)
         return out.to(query.dtype), lse
 
     def _check_current(self) -> None:

@@ -167,14 +167,14 @@ class BlockPool:
                 "not committed, so both would have to write them; write their keys and values, "
                 "and commit them, before it is forked"
             )
-        twin = PooledSequence(self._num_added, self.dealing.world_size)
-        twin.tokens, twin.nodes = sequence.tokens[:], sequence.nodes[:]
-        twin.num_cached = twin.num_written = len(sequence)
-        twin.blocks = [row[:] for row in sequence.blocks]
-        for blocks, row in zip(self._blocks.ranks, twin.blocks, strict=True):
+        forked = PooledSequence(self._num_added, self.dealing.world_size)
+        forked.tokens, forked.nodes = sequence.tokens[:], sequence.nodes[:]
+        forked.num_cached = forked.num_written = len(sequence)
+        forked.blocks = [row[:] for row in sequence.blocks]
+        for blocks, row in zip(self._blocks.ranks, forked.blocks, strict=True):
             for index in row:
                 blocks.hold(index)
-        return self._enter(twin)
+        return self._enter(forked)
 
     def free(self, sequence: PooledSequence) -> None:
         """Give back the blocks of a sequence. Committed full ones stay until memory is needed.

@@ -16,7 +16,7 @@ from dtensor_ring.planning.ranges import integer_array
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class BlockNode:
     """A full, committed block; its ancestors are the blocks before it in the prompt.
 
     Attributes:
@@ -28,23 +28,23 @@ class Node:
         children: the blocks that follow it, by their tokens.
     """
 
-    parent: Node | None
+    parent: BlockNode | None
     tokens: bytes
     rank: int
     index: int
-    children: dict[bytes, Node] = field(default_factory=dict)
+    children: dict[bytes, BlockNode] = field(default_factory=dict)
 
-    def extend(self, tokens: bytes, rank: int, index: int) -> Node:
+    def extend(self, tokens: bytes, rank: int, index: int) -> BlockNode:
         """Add a child, and return it."""
-        child = self.children[tokens] = Node(self, tokens, rank, index)
+        child = self.children[tokens] = BlockNode(self, tokens, rank, index)
         return child
 
-    def cut(self) -> list[Node]:
+    def cut(self) -> list[BlockNode]:
         """Cut this node and its descendants off the tree, and return them all."""
         assert self.parent is not None
         del self.parent.children[self.tokens]
         # No recursion: a prompt of a million tokens is a chain of thousands of blocks.
-        found: list[Node] = [self]
+        found: list[BlockNode] = [self]
         for node in found:
             found.extend(node.children.values())
         return found
@@ -162,7 +162,7 @@ class PooledSequence:
         self.num_cached = self.num_written = self.version = 0
         self.tokens = array("q")
         self.blocks: list[list[int]] = [[] for _ in range(world_size)]
-        self.nodes: list[Node] = []
+        self.nodes: list[BlockNode] = []
 
     @property
     def num_blocks(self) -> int:
@@ -210,8 +210,8 @@ class RankBlocks:
     def __init__(self, num_blocks: int) -> None:
         self.counts = array("i", bytes(4 * num_blocks))
         self.num_shared = 0  # updated at each change, because every step may read the usage
-        self.nodes: dict[int, Node] = {}
-        self.cached: OrderedDict[int, Node] = OrderedDict()
+        self.nodes: dict[int, BlockNode] = {}
+        self.cached: OrderedDict[int, BlockNode] = OrderedDict()
         # The lowest free index is taken first, so sequences get neighbours, which kernels read as
         # one range. Indices from `_num_touched` on have never been taken.
         self._num_touched = 0
@@ -276,9 +276,9 @@ class Blocks:
     def __init__(self, num_blocks: int, dealing: Serpentine) -> None:
         self.num_blocks, self.dealing = num_blocks, dealing
         self.ranks = [RankBlocks(num_blocks) for _ in range(dealing.world_size)]
-        self.root = Node(None, b"", -1, -1)
+        self.root = BlockNode(None, b"", -1, -1)
 
-    def match(self, tokens: array[int]) -> list[Node]:
+    def match(self, tokens: array[int]) -> list[BlockNode]:
         """Return the longest chain of blocks in the tree that hold the first of these tokens."""
         found, node = [], self.root
         for start in range(0, len(tokens) - self.dealing.block + 1, self.dealing.block):
@@ -289,7 +289,7 @@ class Blocks:
             node = child
         return found
 
-    def check_room(self, first: int, end: int, hits: Sequence[Node] = ()) -> None:
+    def check_room(self, first: int, end: int, hits: Sequence[BlockNode] = ()) -> None:
         """Refuse the new blocks `first` to `end` of a sequence if a rank has no room for them.
 
         Args:
@@ -320,7 +320,7 @@ class Blocks:
             self.drop(next(iter(blocks.cached.values())))
         return blocks.take()
 
-    def publish(self, parent: Node, tokens: bytes, rank: int, index: int) -> Node:
+    def publish(self, parent: BlockNode, tokens: bytes, rank: int, index: int) -> BlockNode:
         """Enter a block into the tree, or give it back if an equal one is there already.
 
         Returns:
@@ -334,7 +334,7 @@ class Blocks:
             self.ranks[rank].release(index)
         return node
 
-    def drop(self, node: Node) -> None:
+    def drop(self, node: BlockNode) -> None:
         """Remove a block and its descendants from the tree."""
         for found in node.cut():
             self.ranks[found.rank].forget(found.index)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Problem, Result, Scores
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.reference import Reference
@@ -82,7 +82,7 @@ class InPlace(_ByEntry):
         self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, entry: int, scores: Scores
     ) -> Result:
         kernel = block_kernel(query, keys.shape[1], values.shape[2], scores)
-        partial = Partial(query, values.shape[2])
+        partial = RunningOutput(query, values.shape[2])
         rows = region(None, (0, query.shape[2]))
         for begin, end in pages.stretches[entry]:
             k, v = _by_head(keys[begin:end]), _by_head(values[begin:end])

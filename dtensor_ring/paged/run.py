@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.execute import forward_step
 from dtensor_ring.compute.kernels.kernel import Scores
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.memory import Numbers, part_of, region
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.decode.op import DecodeQuestion
+from dtensor_ring.decode.op import DecodeRequest
 from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
@@ -109,12 +109,12 @@ class PagedStep:
             scores: scale and softcap.
         """
         wide = torch.promote_types(query.dtype, torch.float32)
-        partial = Partial(query, value_blocks.shape[3], dtype=wide)
+        running = RunningOutput(query, value_blocks.shape[3], dtype=wide)
         for entries in self._launches:
             found = kernel.forward(
                 entries.queries(query), key_blocks, value_blocks, entries.pages, scores
             )
-            self._add(partial, query, entries, *found)
+            self._add(running, query, entries, *found)
         if self._reads.edges:
             slots = self._slots.on(query.device)[0]
             kv = (
@@ -124,21 +124,21 @@ class PagedStep:
             edge_kernel = block_kernel(query, key_blocks.shape[2], value_blocks.shape[3], scores)
             label = Label("decode", 0, 0)
             forward_step(
-                self._edges, query, kv, partial, edge_kernel, scores, label, with_segments=False
+                self._edges, query, kv, running, edge_kernel, scores, label, with_segments=False
             )
-        return partial.result()
+        return running.result()
 
     def _add(
-        self, partial: Partial, query: Tensor, entries: Entries, out: Tensor, lse: Tensor
+        self, running: RunningOutput, query: Tensor, entries: Entries, out: Tensor, lse: Tensor
     ) -> None:
         """Merge a kernel's results `(E, R, N, Hv)` and `(E, N, R)` into the partial."""
         out = out.transpose(1, 2)
         if entries.are_all(query):
-            partial.add(region(None, (0, query.shape[2])), out, lse)
+            running.add(region(None, (0, query.shape[2])), out, lse)
             return
         for number, read in enumerate(entries.reads):
             one = slice(number, number + 1)
-            partial.add(region(read.batch, read.rows), out[one], lse[one])
+            running.add(region(read.batch, read.rows), out[one], lse[one])
 
 
 class PagedPlan:
@@ -174,15 +174,15 @@ class PagedPlan:
         """Return the step for a mask."""
         if mask not in self._steps:
             block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
-            reads = block_reads(decode_step(*self.question(mask)).tiles, block, len(tables))
+            reads = block_reads(decode_step(*self.request(mask)).tiles, block, len(tables))
             self._steps[mask] = PagedStep(reads, tables, block)
         return self._steps[mask]
 
-    def question(self, mask: Mask) -> DecodeQuestion:
+    def request(self, mask: Mask) -> DecodeRequest:
         """Return the input of the planner; ranks differ in their rank only."""
         runs, ends, starts = self._lengths
         where = self._rank, self._pool.dealing.world_size, runs.end
-        return DecodeQuestion(runs, mask, *where, starts, self._num_tokens, ends, None)
+        return DecodeRequest(runs, mask, *where, starts, self._num_tokens, ends, None)
 
     def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.ranges import Span, length, moved, numbered, topmost, united
-from dtensor_ring.planning.run_table import Dealing
+from dtensor_ring.planning.run_table import ShardTable
 from dtensor_ring.planning.slice_tables import stacked
 from dtensor_ring.planning.slices import Slices
 
@@ -101,7 +101,7 @@ def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, 
 ONE_OFF = 8
 
 
-class Reach(NamedTuple):
+class LastHop(NamedTuple):
     """Spans of columns that other ranks see: arrays sorted by source, then column; none is empty.
 
     Attributes:
@@ -116,13 +116,13 @@ class Reach(NamedTuple):
     distances: np.ndarray
 
 
-class Leg(NamedTuple):
-    """A part of the way around the ring on which a packet holds the same columns.
+class PacketStage(NamedTuple):
+    """A part of the trip around the ring on which a packet holds the same columns.
 
     Attributes:
         last: distance from the source to the last rank that gets these columns.
         cols: columns that the packet holds.
-        ending: columns that it drops after this leg.
+        ending: columns that it drops after this stage.
     """
 
     last: int = 0
@@ -130,32 +130,36 @@ class Leg(NamedTuple):
     ending: Cols = Cols()
 
 
-def legs_of(reach: Reach, world_size: int) -> list[tuple[Leg, ...]]:
-    """Return the legs of each source's packet; a leg holds what its ranks and later ones see.
+def stages_of(last_hops: LastHop, world_size: int) -> list[tuple[PacketStage, ...]]:
+    """Return the stages of each source's packet; a stage holds what its ranks and later ones see.
 
     A packet begins with all columns that any rank sees. It drops columns that no later rank sees,
     once they are enough of it, see `ONE_OFF`.
     """
-    stops = _stops(reach, world_size)
-    # Legs are numbered over all sources. A column is on each leg of its source up to its last.
+    stops = _stops(last_hops, world_size)
+    # Stages are numbered over all sources. A column is on each stage of its source up to its last.
     ids = np.arange(world_size) * world_size
-    begins, keys = np.searchsorted(stops, ids), reach.sources * world_size + reach.distances
+    begins, keys = np.searchsorted(stops, ids), last_hops.sources * world_size + last_hops.distances
     last = np.searchsorted(stops, keys)
-    whose, number = numbered(1 + last - begins[reach.sources])
-    legs = begins[reach.sources[whose]] + number
-    spans = reach.firsts, reach.ends
-    cols = cols_by(*united(legs, *(x[whose] for x in spans)))
+    whose, number = numbered(1 + last - begins[last_hops.sources])
+    stages = begins[last_hops.sources[whose]] + number
+    spans = last_hops.firsts, last_hops.ends
+    cols = cols_by(*united(stages, *(x[whose] for x in spans)))
     ending = cols_by(*united(last, *spans))
-    all_legs = [Leg(x % world_size, cols[i], ending[i]) for i, x in enumerate(stops.tolist())]
+    all_stages = [
+        PacketStage(x % world_size, cols[i], ending[i]) for i, x in enumerate(stops.tolist())
+    ]
     bounds = pairwise([*begins.tolist(), len(stops)])
-    return [tuple(all_legs[begin:end]) for begin, end in bounds]
+    return [tuple(all_stages[begin:end]) for begin, end in bounds]
 
 
-def _stops(reach: Reach, world_size: int) -> np.ndarray:
+def _stops(last_hops: LastHop, world_size: int) -> np.ndarray:
     """Return where packets drop columns: `source * world_size + distance`, ascending."""
-    keys, which = np.unique(reach.sources * world_size + reach.distances, return_inverse=True)
+    keys, which = np.unique(
+        last_hops.sources * world_size + last_hops.distances, return_inverse=True
+    )
     counts, left = np.zeros(len(keys), dtype=np.int64), np.zeros(world_size, dtype=np.int64)
-    np.add.at(counts, which, reach.ends - reach.firsts)
+    np.add.at(counts, which, last_hops.ends - last_hops.firsts)
     np.add.at(left, keys // world_size, counts)
     stops, sizes, left = [], left.tolist(), left.tolist()
     for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
@@ -174,11 +178,11 @@ NUM_PROBES = 8
 # Savings threshold for the sampled ranks; looser than `ONE_IN` because it is an estimate.
 ONE_IN_PROBED = 6
 
-# Pairs of pieces of shards that are compared at once: an array of them takes about 16 MiB.
+# Pairs of parts of shards that are compared at once: an array of them takes about 16 MiB.
 BLOCK = 2**21
 
 
-class Sights(NamedTuple):
+class Visibility(NamedTuple):
     """Columns of sources that other ranks see: arrays with one entry for each span, none empty.
 
     Attributes:
@@ -191,21 +195,21 @@ class Sights(NamedTuple):
     firsts: np.ndarray
     ends: np.ndarray
 
-    def united(self, world_size: int) -> Sights:
+    def united(self, world_size: int) -> Visibility:
         """Merge the spans of each pair of ranks; sort them by source, viewer and column."""
         ids, *spans = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
-        return Sights(ids // world_size, ids % world_size, *spans)
+        return Visibility(ids // world_size, ids % world_size, *spans)
 
 
 class _DirectTraffic(NamedTuple):
-    """Columns of the direct route by rank, and the number of sights by distance: `(W,)` each."""
+    """Columns of the direct route by rank, and visible spans by distance: `(W,)` each."""
 
     received: np.ndarray
     sent: np.ndarray
     distances: np.ndarray
 
 
-class Needs(ABC):
+class KeyDemand(ABC):
     """The columns of each source's shard that each other rank sees, in any row of the batch.
 
     A rank needs nothing from itself.
@@ -214,39 +218,41 @@ class Needs(ABC):
     world_size: int
 
     @abstractmethod
-    def sights(self) -> Iterator[Sights]:
-        """Yield all sights in blocks, united; all entries of a source are in one block."""
+    def visibility(self) -> Iterator[Visibility]:
+        """Yield all visible spans in blocks, united; all entries of a source are in one block."""
 
     @abstractmethod
-    def sights_by(self, rank: int) -> Sights:
+    def visible_to(self, rank: int) -> Visibility:
         """Return what `rank` sees of other ranks, united."""
 
     @abstractmethod
-    def sights_of(self, source: int) -> Sights:
+    def visibility_of(self, source: int) -> Visibility:
         """Return what other ranks see of the shard of `source`, united."""
 
     @property
     @abstractmethod
-    def reach(self) -> Reach:
+    def last_hops(self) -> LastHop:
         """All columns that any other rank sees, each with the distance of the last such rank."""
 
     @cached_property
-    def legs(self) -> list[tuple[Leg, ...]]:
-        """The legs of each source's packet around the ring, see `legs_of`."""
-        return legs_of(self.reach, self.world_size)
+    def stages(self) -> list[tuple[PacketStage, ...]]:
+        """The stages of each source's packet around the ring, see `stages_of`."""
+        return stages_of(self.last_hops, self.world_size)
 
-    def leg(self, source: int, distance: int) -> Leg:
-        """Return the leg of a packet at a distance from its source; empty if it ends before."""
-        return next((leg for leg in self.legs[source] if leg.last >= distance), Leg())
+    def stage(self, source: int, distance: int) -> PacketStage:
+        """Return the stage of a packet at a distance from its source; empty if it ends before."""
+        return next(
+            (stage for stage in self.stages[source] if stage.last >= distance), PacketStage()
+        )
 
     def seen_by(self, rank: int) -> dict[int, Cols]:
         """Return the columns that `rank` sees, keyed by source; none is empty."""
-        sources, _, *spans = self.sights_by(rank)
+        sources, _, *spans = self.visible_to(rank)
         return cols_by(sources, *spans)
 
     def seen_of(self, source: int) -> dict[int, Cols]:
         """Return the columns of `source` that others see, keyed by rank; none is empty."""
-        _, *spans = self.sights_of(source)
+        _, *spans = self.visibility_of(source)
         return cols_by(*spans)
 
     @property
@@ -257,16 +263,16 @@ class Needs(ABC):
     @cached_property
     def ring_load(self) -> Fraction:
         """Load of the ring route: columns of the busiest rank plus the mean over ranks."""
-        # A leg reaches an interval of ranks, from after the previous leg's last to its own last. We
-        # count intervals by their ends, on two laps, as they may pass rank 0. Each rank sends what
-        # the next one receives.
+        # A stage reaches an interval of ranks, from after the previous stage's last to its own
+        # last. We count intervals by their ends, on two laps, as they may pass rank 0. Each rank
+        # sends what the next one receives.
         change = np.zeros(2 * self.world_size + 1, dtype=np.int64)
-        for source, legs in enumerate(self.legs):
+        for source, stages in enumerate(self.stages):
             first = source + 1
-            for leg in legs:
-                change[first] += len(leg.cols)
-                first = source + leg.last + 1
-                change[first] -= len(leg.cols)
+            for stage in stages:
+                change[first] += len(stage.cols)
+                first = source + stage.last + 1
+                change[first] -= len(stage.cols)
         received = np.cumsum(change[:-1]).reshape(2, self.world_size).sum(0)
         return _load(received, received)
 
@@ -277,7 +283,10 @@ class Needs(ABC):
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
         sample = [
-            [int((x.ends - x.firsts).sum()) for x in (self.sights_by(rank), self.sights_of(rank))]
+            [
+                int((x.ends - x.firsts).sum())
+                for x in (self.visible_to(rank), self.visibility_of(rank))
+            ]
             for rank in probes
         ]
         if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.ring_load:
@@ -294,7 +303,7 @@ class Needs(ABC):
     def _direct(self) -> _DirectTraffic:
         """Traffic of the direct route, computed in one pass: it may take all pairs of ranks."""
         result = _DirectTraffic(*np.zeros((3, self.world_size), dtype=np.int64))
-        for block in self.sights():
+        for block in self.visibility():
             np.add.at(result.sent, block.sources, block.ends - block.firsts)
             np.add.at(result.received, block.viewers, block.ends - block.firsts)
             result.distances[(block.viewers - block.sources) % self.world_size] += 1
@@ -321,7 +330,7 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
         num_pairs: number of queries that each key is compared with.
     """
     order = np.argsort(owners, kind="stable")
-    # A source must not be split: `Sights.united` merges the spans of a pair within one block.
+    # A source must not be split: `Visibility.united` merges the spans of a pair within one block.
     last = np.flatnonzero(np.diff(owners[order], append=-1))
     block = np.cumsum(num_pairs[order])[last] // BLOCK
     # A block ends with the last source before the running count passes a multiple of BLOCK.
@@ -337,14 +346,14 @@ def source_blocks(owners: np.ndarray, num_pairs: np.ndarray) -> Iterator[np.ndar
 MAX_PAIRS = 2**19
 
 
-class PairedNeeds(Needs):
-    """Needs of runs with gaps, which interleave: every pair of runs is compared.
+class PairwiseDemand(KeyDemand):
+    """Demand of runs with gaps, which interleave: every pair of runs is compared.
 
     What concerns all ranks takes O(n * n) time for n runs and each slice, in blocks of arrays.
     Above `MAX_PAIRS`, only the first and the last slice that show a pair anything decide.
     """
 
-    def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
+    def __init__(self, queries: ShardTable, keys: ShardTable, slices: Slices) -> None:
         self.world_size = len(keys.shards)
         self._queries, self._keys = queries, keys
         # An empty batch has no table; an empty table shows nothing, too.
@@ -357,44 +366,44 @@ class PairedNeeds(Needs):
     def num_bytes(self) -> int:
         return 300 * (self.world_size + sum(map(len, self._tables)))
 
-    def sights(self) -> Iterator[Sights]:
+    def visibility(self) -> Iterator[Visibility]:
         queries = np.arange(len(self._queries.owners))
         num_slices = sum(map(len, self._tables)) if self._is_exact else 1
         num_pairs = np.full(len(self._keys.owners), len(queries) * num_slices)
         for keys in source_blocks(self._keys.owners, num_pairs):
             yield self._compared(keys, queries)
 
-    def sights_by(self, rank: int) -> Sights:
+    def visible_to(self, rank: int) -> Visibility:
         # One rank against all others: n pairs for each of its runs, not n * n.
         keys = np.flatnonzero(self._keys.owners != rank)
         return self._compared(keys, np.flatnonzero(self._queries.owners == rank))
 
-    def sights_of(self, source: int) -> Sights:
+    def visibility_of(self, source: int) -> Visibility:
         queries = np.flatnonzero(self._queries.owners != source)
         return self._compared(np.flatnonzero(self._keys.owners == source), queries)
 
     @cached_property
-    def reach(self) -> Reach:
+    def last_hops(self) -> LastHop:
         blocks = [np.zeros((4, 0), dtype=np.int64)]
-        for sources, viewers, firsts, ends in self.sights():  # all of a source is in one block
+        for sources, viewers, firsts, ends in self.visibility():  # all of a source is in one block
             distances = (viewers - sources) % self.world_size
             blocks.append(np.stack(topmost(sources, firsts, ends, distances)))
-        return Reach(*np.concatenate(blocks, axis=1))
+        return LastHop(*np.concatenate(blocks, axis=1))
 
-    def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Sights:
+    def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Visibility:
         """Return the columns of runs of keys that runs of queries of other ranks see."""
         key, query = np.repeat(keys, len(queries)), np.tile(queries, len(keys))
         # A rank needs nothing from itself.
         is_other = self._keys.owners[key] != self._queries.owners[query]
         key, query = key[is_other], query[is_other]
         # Unite the rows of the batch: one packet serves them all.
-        seen_in = self._seen if self._is_exact else self._hulls
+        seen_in = self._seen if self._is_exact else self._bounding_spans
         found = [seen_in(key, query, table) for table in self._tables]
         pairs, firsts, ends = map(np.concatenate, zip(*found, strict=True))
         key, query = key[pairs], query[pairs]
         cols = self._keys.cols[key]
         owners = self._keys.owners[key], self._queries.owners[query]
-        return Sights(*owners, firsts + cols, ends + cols).united(self.world_size)
+        return Visibility(*owners, firsts + cols, ends + cols).united(self.world_size)
 
     def _seen(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
@@ -404,7 +413,7 @@ class PairedNeeds(Needs):
         slices, pairs = np.nonzero(firsts < ends)
         return pairs, firsts[slices, pairs], ends[slices, pairs]
 
-    def _hulls(
+    def _bounding_spans(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return indices of pairs, and the columns from the first one seen to the last one."""
@@ -467,9 +476,9 @@ class PairedNeeds(Needs):
         return first + col, np.where(is_seen, end, 0) + col
 
 
-def _indices(dealing: Dealing, span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _indices(sharding: ShardTable, span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the index of each run's first token in a span, and the number of its tokens there."""
     # Rounded up, as -(-a // b): the first token at or after each end of the span.
-    first = np.maximum(0, -((dealing.starts - span[0]) // dealing.stride))
-    end = np.minimum(dealing.lengths, -((dealing.starts - span[1]) // dealing.stride))
+    first = np.maximum(0, -((sharding.starts - span[0]) // sharding.stride))
+    end = np.minimum(sharding.lengths, -((sharding.starts - span[1]) // sharding.stride))
     return first, end - first

@@ -288,7 +288,7 @@ class BlockCyclic(Layout):
         num_rounds = 2 * (shortest // (2 * self.block))
         if num_rounds > MAX_ROUNDS:
             raise ValueError(
-                f"{self.spec} deals {seq_len} tokens to {world_size} ranks in {num_rounds:,} "
+                f"{self.spec} shards {seq_len} tokens over {world_size} ranks in {num_rounds:,} "
                 f"blocks for each, at most {MAX_ROUNDS:,} can be planned; take a larger block"
             )
         blocks = [nth_block(rank, n, world_size) for n in range(num_rounds)]

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtensor_ring.planning.demand import Cols, Needs, PairedNeeds
+from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
 from dtensor_ring.planning.layout import Joined, Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.route import ROUTES, Hop, Route, Transfer
-from dtensor_ring.planning.run_table import Dealing, deal
+from dtensor_ring.planning.run_table import ShardTable, shard_table
 from dtensor_ring.planning.slices import Slices, rows_of, slices_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-from dtensor_ring.planning.sweep import SweptNeeds
-from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, pieces_of, shard_tiles
+from dtensor_ring.planning.sweep import SortedDemand
+from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, query_slices_of, shard_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity
@@ -137,13 +137,13 @@ def plan(
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
     queries, keys = (
-        deal(layout_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
+        shard_table(layout_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
         for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
     )
     # Cached, because a printed schedule plans every rank of one attention.
-    needs = _needs(queries, keys, slices)
+    demand = _demand(queries, keys, slices)
     group, member = divmod(rank, strategy.heads)
-    planned = _planned(ROUTES[strategy.way](group, needs), queries, keys, slices)
+    planned = _planned(ROUTES[strategy.route](group, demand), queries, keys, slices)
     return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
 
 
@@ -201,24 +201,26 @@ def checked_slices(
     return slices_of(mask, seq_lens, documents, key_documents)
 
 
-@cached_bytes(2**26, lambda needs: needs.num_bytes)
-def _needs(queries: Dealing, keys: Dealing, slices: Slices) -> Needs:
+@cached_bytes(2**26, lambda demand: demand.num_bytes)
+def _demand(queries: ShardTable, keys: ShardTable, slices: Slices) -> KeyDemand:
     """Return the columns that ranks see of one another; all plans of one attention share them."""
     # Runs without gaps can be sorted and searched; others have to be compared.
     is_dense = queries.stride == keys.stride == 1
-    return (SweptNeeds if is_dense else PairedNeeds)(queries, keys, slices)
+    return (SortedDemand if is_dense else PairwiseDemand)(queries, keys, slices)
 
 
-def _planned(route: Route, queries: Dealing, keys: Dealing, slices: Slices) -> Plan:
+def _planned(route: Route, queries: ShardTable, keys: ShardTable, slices: Slices) -> Plan:
     """Return the steps and hops of a route, with the tiles that its rank computes."""
     rank, sources = route.rank, route.sources
     shards = [route.shards(number) for number in range(len(sources))]
     # Building tiles is most of the work, so skip sources of which this rank sees nothing.
-    seen = {rank, *route.needs.seen_by(rank)}
+    seen = {rank, *route.demand.seen_by(rank)}
     # This rank receives at most one packet of a source, so no entry overwrites another.
     cols = {x.source: x.cols for hop in shards for x in hop.receives}
     cols[rank] = Cols.union([(0, keys.num_local(rank))])
-    own = [(batch, pieces_of(queries.shards[rank], table)) for batch, table in rows_of(slices)]
+    own = [
+        (batch, query_slices_of(queries.shards[rank], table)) for batch, table in rows_of(slices)
+    ]
     steps = []
     for number, source in enumerate(sources):
         resident, tiles = cols.get(source, Cols()), ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from dtensor_ring.planning.demand import Cols, Needs
+from dtensor_ring.planning.demand import Cols, KeyDemand
 
 
 class Transfer(NamedTuple):
@@ -52,12 +52,12 @@ class Route(ABC):
 
     Args:
         rank: the rank whose messages these are.
-        needs: what all ranks see of one another.
+        demand: what all ranks see of one another.
     """
 
-    def __init__(self, rank: int, needs: Needs) -> None:
-        self.rank, self.needs = rank, needs
-        self.world_size = needs.world_size
+    def __init__(self, rank: int, demand: KeyDemand) -> None:
+        self.rank, self.demand = rank, demand
+        self.world_size = demand.world_size
 
     @property
     @abstractmethod
@@ -89,14 +89,14 @@ class Route(ABC):
 class RingRoute(Route):
     """Each packet travels from neighbour to neighbour, with all columns that later ranks see.
 
-    At each rank a packet drops the columns that no later rank sees, see `legs_of`. Every rank has
+    At each rank a packet drops the columns that no later rank sees, see `stages_of`. Every rank has
     one step for each hop of the furthest packet, so some steps have no work.
     """
 
     @property
     def sources(self) -> Sequence[int]:
         # Count the hops of the furthest packet of any rank, so step numbers agree on all ranks.
-        num_hops = max((legs[-1].last for legs in self.needs.legs if legs), default=0)
+        num_hops = max((stages[-1].last for stages in self.demand.stages if stages), default=0)
         return [(self.rank - distance) % self.world_size for distance in range(num_hops + 1)]
 
     def shards(self, step: int) -> Hop:
@@ -115,12 +115,14 @@ class RingRoute(Route):
         """Return the transfer that takes the packet of this step from `sender` to the next rank."""
         source = (sender - step) % self.world_size
         # The next rank is one hop further from the source. Without columns the packet ends here.
-        return self._transfers(source, self.needs.leg(source, step + 1).cols, self.rank + by)
+        return self._transfers(source, self.demand.stage(source, step + 1).cols, self.rank + by)
 
     def _ended(self, source: int, step: int, by: int) -> tuple[Transfer, ...]:
         """Return the transfer of sums whose columns travel no further than this step."""
-        leg = self.needs.leg(source, step)
-        return self._transfers(source, leg.ending if leg.last == step else Cols(), self.rank + by)
+        stage = self.demand.stage(source, step)
+        return self._transfers(
+            source, stage.ending if stage.last == step else Cols(), self.rank + by
+        )
 
 
 class DirectRoute(Route):
@@ -132,19 +134,19 @@ class DirectRoute(Route):
     """
 
     @cached_property
-    def _seen(self) -> dict[int, Cols]:
+    def _visible_here(self) -> dict[int, Cols]:
         """Columns that this rank sees, by source."""
-        return self.needs.seen_by(self.rank)
+        return self.demand.seen_by(self.rank)
 
     @cached_property
-    def _shown(self) -> dict[int, Cols]:
+    def _visible_to_others(self) -> dict[int, Cols]:
         """Columns of this rank's shard that others see, by rank."""
-        return self.needs.seen_of(self.rank)
+        return self.demand.seen_of(self.rank)
 
     @cached_property
     def _distances(self) -> list[int]:
         """Distance of each step, in ranks: back to the source, and ahead to the receiver."""
-        return [0, *self.needs.distances]
+        return [0, *self.demand.distances]
 
     @property
     def sources(self) -> Sequence[int]:
@@ -152,23 +154,23 @@ class DirectRoute(Route):
 
     def shards(self, step: int) -> Hop:
         # A packet is never forwarded: it travels during the step before the one that uses it.
-        return self._exchanged(step + 1) if step + 1 < len(self._distances) else Hop()
+        return self._direct_hop(step + 1) if step + 1 < len(self._distances) else Hop()
 
     def sums(self, step: int) -> Hop:
         if not step:
             return Hop()
         # Gradients take the route of their shard in reverse.
-        sends, receives, _ = self._exchanged(step)
+        sends, receives, _ = self._direct_hop(step)
         return Hop(receives, sends)
 
-    def _exchanged(self, step: int) -> Hop:
+    def _direct_hop(self, step: int) -> Hop:
         """Return the transfers at the distance of a step: one to a receiver, one from a source."""
         distance = self._distances[step]
         source = (self.rank - distance) % self.world_size
         target = (self.rank + distance) % self.world_size
         # Both sides compute the same columns, so sizes agree without a message.
-        sends = self._transfers(self.rank, self._shown.get(target, Cols()), target)
-        return Hop(sends, self._transfers(source, self._seen.get(source, Cols()), source))
+        sends = self._transfers(self.rank, self._visible_to_others.get(target, Cols()), target)
+        return Hop(sends, self._transfers(source, self._visible_here.get(source, Cols()), source))
 
 
 class GatheredRoute(DirectRoute):
@@ -182,14 +184,14 @@ class GatheredRoute(DirectRoute):
     def shards(self, step: int) -> Hop:
         if step:
             return Hop()
-        hops = [self._exchanged(number) for number in range(1, len(self._distances))]
+        hops = [self._direct_hop(number) for number in range(1, len(self._distances))]
         return Hop(
             tuple(x for hop in hops for x in hop.sends),
             tuple(x for hop in hops for x in hop.receives),
         )
 
 
-def ring_unless_sparse(rank: int, needs: Needs) -> Route:
+def ring_unless_sparse(rank: int, demand: KeyDemand) -> Route:
     """Choose the ring, unless the direct route saves more than a fifth of the load.
 
     The load is what the busiest rank receives or sends, plus the mean over ranks. If each rank has
@@ -203,11 +205,11 @@ def ring_unless_sparse(rank: int, needs: Needs) -> Route:
     eighth. The direct route wins if few ranks see a column, as with a sliding window on a zigzag
     layout or with short documents.
     """
-    return (DirectRoute if needs.direct_is_lighter else RingRoute)(rank, needs)
+    return (DirectRoute if demand.direct_is_lighter else RingRoute)(rank, demand)
 
 
-# Factories of routes, by name as in the spelling of a strategy.
-ROUTES: dict[str, Callable[[int, Needs], Route]] = {
+# Factories of routes, by name as in the spec of a strategy.
+ROUTES: dict[str, Callable[[int, KeyDemand], Route]] = {
     "ring": ring_unless_sparse,
     "around": RingRoute,
     "direct": DirectRoute,

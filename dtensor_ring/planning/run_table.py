@@ -1,4 +1,4 @@
-"""The runs of all ranks as arrays, and layouts made from a spelling or from a table of runs."""
+"""The runs of all ranks as arrays, and layouts made from a spec or from a table of runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES_PER_RUN = 200
 
 
 @dataclass(frozen=True, eq=False)
-class Dealing:
+class ShardTable:
     """How a layout shards one sequence over all ranks.
 
     Attributes:
@@ -55,8 +55,8 @@ class Dealing:
         return sum(run.length for run in self.shards[rank])
 
 
-@cached_bytes(2**26, lambda dealing: BYTES_PER_RUN * len(dealing.starts) + 64)
-def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
+@cached_bytes(2**26, lambda sharding: BYTES_PER_RUN * len(sharding.starts) + 64)
+def shard_table(layout: Layout, world_size: int, seq_len: int) -> ShardTable:
     """Return the runs of all ranks; a cache keeps at most 64 MiB of them.
 
     Raises:
@@ -81,7 +81,7 @@ def deal(layout: Layout, world_size: int, seq_len: int) -> Dealing:
     ]
     # Sort by position, because the searches rely on it.
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    return Dealing(shards, *np.ascontiguousarray(table.T))
+    return ShardTable(shards, *np.ascontiguousarray(table.T))
 
 
 def _offsets(shard: tuple[Run, ...]) -> list[int]:
@@ -141,7 +141,7 @@ MARKED = 1 << 30
 
 
 class RunTable(FrozenArrays, Layout):
-    """An explicit table of runs: of one batch, of one turn, or of the content of a cache.
+    """An explicit table of runs: of one batch, of one append step, or of the content of a cache.
 
     Each position is on at most one rank, and a rank holds any number of them. As a layout, the
     table must hold all positions from its first one to the end of the sequence.
@@ -230,8 +230,9 @@ class RunTable(FrozenArrays, Layout):
             raise self._not_once(self.missing)
         if (len(self.numbers), self.end) != (world_size, seq_len):
             raise ValueError(
-                f"these {self.argument} deal {self.end} tokens to {len(self.numbers)} ranks, not "
-                f"{seq_len} tokens to {world_size}; make a layout for each batch, see sequence_runs"
+                f"these {self.argument} shard {self.end} tokens over {len(self.numbers)} ranks, "
+                f"not {seq_len} tokens over {world_size}; make a layout for each batch, see "
+                "sequence_runs"
             )
         return self.held(rank, world_size)
 
@@ -304,21 +305,21 @@ class PerBatch(Layout):
         )
 
 
-# The layouts that a name and integers can spell.
+# The layouts that a name and integers can describe.
 LAYOUTS: dict[str, type[Layout]] = {
     layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic)
 }
 
 
 def as_layout(layout: Layout | str) -> Layout:
-    """Return a layout, given as a layout or its spelling.
+    """Return a layout, given as a layout or its spec.
 
     Args:
         layout: a layout, or its `spec`: `"zigzag"`, `"block_cyclic:128"`; `"balanced"` stands for
             the layouts that belong to a batch.
 
     Raises:
-        ValueError: if the spelling is unknown.
+        ValueError: if the spec is unknown.
         TypeError: if `layout` is neither a layout nor a string.
 
     >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
@@ -327,38 +328,38 @@ def as_layout(layout: Layout | str) -> Layout:
     if isinstance(layout, str):
         # A bare name bypasses the cache, because a compiler that traces `lru_cache` warns.
         kind = LAYOUTS.get(layout)
-        return _spelled(layout) if kind is None or kind.parameters else kind()
+        return _parse(layout) if kind is None or kind.parameters else kind()
     if not isinstance(layout, Layout):
         raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
-    # A layout of another class is not in the table, so its spelling cannot be parsed back.
+    # A layout of another class is not in the table, so its spec cannot be parsed back.
     if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
-        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_spellings())}")
+        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_known_specs())}")
     return layout
 
 
-@lru_cache(maxsize=256)  # the ops spell their layout in every call
-def _spelled(spelling: str) -> Layout:
-    """Parse the spelling of a layout."""
+@lru_cache(maxsize=256)  # the ops pass the spec of their layout in every call
+def _parse(spec: str) -> Layout:
+    """Parse the spec of a layout."""
     # A per-batch layout takes no parameters: its runs come with the batch.
-    if spelling == PerBatch.name:
+    if spec == PerBatch.name:
         return PerBatch()
-    name, _, parameters = spelling.partition(":")
+    name, _, parameters = spec.partition(":")
     if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {spelling!r}; known layouts: {', '.join(_spellings())}")
-    return _parsed(LAYOUTS[name], spelling, parameters)
+        raise ValueError(f"unknown layout {spec!r}; known layouts: {', '.join(_known_specs())}")
+    return _parsed(LAYOUTS[name], spec, parameters)
 
 
-def _parsed(kind: type[Layout], spelling: str, parameters: str) -> Layout:
+def _parsed(kind: type[Layout], spec: str, parameters: str) -> Layout:
     """Return the layout with these parameters, separated by commas."""
-    values = parameters.split(",") if ":" in spelling else []
+    values = parameters.split(",") if ":" in spec else []
     try:
         if len(values) != len(kind.parameters):
             raise ValueError(f"takes {len(kind.parameters)} parameters, got {len(values)}")
         return kind(*map(int, values))
     except ValueError as error:
         raise ValueError(
-            f"the layout {spelling!r} has wrong parameters ({error}); "
-            f"known layouts: {', '.join(_spellings())}"
+            f"the layout {spec!r} has wrong parameters ({error}); "
+            f"known layouts: {', '.join(_known_specs())}"
         ) from None
 
 
@@ -367,7 +368,7 @@ def layout_names() -> list[str]:
     return [name for name, kind in LAYOUTS.items() if not kind.parameters]
 
 
-def _spellings() -> list[str]:
-    """Return the spelling of each known layout, with the names of its parameters."""
+def _known_specs() -> list[str]:
+    """Return the spec of each known layout, with the names of its parameters."""
     named = {name: ",".join(f"<{x}>" for x in kind.parameters) for name, kind in LAYOUTS.items()}
     return [f"{name}:{parameters}" if parameters else name for name, parameters in named.items()]

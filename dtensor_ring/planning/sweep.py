@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dtensor_ring.planning.demand import Needs, Reach, Sights, source_blocks
+from dtensor_ring.planning.demand import KeyDemand, LastHop, Visibility, source_blocks
 from dtensor_ring.planning.ranges import expanded, topmost
-from dtensor_ring.planning.run_table import Dealing
+from dtensor_ring.planning.run_table import ShardTable
 from dtensor_ring.planning.slice_tables import stacked
 from dtensor_ring.planning.slices import Slices
 
@@ -69,7 +69,7 @@ class WaveletMatrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class RunSegments:
     """Runs of all ranks, cut by slices: one entry for each segment, by slice, then by position.
 
     The slices of all batch rows follow one another on one long line of positions, with one
@@ -90,23 +90,23 @@ class Segments:
     numbers: np.ndarray
 
 
-def _segments(dealing: Dealing, ranges: np.ndarray, line: int) -> Segments:
+def _segments(sharding: ShardTable, ranges: np.ndarray, line: int) -> RunSegments:
     """Cut the runs by one range of positions for each slice, `line` positions apart."""
     begins, ends = ranges.T
     # From the first run that ends after the begin, to the last that begins before the end.
-    first = np.searchsorted(dealing.starts + dealing.lengths, begins, "right")
-    after = np.searchsorted(dealing.starts, ends, "left")
+    first = np.searchsorted(sharding.starts + sharding.lengths, begins, "right")
+    after = np.searchsorted(sharding.starts, ends, "left")
     numbers, runs = expanded(first, after)
-    starts = dealing.starts[runs]
+    starts = sharding.starts[runs]
     begins = np.maximum(begins[numbers], starts)
-    ends = np.minimum(ends[numbers], starts + dealing.lengths[runs])
-    cols = dealing.cols[runs] + begins - starts
+    ends = np.minimum(ends[numbers], starts + sharding.lengths[runs])
+    cols = sharding.cols[runs] + begins - starts
     # Slices lie `line` apart, more than any lag, so no search reaches another slice.
     shift = numbers * line
-    return Segments(begins + shift, ends + shift, dealing.owners[runs], cols, numbers)
+    return RunSegments(begins + shift, ends + shift, sharding.owners[runs], cols, numbers)
 
 
-def _merged(segments: Segments) -> Segments:
+def _merged(segments: RunSegments) -> RunSegments:
     """Join adjacent segments that have the same slice and owner."""
     # Joined owners alternate, so the first viewer other than the source is the first or second.
     is_new = np.diff(segments.owners, prepend=-1) | np.diff(segments.numbers, prepend=-1)
@@ -114,17 +114,17 @@ def _merged(segments: Segments) -> Segments:
     last = np.append(first, len(is_new))[1:] - 1
     kept = (x[first] for x in vars(segments).values())
     begins, _, *others = kept
-    return Segments(begins, segments.ends[last], *others)
+    return RunSegments(begins, segments.ends[last], *others)
 
 
-class SweptNeeds(Needs):
+class SortedDemand(KeyDemand):
     """A search finds the range of query segments that see each key segment.
 
     It takes O(n log n) for n segments, independent of the number of pairs of ranks. A run counts
     once for each slice that cuts it.
     """
 
-    def __init__(self, queries: Dealing, keys: Dealing, slices: Slices) -> None:
+    def __init__(self, queries: ShardTable, keys: ShardTable, slices: Slices) -> None:
         self.world_size = len(keys.shards)
         table = stacked(slices.tables)
         line = 1 + int(table[:, :4].max(initial=0))
@@ -162,29 +162,29 @@ class SweptNeeds(Needs):
     @property
     def num_bytes(self) -> int:
         sides = (x.nbytes for side in (self._queries, self._keys) for x in vars(side).values())
-        # Key segments become spans, tuples of two numbers, on the legs of packets.
+        # Key segments become spans, tuples of two numbers, on the stages of packets.
         spans = 200 * self.world_size + 300 * len(self._keys.begins)
         return 2 * sum(sides) + self._by_owner.nbytes + spans
 
-    def sights(self) -> Iterator[Sights]:
-        # A key segment has at most one sight for each rank, however many query segments see it.
+    def visibility(self) -> Iterator[Visibility]:
+        # A key segment has at most one span for each rank, however many query segments see it.
         num_pairs = np.minimum(self._end - self._begin, self.world_size)
         for keys in source_blocks(self._keys.owners, num_pairs):
-            yield self._sights_of(keys)
+            yield self._visibility_of(keys)
 
-    def sights_by(self, rank: int) -> Sights:
+    def visible_to(self, rank: int) -> Visibility:
         # Query segments of this rank that see a key segment are a range of the rank's own list.
         own = np.flatnonzero(self._queries.owners == rank)
         begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
         seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
         unbroken = self._unbroken(own, seen, begin[seen], end[seen])
-        return self._sights(*unbroken).united(self.world_size)
+        return self._visibility(*unbroken).united(self.world_size)
 
-    def sights_of(self, source: int) -> Sights:
-        return self._sights_of(np.flatnonzero(self._keys.owners == source))
+    def visibility_of(self, source: int) -> Visibility:
+        return self._visibility_of(np.flatnonzero(self._keys.owners == source))
 
     @cached_property
-    def reach(self) -> Reach:
+    def last_hops(self) -> LastHop:
         keys, begins, ends = self._alike()
         begin, end = self._viewers(keys, begins, ends)
         seen = np.flatnonzero(begin < end)
@@ -200,7 +200,7 @@ class SweptNeeds(Needs):
         to_col = self._keys.cols[keys] - self._keys.begins[keys]
         others = np.flatnonzero(distances)  # columns that only their owner sees do not travel
         columns = owners, begins + to_col, ends + to_col, distances
-        return Reach(*topmost(*(x[others] for x in columns)))
+        return LastHop(*topmost(*(x[others] for x in columns)))
 
     def _alike(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut key segments into parts whose positions are all seen by the same query segments."""
@@ -216,17 +216,17 @@ class SweptNeeds(Needs):
         which = np.searchsorted(keys.begins, begins, "right") - 1
         return which, begins, np.minimum(np.append(begins[1:], keys.ends[-1:]), keys.ends[which])
 
-    def _sights_of(self, keys: np.ndarray) -> Sights:
+    def _visibility_of(self, keys: np.ndarray) -> Visibility:
         """Return the columns of these key segments that other ranks see."""
         begin, end = self._begin[keys], self._end[keys]
         # Expand the pairs if they are few, otherwise search the first and last for each viewer.
         if (end - begin).sum() <= len(keys) * self.world_size:
             which, queries = expanded(begin, end)
-            found = self._sights(keys[which], queries, queries)
+            found = self._visibility(keys[which], queries, queries)
         else:
-            found = self._sights(*self._by_viewer(keys, begin, end))
+            found = self._visibility(*self._by_viewer(keys, begin, end))
         is_other = found.sources != found.viewers
-        return Sights(*(x[is_other] for x in found)).united(self.world_size)
+        return Visibility(*(x[is_other] for x in found)).united(self.world_size)
 
     def _by_viewer(
         self, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
@@ -268,7 +268,7 @@ class SweptNeeds(Needs):
         num_queries = len(self._queries.owners)
         return np.sort(self._queries.owners * num_queries + np.arange(num_queries))
 
-    def _sights(self, keys: np.ndarray, first: np.ndarray, last: np.ndarray) -> Sights:
+    def _visibility(self, keys: np.ndarray, first: np.ndarray, last: np.ndarray) -> Visibility:
         """Return the columns of key segments that a rank's query segments `first` to `last` see."""
         begins, ends = self._keys.begins[keys], self._keys.ends[keys]
         # Later queries see later keys: the first query sees the first column, the last the last.
@@ -277,7 +277,7 @@ class SweptNeeds(Needs):
         # Within a segment, positions and columns differ by a constant.
         to_col = self._keys.cols[keys] - begins
         sources, viewers = self._keys.owners[keys], self._queries.owners[first]
-        return Sights(sources, viewers, lowest + to_col, highest + to_col)
+        return Visibility(sources, viewers, lowest + to_col, highest + to_col)
 
 
 def _cut(

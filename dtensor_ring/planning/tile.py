@@ -17,7 +17,7 @@ from dtensor_ring.planning.ranges import Span, length, moved
 from dtensor_ring.planning.slice_tables import UNBOUNDED
 
 
-class Piece(NamedTuple):
+class QuerySlice(NamedTuple):
     """Queries of one run in one slice.
 
     Attributes:
@@ -37,9 +37,9 @@ class Piece(NamedTuple):
     right: int | None
 
 
-def pieces_of(runs: Sequence[Run], table: np.ndarray) -> list[Piece]:
-    """Return the pieces of a shard in the slices of one batch row, without empty pieces."""
-    row, pieces = 0, []
+def query_slices_of(runs: Sequence[Run], table: np.ndarray) -> list[QuerySlice]:
+    """Return the query slices of a shard in one batch row, without empty ones."""
+    row, query_slices = 0, []
     # Slices are sorted by query begin. The running maximum of their ends also ascends, so both
     # ends of the range of slices near a run can be searched.
     latest = np.maximum.accumulate(table[:, 1]) if len(table) else table[:, 1]
@@ -48,12 +48,12 @@ def pieces_of(runs: Sequence[Run], table: np.ndarray) -> list[Piece]:
         end = np.searchsorted(table[:, 0], run.last, "right")
         near = table[first:end]
         # After a long slice, the range also has slices that end before the run: drop them.
-        pieces += _cut(row, run, near[near[:, 1] > run.start])
+        query_slices += _cut(row, run, near[near[:, 1] > run.start])
         row += run.length
-    return pieces
+    return query_slices
 
 
-def _cut(row: int, run: Run, table: np.ndarray) -> Iterator[Piece]:
+def _cut(row: int, run: Run, table: np.ndarray) -> Iterator[QuerySlice]:
     for q_begin, q_end, k_begin, k_end, left, right in table.tolist():
         span = run.indices(q_begin, q_end)
         if not length(span):
@@ -65,7 +65,7 @@ def _cut(row: int, run: Run, table: np.ndarray) -> Iterator[Piece]:
         begin = k_begin if behind is None else max(k_begin, first - behind)
         end = k_end if ahead is None else min(k_end, last + ahead + 1)
         if begin < end:
-            yield Piece(row, run, span, (begin, end), behind, ahead)
+            yield QuerySlice(row, run, span, (begin, end), behind, ahead)
 
 
 FULL = Mask.full()
@@ -101,22 +101,22 @@ class Tile:
 
 
 def shard_tiles(
-    pieces: Sequence[Piece], key_runs: tuple[Run, ...], batch: int | None = None
+    query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...], batch: int | None = None
 ) -> list[Tile]:
     """Return the tiles that cover what the queries of one shard see of the keys of another.
 
     Args:
-        pieces: the queries, cut by slices, see `pieces_of`.
+        query_slices: the queries, cut by slices, see `query_slices_of`.
         key_runs: runs of the other shard.
         batch: the batch row, `None` for all of them.
     """
     keys = _placed(key_runs)
     pairs = [
-        (piece.row + piece.span[0], col + span[0], piece, key, span)
-        for piece in pieces
-        for col, key in _in_reach(piece.keys, keys)
+        (query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
+        for query_slice in query_slices
+        for col, key in _in_reach(query_slice.keys, keys)
         # A strided run may skip a short slice.
-        if length(span := key.indices(*piece.keys))
+        if length(span := key.indices(*query_slice.keys))
     ]
     # Sort by row, then column: `coalesce` joins neighbours in this order only.
     pairs.sort(key=lambda pair: pair[:2])
@@ -133,11 +133,11 @@ def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
 
 
 def _tiles(
-    row: int, col: int, piece: Piece, key: Run, span: Span, batch: int | None
+    row: int, col: int, query_slice: QuerySlice, key: Run, span: Span, batch: int | None
 ) -> Iterator[Tile]:
-    """Yield the tiles of a piece and a span of a key run, moved to their row and column."""
-    band = _index_band(piece, key, span[0])
-    for tile in _band_tiles(length(piece.span), length(span), *band):
+    """Yield the tiles of a query slice and a span of a key run, moved to their row and column."""
+    band = _index_band(query_slice, key, span[0])
+    for tile in _band_tiles(length(query_slice.span), length(span), *band):
         yield Tile(moved(tile.rows, row), moved(tile.cols, col), tile.mask, batch)
 
 
@@ -157,12 +157,12 @@ def _in_reach(span: Span, keys: list[tuple[int, Run]]) -> Iterator[tuple[int, Ru
         yield col, key
 
 
-def _index_band(piece: Piece, key: Run, key_index: int) -> tuple[int | None, int | None]:
-    """Return the band of a piece in indices, counted from its first query and the given key.
+def _index_band(query_slice: QuerySlice, key: Run, key_index: int) -> tuple[int | None, int | None]:
+    """Return the band of a query slice in indices, counted from its first query and the given key.
 
     A bound may be negative: then the first rows or columns are empty.
     """
-    left, right, query = piece.left, piece.right, piece.run
+    left, right, query = query_slice.left, query_slice.right, query_slice.run
     if left is None and right is None:
         return None, None
     # A single token has no stride, so the other run determines it.
@@ -170,7 +170,7 @@ def _index_band(piece: Piece, key: Run, key_index: int) -> tuple[int | None, int
     if stride != key.stride and key.length > 1:
         raise ValueError(f"runs of different strides have no common band: {query} and {key}")
     # The lag of the first query and key. Floor division drops lags that no two tokens have.
-    offset = query.position(piece.span[0]) - key.position(key_index)
+    offset = query.position(query_slice.span[0]) - key.position(key_index)
     left = None if left is None else (left - offset) // stride
     right = None if right is None else (right + offset) // stride
     return left, right
@@ -195,11 +195,13 @@ def _band_tiles(
     shift = first_row - first_col
     left = None if left is None or left - shift >= num_rows - 1 else left - shift
     right = None if right is None or right + shift >= num_cols - 1 else right + shift
-    for part in _parts(num_rows, num_cols, left, right):
+    for part in _band_parts(num_rows, num_cols, left, right):
         yield Tile(moved(part.rows, first_row), moved(part.cols, first_col), part.mask)
 
 
-def _parts(num_rows: int, num_cols: int, left: int | None, right: int | None) -> Iterator[Tile]:
+def _band_parts(
+    num_rows: int, num_cols: int, left: int | None, right: int | None
+) -> Iterator[Tile]:
     """Cut a trimmed band into tiles that satisfy the contract of `Tile`."""
     if left is None and right is not None:
         # Cut the trapezoid, as the causal flag of kernels needs squares.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor_ring.all_to_all.plan import Amount, Exchange, exchange_of
+from dtensor_ring.all_to_all.plan import AllToAllPlan, Amount, all_to_all_plan
 from dtensor_ring.all_to_all.run import aligned
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.planning.layout import Layout
@@ -57,7 +57,7 @@ def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
     return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
 
 
-class Sizes(NamedTuple):
+class TensorSizes(NamedTuple):
     """The sizes of the tensors of an attention.
 
     Attributes:
@@ -76,32 +76,34 @@ class Sizes(NamedTuple):
     kv_itemsize: int
     sum_itemsize: int
 
-    def heads_after(self, exchange: Exchange | None) -> tuple[int, int]:
+    def heads_after(self, all_to_all: AllToAllPlan | None) -> tuple[int, int]:
         """Return the query and key heads of a rank after an all-to-all; without one, all heads."""
-        if exchange is None:
+        if all_to_all is None:
             return self.heads
-        of_rank = exchange.head_shard(exchange.rank, self.heads[1])
+        of_rank = all_to_all.head_shard(all_to_all.rank, self.heads[1])
         query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
         return query, key
 
 
-def rank_costs(plan: Plan, exchange: Exchange | None, sizes: Sizes) -> tuple[Cost, Cost]:
+def rank_costs(
+    plan: Plan, all_to_all: AllToAllPlan | None, sizes: TensorSizes
+) -> tuple[Cost, Cost]:
     """Return the forward and backward cost of one rank, with the all-to-alls around its plan."""
-    num_heads, num_key_heads = sizes.heads_after(exchange)
+    num_heads, num_key_heads = sizes.heads_after(all_to_all)
     column = sizes.batch * num_key_heads * sum(sizes.head_dims)
     room = largest_packet(plan)
     forward = moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
     backward = forward + moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
-    if exchange is None:
+    if all_to_all is None:
         return forward, backward
     # Forward sends queries, keys and values and returns outputs; backward does the reverse.
     (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
     inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
     output = ((heads, value_dim),)
-    there, given = (traded(exchange, sizes, tensors) for tensors in (inputs, output))
-    back, returned = (traded(exchange, sizes, x, is_back=True) for x in (output, inputs))
+    there, given = (all_to_all_cost(all_to_all, sizes, tensors) for tensors in (inputs, output))
+    back, returned = (all_to_all_cost(all_to_all, sizes, x, is_back=True) for x in (output, inputs))
     token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
-    kept = token * exchange.num_tokens[1]
+    kept = token * all_to_all.num_tokens[1]
     # Backward also holds the gradients of query, key, value and output.
     return _around(there, forward, back, kept), _around(given, backward, returned, 2 * kept)
 
@@ -119,23 +121,26 @@ def moved(traffic: Traffic, column: int, room: int) -> Cost:
     return Cost(traffic.sent * column, traffic.received * column, num_sent, held)
 
 
-def traded(
-    exchange: Exchange, sizes: Sizes, tensors: Sequence[tuple[int, int]], is_back: bool = False
+def all_to_all_cost(
+    all_to_all: AllToAllPlan,
+    sizes: TensorSizes,
+    tensors: Sequence[tuple[int, int]],
+    is_back: bool = False,
 ) -> Cost:
     """Return the cost of one all-to-all; `tensors` are pairs of a head count and a head dim."""
     num_key_heads = sizes.heads[1]
     leaving, coming = Counter[int](), Counter[int]()
     for num_heads, head_dim in tensors:
         there, here = (leaving, coming) if not is_back else (coming, leaving)
-        _add(there, exchange.sent(num_heads, num_key_heads), sizes, head_dim)
-        _add(here, exchange.received(num_heads, num_key_heads), sizes, head_dim)
+        _add(there, all_to_all.sent(num_heads, num_key_heads), sizes, head_dim)
+        _add(here, all_to_all.received(num_heads, num_key_heads), sizes, head_dim)
     held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
     num_messages = sum(size > 0 for size in leaving.values())  # empty messages are not sent
     return Cost(leaving.total(), coming.total(), num_messages, held)
 
 
 def _add(
-    num_bytes: Counter[int], amounts: Mapping[int, Amount], sizes: Sizes, head_dim: int
+    num_bytes: Counter[int], amounts: Mapping[int, Amount], sizes: TensorSizes, head_dim: int
 ) -> None:
     """Add the bytes of a tensor to the bytes of each peer."""
     for peer, (tokens, heads) in amounts.items():
@@ -147,7 +152,7 @@ class StrategyCost:
     """What an attention costs by one strategy.
 
     Attributes:
-        strategy: the spelling of the strategy.
+        strategy: the spec of the strategy.
         why_not: why the strategy cannot be used. With too few heads, all numbers are zero; with
             too little memory, they are not.
         forward: the maximum of each number over all ranks.
@@ -227,7 +232,7 @@ def compare_strategies(
         batch: rows of the batch, if boundaries do not say it by row.
         dtype: of query, key and value.
         policy: the dtypes in which messages travel.
-        strategies: spellings, see `SequenceAxis`; by default every route, and "ulysses" over groups
+        strategies: specs, see `SequenceAxis`; by default every route, and "ulysses" over groups
             of each size that divides the axis.
         max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
             that holds more on some rank gets a reason in `why_not`. By default no limit.
@@ -275,14 +280,14 @@ def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
     """Return the strategies to compare."""
     if given is None:
         sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
-        return [*(Strategy(way=way) for way in ROUTES), *map(Strategy, sizes)]
+        return [*(Strategy(route=route) for route in ROUTES), *map(Strategy, sizes)]
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"strategies must be a list of names, such as ['ring'], got {given!r}")
     return [as_strategy(name, world_size) for name in given]
 
 
-def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Sizes:
-    """Check the arguments, and return them as `Sizes`."""
+def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> TensorSizes:
+    """Check the arguments, and return them as `TensorSizes`."""
     if not isinstance(heads, Sequence) or len(heads) != 2:
         raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
     query, key = (as_count("heads", count, 1) for count in heads)
@@ -295,7 +300,7 @@ def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Si
             f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
         )
     dim = as_count("head_dim", head_dim)
-    return Sizes(
+    return TensorSizes(
         heads=(query, key),
         head_dims=(dim, dim),
         batch=as_count("batch", batch),
@@ -305,21 +310,22 @@ def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> Si
     )
 
 
-def _cost(schedule: Schedule, strategy: Strategy, sizes: Sizes) -> StrategyCost:
+def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> StrategyCost:
     """Return the cost of a strategy on the busiest rank."""
     # Boundaries or slices by row give the number of rows.
     rows = len(schedule.documents or schedule.slices or ())
     sizes = sizes._replace(batch=max(sizes.batch, rows))
     layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
-    exchanges: list[Exchange | None] = [None] * size
+    all_to_alls: list[AllToAllPlan | None] = [None] * size
     if strategy.heads > 1:  # else there is no all-to-all
-        exchanges = [
-            exchange_of(layout, layout, strategy.heads, rank, size, seq_len) for rank in range(size)
+        all_to_alls = [
+            all_to_all_plan(layout, layout, strategy.heads, rank, size, seq_len)
+            for rank in range(size)
         ]
-    pairs = list(zip(schedule.plans, exchanges, strict=True))
-    costs = [rank_costs(plan, exchange, sizes) for plan, exchange in pairs]
+    pairs = list(zip(schedule.plans, all_to_alls, strict=True))
+    costs = [rank_costs(plan, all_to_all, sizes) for plan, all_to_all in pairs]
     forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))
-    heads = [sizes.heads_after(exchange)[0] for exchange in exchanges]
+    heads = [sizes.heads_after(all_to_all)[0] for all_to_all in all_to_alls]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     return StrategyCost(
         strategy.spec,

@@ -258,12 +258,12 @@ def compare_layouts(
         {
             layout.name: describe_schedule(layout, *asked).imbalance
             for layout in layouts_for(*asked)
-            if _deals(layout, asked.world_size, asked.seq_len)
+            if _can_shard(layout, asked.world_size, asked.seq_len)
         }
     )
 
 
-def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
+def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:
     """Return whether a layout can shard that length."""
     try:
         layout.runs(0, world_size, seq_len)
@@ -272,7 +272,7 @@ def _deals(layout: Layout, world_size: int, seq_len: int) -> bool:
     return True
 
 
-class _Asked(NamedTuple):
+class _ScheduleRequest(NamedTuple):
     """The attention to describe."""
 
     mask: Mask | None
@@ -294,14 +294,14 @@ def _checked(
     world_size: int,
     cu_seqlens: Boundaries | None,
     slices: Slices | None,
-) -> _Asked:
+) -> _ScheduleRequest:
     """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
     check_seen(mask, slices)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     documents = as_documents(cu_seqlens)
     length = as_count("seq_len", seq_len)
     check_documents(num_ranks, length, documents)
-    return _Asked(mask, length, num_ranks, documents, slices)
+    return _ScheduleRequest(mask, length, num_ranks, documents, slices)
 
 
 def _imbalance(areas: list[list[int]]) -> float:

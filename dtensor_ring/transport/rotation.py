@@ -4,7 +4,7 @@ Note [Life of a packet]: a packet is in flight during one hop. Then it is reside
 until `Hop.releases` names the source: no later step computes on it, and no later hop forwards it.
 The next packet reuses its buffer. So a route may bring packets long before they are used, or all at
 once. The usual ring needs two buffers. Direct messages need three, and so do packets that lose
-columns on their way; the sums of those leave in two parts and need two more buffers.
+columns in flight; the sums of those leave in two parts and need two more buffers.
 
 Note [Messages of a packet]: the owner sends a large key and value in place, as two messages, which
 arrive next to each other in one buffer. Later ranks forward them as one message. Both ranks must

@@ -143,7 +143,7 @@ class Transport(ABC):
 
 
 # The tag of call records, and of a message that nobody sends. All other tags are smaller.
-WORD_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE
+RECORD_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE
 
 
 class ProcessGroupTransport(Transport):
@@ -188,13 +188,13 @@ class ProcessGroupTransport(Transport):
     def keeps_tags(self, device: torch.device) -> bool:
         return device.type == "cpu"  # gloo matches tags, NCCL ignores them
 
-    def receive_word(self, message: P2P) -> Work:
+    def receive_record(self, message: P2P) -> Work:
         """Start to receive a call record, on the CPU."""
-        return self._group.recv([message.flat], message.peer, WORD_TAG)
+        return self._group.recv([message.flat], message.peer, RECORD_TAG)
 
-    def send_word(self, message: P2P) -> Work:
+    def send_record(self, message: P2P) -> Work:
         """Start to send a call record, on the CPU."""
-        return self._group.send([message.flat], message.peer, WORD_TAG)
+        return self._group.send([message.flat], message.peer, RECORD_TAG)
 
     def abort(self) -> None:
         """Close the connections of this rank: ranks that wait for it get an error."""

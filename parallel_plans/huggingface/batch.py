@@ -115,7 +115,7 @@ def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
         if cu_seq_lens_q is not None:
             raise ValueError(
                 "cu_seq_lens_q say where documents are, and the model has made its masks without "
-                "them; give position_ids that start anew instead"
+                "them; give position_ids that start again instead"
             )
         seen = given_masks(seen, seq_len)
     others.pop("ignore_index", None)  # it is the only one that labels may have, see `check_batch`

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parallel_plans.huggingface.cache import ContextParallelCache
 
 GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
-# Arguments that are not the model's, or are given to it anew.
+# Arguments that are not the model's, or are given to it again.
 OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
 # Arguments that are of no use, or mean something else, with a cache.
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
@@ -133,7 +133,7 @@ def call_with_cache(
     with memory.turn(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
         indices = torch.arange(turn.dealt_length or num_tokens, device=tokens.device)
         if turn.dealt_length:  # otherwise a layer's message compares the tokens
-            sharding.meet(given | {"input_ids": tokens}, "a dealt turn")
+            sharding.meet(given | {"input_ids": tokens}, "a sharded append step")
             indices = local_tokens(indices, turn.axis.mesh, 0, turn.layout)
             batch = shard(batch, indices, turn.dealt_length)
         ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)

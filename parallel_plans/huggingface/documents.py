@@ -184,7 +184,7 @@ def _starts_by_padding(attention_mask: Tensor) -> Tensor:
     _require(
         ((is_token & ~before).sum(-1) <= 1).all(),
         "attention_mask must be one stretch of tokens in each row, with padding before or after "
-        "it; for packed documents leave it out, and give position_ids that start anew",
+        "it; for packed documents leave it out, and give position_ids that start again",
     )
     return _with_first(is_token[:, 1:] != is_token[:, :-1])
 

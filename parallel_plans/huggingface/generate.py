@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import RingError
-from dtensor_ring.extension import axis_group, check_agreement, meeting
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
 from parallel_plans.huggingface.batch import described
 from parallel_plans.huggingface.cached import cache_of
 from parallel_plans.huggingface.sharding import Sharding, whole_outputs
@@ -47,9 +47,9 @@ def install_generate(model: Any, sharding: Sharding) -> None:
         except RingError:
             raise
         except BaseException:
-            with meeting(group, "generate", {}):  # tell the others, which would wait for this rank
+            with checked_barrier(group, "generate", {}):  # the others would wait for this rank
                 raise
-        with meeting(group, "the end of generate", _tokens_of(result)):
+        with checked_barrier(group, "the end of generate", _tokens_of(result)):
             return result
 
     model.generate = MethodType(generate, model)

@@ -107,7 +107,7 @@ def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> No
     for number, (kind, _) in states.unused.items():
         raise ValueError(
             f"no context-parallel plan for {type(model).__name__}: {names[layers[number]]} goes on "
-            f"from the {kind} state of its cache with a single token only, and begins anew with "
+            f"from the {kind} state of its cache with a single token only, and begins again with "
             "several"
         )
 

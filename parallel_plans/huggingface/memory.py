@@ -74,13 +74,13 @@ class CacheMemory:
                 f"a cache of {self.batch} rows got {rows}; cache.reset() forgets what is cached, "
                 "or make another ContextParallelCache"
             )
-        is_dealt = not self.seq_len or num_tokens > self._decode_tokens
-        dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_dealt else 0
+        is_sharded = not self.seq_len or num_tokens > self._decode_tokens
+        dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_sharded else 0
         num_kept = num_kept or min(num_tokens, self._decode_tokens)
         length = self.seq_len, num_tokens, dealt
         turn = Turn(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
         if self._shards is not None:
-            self._shards.begin(dealt or num_tokens, dealt=is_dealt)
+            self._shards.begin(dealt or num_tokens, dealt=is_sharded)
         self._turn = turn
         try:
             yield turn, self._frames(turn, tokens)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
-from dtensor_ring.extension import Layout, axis_group, local_tokens, meeting
+from dtensor_ring.extension import Layout, axis_group, checked_barrier, local_tokens
 from parallel_plans.huggingface.attention import RingInputs, check_implementation
 from parallel_plans.huggingface.batch import (
     LOGITS_TO_KEEP,
@@ -137,7 +137,7 @@ class Sharding:
         """Return a layout with equal work for the documents and the most frequent mask."""
         if torch.compiler.is_compiling():
             raise ValueError(
-                "the balanced layout deals each batch by its documents, which a graph cannot: "
+                "the balanced layout shards each batch by its documents, which a graph cannot: "
                 "compile the model with another layout"
             )
         # One layout serves all layers: of given masks the largest decides, else the most frequent.
@@ -209,7 +209,7 @@ class Sharding:
             RingError: on every rank, if they differ.
         """
         if has_content(batch):
-            with meeting(axis_group(self.axis.mesh), what, described(batch)):
+            with checked_barrier(axis_group(self.axis.mesh), what, described(batch)):
                 pass
 
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:

@@ -200,7 +200,7 @@ def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
         if isinstance(x, Tensor):
             raise ValueError(
                 f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
-                "its input, of which only the input is dealt in the order that a state needs"
+                "its input, of which only the input is sharded in the order that a state needs"
             )
 
 

@@ -5,7 +5,7 @@ the other images, but the embeddings must be sent. The cost model counts 2 flops
 the tower and each patch, 6 if a backward follows, and the bytes of all embeddings in forward and
 backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their batches.
 
-Note [Gradients of dealt images]: the gradients of an image's embeddings from the tokens of all
+Note [Gradients of sharded images]: the gradients of an image's embeddings from the tokens of all
 ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of the
 tower's gradients is the same as if each rank ran all images, and so is the mean.
 """

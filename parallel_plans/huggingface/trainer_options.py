@@ -107,7 +107,7 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
         (
             args.accelerator_config.dispatch_batches
             or args.train_sampling_strategy == "batch_rebalance",
-            "dispatch_batches=True and train_sampling_strategy='batch_rebalance' deal rows to "
+            "dispatch_batches=True and train_sampling_strategy='batch_rebalance' shard rows to "
             "every rank, and those of cp share a batch; leave them out",
         ),
         (

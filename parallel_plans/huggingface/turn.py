@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
-from dtensor_ring.extension import Layout, turn_runs
+from dtensor_ring.extension import Layout, append_runs
 from parallel_plans.huggingface.documents import Documents, cached_documents
 from parallel_plans.huggingface.frames import Dealt, Decoded, Frame
 
@@ -75,7 +75,7 @@ class Turn:
             return Decoded(self.axis, self.documents(0), key_runs, starts, columns, None)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
-        runs = torch.tensor(turn_runs(self.layout, self.dealt_length, size))
+        runs = torch.tensor(append_runs(self.layout, self.dealt_length, size))
         runs[..., 0] += num_held * (runs[..., 1] > 0)  # empty runs stay at 0
         held = [window_slice(rank, size, num_held) for rank in range(size)]
         slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)

@@ -46,7 +46,7 @@ def deal(
     Args:
         batch: `input` and `positions`, both `(B, S)`; positions are 0 where a document starts.
         labels: labels of the tokens, `(B, S)`.
-        layout: spelling of the layout; the balanced one is made for the documents of this batch.
+        layout: spec of the layout; the balanced one is made for the documents of this batch.
         world_size: ranks of the ring.
 
     Raises:
@@ -54,7 +54,7 @@ def deal(
     """
     if batch.keys() != DEALT:
         raise ValueError(
-            f"a ring deals {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
+            f"a ring shards {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
             "data loader of text"
         )
     # Before the tokens are reordered: boundaries are in global positions.
@@ -93,8 +93,8 @@ def gather_documents(positions: Tensor, layout: Layout, group: dist.ProcessGroup
         if follows.all():
             return Documents(boundaries(whole == 0))
     raise ValueError(
-        f"the tokens of this batch were not dealt {layout.spec}: torchtitan's own trainers deal as "
-        "--parallelism.context_parallel_load_balancer says, in two of our layouts, and that must "
-        "fit ring_attention's, see docs/torchtitan.md; for any layout, start from a config of "
+        f"the tokens of this batch were not sharded {layout.spec}: torchtitan's own trainers shard "
+        "as --parallelism.context_parallel_load_balancer says, in two of our layouts, and that "
+        "must fit ring_attention's, see docs/torchtitan.md; for any layout, start from a config of "
         "parallel_plans.torchtitan, or use its RingTrainer"
     )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dtensor_ring.agreement.session import FIRST_WARNING, Watch
+from dtensor_ring.agreement.group_state import FIRST_WARNING, Watch
 
 
-def test_waits_are_told_again_after_twice_the_time() -> None:
+def test_waits_are_reported_again_after_twice_the_time() -> None:
     watch = Watch()
     watch.begin("rank 1 waits for rank 0", 100.0)
     (wait,) = watch.waits.values()
-    told = [seconds for seconds in range(0, 1000, 5) if watch.due(wait.since + seconds)]
-    assert told == [30, 60, 120, 240, 480, 960]
+    reported = [seconds for seconds in range(0, 1000, 5) if watch.due(wait.since + seconds)]
+    assert reported == [30, 60, 120, 240, 480, 960]
     watch.end()
     assert watch.due(wait.since + 2000) == []
 
 
-def test_a_new_wait_is_told_in_its_turn() -> None:
+def test_a_new_wait_is_reported_in_its_turn() -> None:
     watch = Watch()
     for since in (100.0, 200.0):
         watch.begin("rank 1 waits for rank 0", since)

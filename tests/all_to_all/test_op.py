@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
-from dtensor_ring.all_to_all.op import Dealt, Trade, exchange_op, flatten_trade
+from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
@@ -45,13 +45,13 @@ class Case:
             for count, dim, dtype in zip(self.num_heads, dims, self.dtypes, strict=False)
         ]
 
-    def trade(self, group_name: str, **options: object) -> Trade:
-        trade = Trade(
-            Dealt(runs_of(self.layout), runs_of(self.to)),
+    def args(self, group_name: str, **options: object) -> AllToAllArgs:
+        args = AllToAllArgs(
+            BatchRuns(runs_of(self.layout), runs_of(self.to)),
             *(self.layout.spec, self.to.spec, self.heads, self.num_heads, self.num_key_heads),
             *(self.seq_len, None, group_name),
         )
-        return trade._replace(**options)  # type: ignore[arg-type]
+        return args._replace(**options)  # type: ignore[arg-type]
 
     def before(self, rank: int) -> list[Tensor]:
         positions = self.layout.positions(rank, self.world_size, self.seq_len)
@@ -61,8 +61,8 @@ class Case:
     def after(self, rank: int) -> list[Tensor]:
         first = rank // self.heads * self.heads
         ranks = range(first, first + self.heads)
-        dealt = (self.to.positions(x, self.world_size, self.seq_len) for x in ranks)
-        positions = sorted(p for part in dealt for p in part)
+        batch_runs = (self.to.positions(x, self.world_size, self.seq_len) for x in ranks)
+        positions = sorted(p for part in batch_runs for p in part)
         shard = head_shard_of(rank % self.heads, self.heads, self.num_key_heads)
         spans = [shard.span(count, self.num_key_heads) for count in self.num_heads]
         return [
@@ -116,7 +116,7 @@ def check_exchange(case: Case) -> None:
         inputs, expected = case.before(group.rank()), case.after(group.rank())
         for x in inputs:
             x.requires_grad_(x.is_floating_point())
-        results = exchange_op(inputs, *flatten_trade(case.trade(group.group_name)))
+        results = all_to_all_op(inputs, *flatten_all_to_all(case.args(group.group_name)))
         for found, wanted in zip(results, expected, strict=True):
             assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted)
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_the_results_that_are_used() -> None:
 
     def run(group: PlayedGroup) -> None:
         inputs = [x.requires_grad_() for x in case.before(group.rank())]
-        _, used, _ = exchange_op(inputs, *flatten_trade(case.trade(group.group_name)))
+        _, used, _ = all_to_all_op(inputs, *flatten_all_to_all(case.args(group.group_name)))
         (grad,) = torch.autograd.grad(used.pow(3).sum(), inputs[1], create_graph=True)
         assert torch.allclose(grad, 3 * inputs[1] ** 2)
         (grad,) = torch.autograd.grad(grad.sum(), inputs[1])
@@ -153,14 +153,14 @@ def test_fake_kernels_promise_what_the_real_ones_return(name: str) -> None:
 
     def run(group: PlayedGroup) -> None:
         with torch.no_grad():
-            there = flatten_trade(case.trade(group.group_name))
-            back = flatten_trade(case.trade(group.group_name, is_back=True))
+            there = flatten_all_to_all(case.args(group.group_name))
+            back = flatten_all_to_all(case.args(group.group_name, is_back=True))
             inputs = case.before(group.rank())
-            real = exchange_op(inputs, *there)
-            returned = exchange_op(real, *back)
+            real = all_to_all_op(inputs, *there)
+            returned = all_to_all_op(real, *back)
             with FakeTensorMode() as mode:
                 inputs, made = ([mode.from_tensor(x) for x in side] for side in (inputs, real))
-                fake = exchange_op(inputs, *there), exchange_op(made, *back)
+                fake = all_to_all_op(inputs, *there), all_to_all_op(made, *back)
         for one, other in zip((*real, *returned), chain(*fake), strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             assert one.stride() == other.stride()
@@ -178,8 +178,8 @@ def _opcheck() -> None:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         case = Case(RunTable([[(0, 24)]]), ZigZag(), 1, 1, 24)
         inputs = [x.requires_grad_() for x in case.before(0)]
-        trade = case.trade(dist.group.WORLD.group_name)
-        torch.library.opcheck(exchange_op, (inputs, *flatten_trade(trade)))
+        args = case.args(dist.group.WORLD.group_name)
+        torch.library.opcheck(all_to_all_op, (inputs, *flatten_all_to_all(args)))
 
 
 WRONG = {
@@ -196,7 +196,11 @@ WRONG = {
     "heads": ([(2, 5, 6, 2)], {"num_heads": (5,)}, "must be a multiple"),
     "ranks": ([(2, 4, 6, 2)], {"heads": 3}, r"these do: \[1, 2\]"),
     "a layout": ([(2, 4, 6, 2)], {"to": "spiral"}, "unknown layout 'spiral'; known layouts"),
-    "runs": ([(2, 4, 6, 2)], {"dealt": Dealt(torch.zeros(3, 2).int())}, r"shape \(W, R, 2\)"),
+    "runs": (
+        [(2, 4, 6, 2)],
+        {"batch_runs": BatchRuns(torch.zeros(3, 2).int())},
+        r"shape \(W, R, 2\)",
+    ),
 }
 
 
@@ -208,9 +212,9 @@ def test_bad_input_is_refused_before_anything_is_sent(name: str) -> None:
 
     def run(group: PlayedGroup) -> None:
         if not group.rank():
-            trade = case.trade(group.group_name, **options)
+            args = case.args(group.group_name, **options)
             with pytest.raises(ValueError, match=match):
-                exchange_op([torch.zeros(shape) for shape in shapes], *flatten_trade(trade))
+                all_to_all_op([torch.zeros(shape) for shape in shapes], *flatten_all_to_all(args))
 
     play_group(2, run)
 
@@ -223,10 +227,10 @@ DIFFERENCES = {
 }
 
 
-def test_ranks_that_differ_are_told_so(pool: Pool) -> None:
+def test_ranks_that_differ_are_reported(pool: Pool) -> None:
     for name in DIFFERENCES:
-        for told in pool.run(2, _differing, name):
-            assert f"differ in {name}: " in told
+        for reported in pool.run(2, _differing, name):
+            assert f"differ in {name}: " in reported
 
 
 def _differing(name: str) -> str:
@@ -234,24 +238,24 @@ def _differing(name: str) -> str:
     case, rank = Case(ZigZag(), ZigZag(), 2, 2, 12, (8, 2), 2), dist.get_rank()
     options = dict(DIFFERENCES[name]) if rank else {}
     dims = options.pop("dims", (3, 3))
-    trade = case.trade(dist.group.WORLD.group_name, **options)
-    tensors = [torch.zeros(2, n, 6, dim) for n, dim in zip(trade.num_heads, dims, strict=True)]
-    with pytest.raises(RingError) as told:
-        exchange_op(tensors, *flatten_trade(trade))
-    return str(told.value)
+    args = case.args(dist.group.WORLD.group_name, **options)
+    tensors = [torch.zeros(2, n, 6, dim) for n, dim in zip(args.num_heads, dims, strict=True)]
+    with pytest.raises(RingError) as reported:
+        all_to_all_op(tensors, *flatten_all_to_all(args))
+    return str(reported.value)
 
 
 def test_backward_calls_have_the_order_of_all_ranks(pool: Pool) -> None:
     """Two exchanges of one shape: the gradient of one would be taken for that of the other."""
-    for told in pool.run(2, _in_another_order):
-        assert "differ in backward of call number: " in told
+    for reported in pool.run(2, _in_another_order):
+        assert "differ in backward of call number: " in reported
 
 
 def _in_another_order() -> str:
     case, rank = Case(ZigZag(), ZigZag(), 2, 2, 12), dist.get_rank()
     inputs = [x.requires_grad_() for x in case.before(rank)]
-    options = flatten_trade(case.trade(dist.group.WORLD.group_name))
-    calls = [exchange_op(inputs, *options)[0].sum() for _ in range(2)]
-    with pytest.raises(RingError) as told:
+    options = flatten_all_to_all(case.args(dist.group.WORLD.group_name))
+    calls = [all_to_all_op(inputs, *options)[0].sum() for _ in range(2)]
+    with pytest.raises(RingError) as reported:
         calls[rank].backward()
-    return str(told.value)
+    return str(reported.value)

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from dtensor_ring import BlockCyclic, Contiguous, Striped, ZigZag
-from dtensor_ring.all_to_all.plan import Exchange, exchange_of, head_shard_of
+from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.run_table import RunTable
@@ -29,12 +29,14 @@ def uneven(world_size: int, seq_len: int) -> RunTable:
 
 def exchanges(
     layout: Layout, to: Layout, heads: int, world_size: int, seq_len: int
-) -> list[Exchange]:
-    return [exchange_of(layout, to, heads, rank, world_size, seq_len) for rank in range(world_size)]
+) -> list[AllToAllPlan]:
+    return [
+        all_to_all_plan(layout, to, heads, rank, world_size, seq_len) for rank in range(world_size)
+    ]
 
 
-def spans(exchange: Exchange, num_heads: int, num_key_heads: int, peer: int) -> range:
-    return range(*exchange.head_shard(peer, num_key_heads).span(num_heads, num_key_heads))
+def spans(plan: AllToAllPlan, num_heads: int, num_key_heads: int, peer: int) -> range:
+    return range(*plan.head_shard(peer, num_key_heads).span(num_heads, num_key_heads))
 
 
 def indices(spans: Iterable[Span]) -> list[int]:
@@ -90,7 +92,7 @@ def test_each_rank_gets_the_tokens_and_heads_of_its_group(world_size: int) -> No
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), HEADS)
-def test_heads_are_dealt_once_and_stay_with_their_key_head(
+def test_heads_are_sharded_once_and_stay_with_their_key_head(
     num_heads: int, num_key_heads: int
 ) -> None:
     for num_ranks in range(1, num_heads + 1):
@@ -149,7 +151,7 @@ def test_what_a_rank_sends_is_what_its_peer_receives() -> None:
 
 
 def test_a_key_head_goes_to_all_ranks_that_have_its_query_heads() -> None:
-    plan = exchange_of(Contiguous(), Contiguous(), 8, 0, 8, 16)
+    plan = all_to_all_plan(Contiguous(), Contiguous(), 8, 0, 8, 16)
     assert {amount.heads for amount in plan.sent(4, 4).values()} == {1}
     assert [amount.heads for amount in plan.sent(28, 4).values()] == [4, 3, 4, 3, 4, 3, 4]
 
@@ -165,10 +167,10 @@ def test_a_key_head_goes_to_all_ranks_that_have_its_query_heads() -> None:
 def test_groups_divide_the_axis(arguments: tuple[int, int, int], match: str) -> None:
     heads, world_size, seq_len = arguments
     with pytest.raises(ValueError, match=match):
-        exchange_of(ZigZag(), ZigZag(), heads, 0, world_size, seq_len)
+        all_to_all_plan(ZigZag(), ZigZag(), heads, 0, world_size, seq_len)
 
 
-def test_heads_that_cannot_be_dealt() -> None:
+def test_heads_that_cannot_be_sharded() -> None:
     shard = head_shard_of(0, 6, 2)
     with pytest.raises(ValueError, match="each has to get a head"):
         shard.span(4, 2)

@@ -103,9 +103,9 @@ def _exchange() -> None:
         assert torch.equal(back, query)
     # Two groups, and heads that do not divide: 3 of 5 on the second rank of a group.
     odd = query[:, :5].detach().requires_grad_()
-    (traded,) = exchange([odd], mesh, heads=2)
-    assert traded.shape == (2, (2, 3)[rank % 2], 12, 3)
-    (back,) = exchange([traded], mesh, to="tokens", heads=2, num_heads=[5])
+    (exchanged,) = exchange([odd], mesh, heads=2)
+    assert exchanged.shape == (2, (2, 3)[rank % 2], 12, 3)
+    (back,) = exchange([exchanged], mesh, to="tokens", heads=2, num_heads=[5])
     assert torch.equal(back, odd)
     (grad,) = torch.autograd.grad(back.square().sum(), odd)
     assert torch.equal(grad, 2 * odd)
@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[type[Exception], str, Any]] = {
         x, mesh, 2, "striped", seq_len=12)),
     "a batch's": (ValueError, "must be the Balanced layout of this one", lambda x, mesh: relayout(
         x, mesh, 2, "balanced")),
-    "another batch's": (ValueError, "must deal the 16 tokens to 4 ranks", lambda x, mesh: relayout(
+    "another batch's": (ValueError, "shard the 16 tokens over 4 ranks", lambda x, mesh: relayout(
         x, mesh, 2, BALANCED)),
     "dim": (IndexError, "dim must be from -4 to 3", lambda x, mesh: relayout(x, mesh, 4)),
     "placements": (ValueError, r"must be Shard\(1\) over the axis", lambda x, mesh: relayout(

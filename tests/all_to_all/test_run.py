@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtensor_ring import RingError, Striped, ZigZag
 from dtensor_ring.all_to_all import run
-from dtensor_ring.all_to_all.op import exchange_op, flatten_trade
+from dtensor_ring.all_to_all.op import all_to_all_op, flatten_all_to_all
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
 from tests.all_to_all.test_op import CASES, Case
 from tests.pool import Pool
@@ -21,7 +21,7 @@ from tests.pool import Pool
 def _options(case: Case) -> tuple[Any, ...]:
     group = dist.group.WORLD
     assert group is not None
-    return flatten_trade(case.trade(group.group_name))
+    return flatten_all_to_all(case.args(group.group_name))
 
 
 def _check_turn(case: Case, turn: int) -> None:
@@ -30,7 +30,7 @@ def _check_turn(case: Case, turn: int) -> None:
     inputs, expected = case.before(rank), case.after(rank)
     for x in inputs:
         x.requires_grad_(x.is_floating_point())
-    results = exchange_op([x * turn for x in inputs], *_options(case))
+    results = all_to_all_op([x * turn for x in inputs], *_options(case))
     for found, wanted in zip(results, expected, strict=True):
         assert torch.equal(found, wanted * turn)
     used = [(i, x) for i, x in enumerate(results) if x.requires_grad]
@@ -92,7 +92,7 @@ def _raise_alike() -> None:
             patch.object(run, "pack", side_effect=MemoryError("none")),
             pytest.raises(MemoryError),
         ):
-            exchange_op(case.before(dist.get_rank()), *_options(case))
+            all_to_all_op(case.before(dist.get_rank()), *_options(case))
         _check_turn(case, turn)
 
 
@@ -112,10 +112,10 @@ def _with_another_transport() -> str:
     if rank == 1:
         set_transport(group, Own(group))
     with pytest.raises(RingError) as found:
-        exchange_op(case.before(rank), *_options(case))
+        all_to_all_op(case.before(rank), *_options(case))
     return str(found.value)
 
 
-def test_ranks_with_other_transports_are_told(pool: Pool) -> None:
+def test_ranks_with_other_transports_are_reported(pool: Pool) -> None:
     for text in pool.run(3, _with_another_transport):
         assert "they differ in transport" in text, text

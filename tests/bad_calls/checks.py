@@ -51,7 +51,7 @@ def check_same(name: str) -> Callable[[dict[str, Any], Any], None]:
     return check
 
 
-def check_exchanged(arguments: dict[str, Any], result: Any) -> None:
+def check_all_to_all(arguments: dict[str, Any], result: Any) -> None:
     """One rank has all tokens and all heads."""
     for given, found in zip(arguments["tensors"], result, strict=True):
         check_same("given")({"given": given}, found)

@@ -48,8 +48,8 @@ from tests.bad_calls.calls import (
     without_mesh,
 )
 from tests.bad_calls.checks import (
+    check_all_to_all,
     check_attention,
-    check_exchanged,
     check_labels,
     check_positions,
     check_same,
@@ -130,7 +130,7 @@ FUNCTIONS |= {
                 "seq_len": just(None, 8),
                 "runs": just(None),
             },
-            check_exchanged,
+            check_all_to_all,
         ),
         (
             "relayout",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import Balanced, Mask, Striped, TransferPolicy, sequence_runs
 
 Make = Callable[[DeviceMesh], Any]
-"""Makes a value anew for each call, with the mesh of one rank that all calls run on."""
+"""Makes a value again for each call, with the mesh of one rank that all calls run on."""
 
 SHAPE = (1, 2, 8, 4)
 

@@ -1,4 +1,4 @@
-"""How evenly the layouts deal what is seen, and the one that is made for a batch to do so."""
+"""How evenly the layouts shard what is seen, and the one that is made for a batch to do so."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def loads_of(layout: Balanced | ZigZag, ring: Balanced) -> list[int]:
 
 @settings(deadline=None)
 @given(balanced())
-def test_every_position_is_dealt_once_in_few_runs(layout: Balanced) -> None:
-    dealt, sizes = positions_of(layout, layout), (layout.world_size, layout.seq_len)
-    assert sorted(chain.from_iterable(dealt)) == list(range(layout.seq_len))
-    assert [len(tokens) for tokens in dealt] == [
+def test_every_position_is_held_once_in_few_runs(layout: Balanced) -> None:
+    sharded, sizes = positions_of(layout, layout), (layout.world_size, layout.seq_len)
+    assert sorted(chain.from_iterable(sharded)) == list(range(layout.seq_len))
+    assert [len(tokens) for tokens in sharded] == [
         shard_length(rank, *sizes) for rank in range(layout.world_size)
     ]
     for runs in runs_of(layout, layout):
@@ -143,7 +143,7 @@ def test_even_or_no_less_so_than_zigzag(layout: Balanced) -> None:
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 4))
-def test_any_slices_are_dealt(data: st.DataObject, world_size: int, block: int) -> None:
+def test_any_slices_are_sharded(data: st.DataObject, world_size: int, block: int) -> None:
     found = data.draw(slices((18, 18), data.draw(st.integers(0, 3))))
     runs = balanced_partition(found, world_size, 18, block, 2 * -(-18 // block)).runs(world_size)
     layout = RunTable(tuple(tuple((run.start, run.length) for run in row) for row in runs))
@@ -164,7 +164,7 @@ def test_zigzag_where_that_is_even(layout: Balanced) -> None:
     assert positions_of(layout, layout) == positions_of(ZigZag(), layout)
 
 
-def test_a_window_is_dealt_contiguously() -> None:
+def test_a_window_is_sharded_contiguously() -> None:
     """As even as zigzag, and half as much travels."""
     layout = Balanced(Mask.sliding(16), 1024, 4)
     assert positions_of(layout, layout) == positions_of(Contiguous(), layout)
@@ -185,7 +185,7 @@ def schedule_of(ends: Any, world_size: int) -> Schedule:
 
 
 @pytest.mark.parametrize(("ends", "world_size"), DOCUMENTS.values(), ids=list(DOCUMENTS))
-def test_documents_are_dealt_evenly(ends: Any, world_size: int) -> None:
+def test_documents_are_sharded_evenly(ends: Any, world_size: int) -> None:
     rows = ends if isinstance(ends[0], list) else [0, *ends]
     assert schedule_of(rows, world_size).imbalance <= 1 + 1 / TOLERANCE
 
@@ -193,7 +193,7 @@ def test_documents_are_dealt_evenly(ends: Any, world_size: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_ranks_wait_little_for_lognormal_documents(world_size: int, seed: int) -> None:
-    """Their long ones are dealt to neighbours, in the order in which the ring brings keys."""
+    """Their long ones are sharded over neighbours, in the order in which the ring brings keys."""
     chance = random.Random(seed)
     ends = accumulate(round(100 * chance.lognormvariate(0, 1)) + 1 for _ in range(200))
     documents = [0, *takewhile(lambda end: end < 16384, ends), 16384]
@@ -228,7 +228,7 @@ def needed(schedule: Schedule, ends: list[int]) -> int:
 UNEVEN = Balanced(CAUSAL, 240, 3, ((0, 10, 160, 240), (0, 3, 4, 200)), block=8)
 
 
-def test_every_rank_deals_the_same(pool: Pool) -> None:
+def test_every_rank_shards_the_same(pool: Pool) -> None:
     """Each in a process of its own, hence with other hash seeds."""
     assert positions_of(UNEVEN, UNEVEN) != positions_of(ZigZag(), UNEVEN)
     assert pool.run(3, runs_of, UNEVEN, UNEVEN) == [runs_of(UNEVEN, UNEVEN)] * 3
@@ -270,7 +270,7 @@ def test_refuses_a_name_for_a_mask() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "seq_len"), [(4, 240), (3, 120)])
-def test_deals_no_other_batch(world_size: int, seq_len: int) -> None:
-    message = f"for 240 tokens on 3 ranks, it cannot deal {seq_len} tokens to {world_size}; make"
+def test_shards_no_other_batch(world_size: int, seq_len: int) -> None:
+    message = f"for 240 tokens on 3 ranks, it cannot shard {seq_len} tokens over {world_size}; make"
     with pytest.raises(ValueError, match=message):
         UNEVEN.runs(0, world_size, seq_len)

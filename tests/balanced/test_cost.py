@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtensor_ring.balanced import balanced as costs
 from dtensor_ring.balanced.balanced import TOKEN, busiest_load, cost, ring_makespan
 from dtensor_ring.balanced.packing import Partition
-from dtensor_ring.balanced.work import Work
+from dtensor_ring.balanced.work import AttentionWork
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import RunTable
@@ -25,7 +25,7 @@ SEQ_LEN = 14
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[Slices, int, list[int]]:
+def sharded(draw: st.DrawFn) -> tuple[Slices, int, list[int]]:
     """Slices, ranks, and the owner of each position."""
     world_size = draw(st.integers(1, 4))
     owners = [r for r in range(world_size) for _ in range(shard_length(r, world_size, SEQ_LEN))]
@@ -56,10 +56,10 @@ def schedule(found: Slices, world_size: int, partition: Partition) -> Schedule:
 
 
 @settings(deadline=None)
-@given(dealt())
+@given(sharded())
 def test_cost_is_that_of_the_plans(case: tuple[Slices, int, list[int]]) -> None:
     found, world_size, owners = case
-    work, partition = Work(found), partition_of(owners)
+    work, partition = AttentionWork(found), partition_of(owners)
     planned = schedule(found, world_size, partition)
     loads = [sum(steps) for steps in planned.areas]
     assert busiest_load(work, partition, world_size) == max(loads)

@@ -67,7 +67,7 @@ def test_costs_are_those_of_the_plans(mask: Mask, world_size: int) -> None:
 def test_which_costs_least(
     changes: dict[str, int], mask: Mask, seq_len: int, strategy: str, best: str
 ) -> None:
-    """Short sequences, and few layers of attention, are not worth dealing tokens anew."""
+    """Short sequences, and few layers of attention, are not worth dealing tokens again."""
     hybrid = Hybrid(**{"stateful": 36, "attention": 12, "hidden_size": 2048} | changes)
     found = compare_hybrid_layouts(hybrid, mask, seq_len, 8, strategy)
     assert found.best == best, str(found)

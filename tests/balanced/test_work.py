@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor_ring.balanced.work import Work
+from dtensor_ring.balanced.work import AttentionWork
 from dtensor_ring.planning.slices import UNBOUNDED, Slices
 from tests.slices import shown, slices
 
@@ -26,7 +26,7 @@ def counted(given: Slices) -> np.ndarray:
 def test_areas_of_ranges(data: st.DataObject) -> None:
     found = data.draw(slices((SEQ_LEN, SEQ_LEN), data.draw(st.integers(0, 3))))
     edges = np.array(sorted(data.draw(st.lists(st.integers(0, SEQ_LEN), min_size=2))))
-    work, queries = Work(found), counted(found)
+    work, queries = AttentionWork(found), counted(found)
     expected = [queries[begin:end].sum() for begin, end in pairwise(edges)]
     assert work.areas(edges[:-1], edges[1:]).tolist() == expected
     assert work.total == queries.sum()
@@ -35,7 +35,7 @@ def test_areas_of_ranges(data: st.DataObject) -> None:
 @given(st.data())
 def test_units_see_nothing_of_one_another(data: st.DataObject) -> None:
     found = data.draw(slices((SEQ_LEN, SEQ_LEN), data.draw(st.integers(0, 2))))
-    units = Work(found).units(SEQ_LEN, data.draw(st.integers(1, 6)))
+    units = AttentionWork(found).units(SEQ_LEN, data.draw(st.integers(1, 6)))
     assert [0, *units.ends] == [*units.begins, SEQ_LEN]
     queries = counted(found)
     numbers = np.repeat(np.arange(len(units.ends)), units.ends - units.begins)
@@ -67,13 +67,13 @@ UNITS = {
 
 @pytest.mark.parametrize(("given_slices", "block", "ends"), UNITS.values(), ids=list(UNITS))
 def test_units(given_slices: Slices, block: int, ends: list[int]) -> None:
-    assert Work(given_slices).units(SEQ_LEN, block).ends.tolist() == ends
+    assert AttentionWork(given_slices).units(SEQ_LEN, block).ends.tolist() == ends
 
 
 @given(st.data())
 def test_parts_have_equal_areas(data: st.DataObject) -> None:
     found = data.draw(slices((SEQ_LEN, SEQ_LEN), 1))
-    work = Work(found)
+    work = AttentionWork(found)
     units = work.units(SEQ_LEN, 1)
     num_parts = np.array([data.draw(st.integers(1, 4)) for _ in units.ends])
     queries = counted(found)

@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring import Mask, ZigZag, describe_schedule
-from dtensor_ring.all_to_all.plan import exchange_of
+from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.command.footprint import Storages
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-from dtensor_ring.simulate.comparison import Cost, Sizes, rank_costs
+from dtensor_ring.simulate.comparison import Cost, TensorSizes, rank_costs
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
 from parallel_plans.huggingface import context_parallel_plan
@@ -167,7 +167,9 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     """Forward and backward of an attention of the demo model."""
     plans = describe_schedule("zigzag", Mask.causal(), SEQ_LEN, RANKS, strategy=strategy.spec).plans
     where = ZigZag(), ZigZag(), strategy.heads, RANKS - 1, RANKS, SEQ_LEN
-    return rank_costs(plans[-1], exchange_of(*where), Sizes((4, 2), (32, 32), BATCH, 4, 4, 4))
+    return rank_costs(
+        plans[-1], all_to_all_plan(*where), TensorSizes((4, 2), (32, 32), BATCH, 4, 4, 4)
+    )
 
 
 def test_parameters_are_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

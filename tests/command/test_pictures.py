@@ -92,7 +92,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         opened = browser.new_page(viewport={"width": 1150, "height": 3000}, offline=True)
         opened.said = []
         opened.on("pageerror", lambda error: opened.said.append(str(error)))
-        opened.on("console", lambda told: opened.said.append(told.text))
+        opened.on("console", lambda reported: opened.said.append(reported.text))
         opened.goto(path.as_uri())
         opened.wait_for_selector("#memory .bars")
         yield opened

@@ -6,7 +6,7 @@ from unittest.mock import NonCallableMock
 
 import torch
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.execute import forward_step
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.trace import Label
@@ -20,7 +20,7 @@ def test_kernels_get_no_empty_batch() -> None:
     query = torch.empty(0, 2, 4, 8)
     step = Step(0, 0, Cols(((0, 4),)), (Tile((0, 4), (0, 4), FULL),))
     kernel, scores = NonCallableMock(has_segments=False), Scores(FULL, 1.0)
-    partial = Partial(query, 8)
+    running = RunningOutput(query, 8)
     label = Label("forward", 0, 0)
-    forward_step(step, query, (query, query), partial, kernel, scores, label)
-    assert partial.result()[0].shape == query.shape
+    forward_step(step, query, (query, query), running, kernel, scores, label)
+    assert running.result()[0].shape == query.shape

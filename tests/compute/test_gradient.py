@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.accumulate import GradientShare, GradientSum
-from dtensor_ring.compute.merge import put_together
+from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.planning.demand import Cols
 
 ALL = (slice(None), slice(None), slice(None))
@@ -53,5 +53,5 @@ def test_gradient_share(first: bool, regions: list[tuple[slice, ...]]) -> None:
         grad = torch.randn(total[region].shape).bfloat16()
         expected[region] += grad
         step.add(region, grad)
-    put_together(step.to_add(total, first))
+    accumulate_sums(step.to_add(total, first))
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)

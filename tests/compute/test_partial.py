@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.memory import TOKEN_MAJOR, Order, cols_of, in_order, rows_of
 from dtensor_ring.planning.tile import FULL, Tile
 from tests.dense import dense_attention
@@ -38,14 +38,17 @@ def test_tiles_make_the_whole(
     query, key, value = (torch.randn(2, 3, n, 4).to(dtype) for n in (ROWS, COLS, COLS))
     sinks = torch.randn(3) if with_sinks else None
     query = in_order(query, memory_order, dtype)
-    partial, wide = Partial(query, 4, sinks, room=room), torch.promote_types(dtype, torch.float32)
+    running, wide = (
+        RunningOutput(query, 4, sinks, room=room),
+        torch.promote_types(dtype, torch.float32),
+    )
     tiles = tiles_of(ROWS, COLS, 2)[::order]
     for tile in tiles:
         rows, cols = rows_of(tile), cols_of(tile)
         block = dense_attention(query[rows], key[cols], value[cols], Mask.full())
         block_lse = in_order(block.lse.detach(), memory_order[:-1], wide)
-        partial.add(rows, block.out.detach().to(dtype), block_lse)
-    out, lse = partial.result()
+        running.add(rows, block.out.detach().to(dtype), block_lse)
+    out, lse = running.result()
     assert lse.is_contiguous()
     expected = dense_attention(query, key, value, Mask.full(), sinks=sinks)
     assert out.dtype == dtype
@@ -60,7 +63,7 @@ def test_tiles_make_the_whole(
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -torch.inf])], ids=["", "sinks"])
 def test_partial_of_nothing(sinks: Tensor | None) -> None:
     query = torch.randn(2, 2, 3, 4, dtype=torch.bfloat16)
-    out, lse = Partial(query, 6, sinks).result()
+    out, lse = RunningOutput(query, 6, sinks).result()
     assert (out.shape, out.dtype, lse.dtype) == ((2, 2, 3, 6), torch.bfloat16, torch.float32)
     assert out.eq(0).all()
     expected = torch.full((2,), -torch.inf) if sinks is None else sinks
@@ -70,8 +73,8 @@ def test_partial_of_nothing(sinks: Tensor | None) -> None:
 def test_a_single_whole_tile_is_kept_as_it_is() -> None:
     query = torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
     out, lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
-    partial = Partial(query, 4)
-    partial.add(rows_of(Tile((0, 3), (0, 3), FULL)), out, lse)
-    result = partial.result()
+    running = RunningOutput(query, 4)
+    running.add(rows_of(Tile((0, 3), (0, 3), FULL)), out, lse)
+    result = running.result()
     assert result[0].data_ptr() == out.data_ptr(), "no copy"
     assert torch.equal(result[1], lse)

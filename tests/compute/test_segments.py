@@ -59,7 +59,8 @@ def scored(launch: Launch, shape: tuple[int, int, int]) -> Pairs:
 def places(region: Region, batch_size: int) -> torch.Tensor:
     """Batch row and token of each entry of a region in one dimension, `(T, 2)`."""
     batches, tokens = (
-        torch.arange(size)[at] for size, at in zip((batch_size, 999), region[::2], strict=True)
+        torch.arange(size)[region]
+        for size, region in zip((batch_size, 999), region[::2], strict=True)
     )
     return torch.cartesian_prod(batches, tokens)
 
@@ -89,12 +90,12 @@ def check(launch: Launch, shape: tuple[int, int, int]) -> None:
     assert sum(1 for rows, cols in sizes if rows and cols) >= FEWEST
 
 
-def told(launch: Launch) -> str:
+def reported(launch: Launch) -> str:
     """All that a launch says, of which two compare."""
     return str((launch.rows, launch.cols, launch.mask, launch.segments))
 
 
-def told_of_tile(tile: Tile) -> str:
+def seen_of_tile(tile: Tile) -> str:
     return str((rows_of(tile), cols_of(tile), tile.mask, None))
 
 
@@ -116,7 +117,7 @@ def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZ
             actual = sum((scored(x, shape) for x in found), torch.zeros(shape).int())
             assert torch.equal(actual, expected), (step.tiles, found)
             by_tile = launches(step, shape, has_segments=False)
-            assert list(map(told, by_tile)) == list(map(told_of_tile, step.tiles))
+            assert list(map(reported, by_tile)) == list(map(seen_of_tile, step.tiles))
 
 
 def test_a_band_that_is_cut_at_its_end_stands_alone() -> None:
@@ -154,7 +155,7 @@ def test_what_one_launch_serves_stays_one(batch_size: int) -> None:
             for step in plan.steps:
                 shape = batch_size, 16, len(step.cols)
                 found = launches(step, shape, has_segments=True)
-                assert sorted(map(told, found)) == sorted(map(told_of_tile, step.tiles))
+                assert sorted(map(reported, found)) == sorted(map(seen_of_tile, step.tiles))
 
 
 def test_boundaries() -> None:

@@ -22,13 +22,13 @@ def _labels(rank: int, world_size: int) -> set[str]:
     expected = set()
     for step in range(world_size):
         source = (rank - step) % world_size
-        at = f"step {step}, source {source}"
+        region = f"step {step}, source {source}"
         both = (
             ("send", "tile", "merge", "wait") if step else ("pack", "send", "tile", "merge", "wait")
         )
         sums = ("wait for sums", "send sums") if step else ()
-        expected |= {f"ring forward, {at}: {what}" for what in both}
-        expected |= {f"ring backward, {at}: {what}" for what in both + sums}
+        expected |= {f"ring forward, {region}: {what}" for what in both}
+        expected |= {f"ring backward, {region}: {what}" for what in both + sums}
     home = f"ring backward, step {world_size - 1}, source {rank}"  # what others summed up
     return expected | {f"{home}: {what}" for what in ("wait for sums", "merge")}
 

@@ -50,5 +50,5 @@ def test_what_is_counted() -> None:
     """One launch for all outputs of a rank: each is read once, and the result is written."""
     forward, _ = of_rank(RING, RANKS - 1, num_parts=RANKS)
     output, lse = 32 * SHARD * 128 * 2, 32 * SHARD * 4
-    assert forward.bytes["put_together"] == (RANKS + 1) * (output + lse)
-    assert forward.launches["put_together"] == 1
+    assert forward.bytes["accumulate_sums"] == (RANKS + 1) * (output + lse)
+    assert forward.launches["accumulate_sums"] == 1

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, inf, nan
 
-from dtensor_ring.compute.accumulate import Partial
+from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.memory import Region, region
-from dtensor_ring.compute.merge import MAX_WEIGHT, put_together
-from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.merge import MAX_WEIGHT, accumulate_sums
+from dtensor_ring.compute.partials import Accumulation, Partial
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 8, 4
 ALL, LATE, EARLY = (region(None, x) for x in ((0, TOKENS), (3, TOKENS), (0, 3)))
@@ -37,24 +37,26 @@ WHERE = {
 }
 
 
-def parts_of(regions: Sequence[Region], jumps: Sequence[float], dtype: torch.dtype) -> list[Part]:
+def parts_of(
+    regions: Sequence[Region], jumps: Sequence[float], dtype: torch.dtype
+) -> list[Partial]:
     like = torch.empty(BATCH, HEADS, TOKENS, DIM)
     wide = torch.promote_types(dtype, torch.float32)
-    parts = []
-    for at, jump in zip(regions, jumps, strict=True):
-        out = torch.randn_like(like[at], dtype=wide).to(dtype)
-        lse = (torch.randn_like(like[at][..., 0]) + jump).to(wide)
-        parts.append(Part(at, out.masked_fill(lse.unsqueeze(-1) == -inf, 0), lse))
-    return parts
+    partials = []
+    for where, jump in zip(regions, jumps, strict=True):
+        out = torch.randn_like(like[where], dtype=wide).to(dtype)
+        lse = (torch.randn_like(like[where][..., 0]) + jump).to(wide)
+        partials.append(Partial(where, out.masked_fill(lse.unsqueeze(-1) == -inf, 0), lse))
+    return partials
 
 
-def at_once(parts: Sequence[Part], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def at_once(partials: Sequence[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean of all parts in float64; infinite outputs are infinite whatever their weight."""
-    outs = torch.zeros(len(parts), BATCH, HEADS, TOKENS, DIM).double()
+    outs = torch.zeros(len(partials), BATCH, HEADS, TOKENS, DIM).double()
     lses = torch.full(outs.shape[:-1], -inf).double()
-    for out, lse, part in zip(outs, lses, parts, strict=True):
-        assert part.lse is not None
-        out[part.at], lse[part.at] = part.x.double(), part.lse.double()
+    for out, lse, partial in zip(outs, lses, partials, strict=True):
+        assert partial.lse is not None
+        out[partial.region], lse[partial.region] = partial.x.double(), partial.lse.double()
     whole = lses.logsumexp(0)
     if sinks is not None:
         whole = torch.logaddexp(whole, sinks.double().view(1, -1, 1))
@@ -63,16 +65,19 @@ def at_once(parts: Sequence[Part], sinks: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def check(
-    parts: Sequence[Part], dtype: torch.dtype, sinks: Tensor | None = None, room: int | None = None
+    partials: Sequence[Partial],
+    dtype: torch.dtype,
+    sinks: Tensor | None = None,
+    room: int | None = None,
 ) -> None:
     query = torch.empty(BATCH, HEADS, TOKENS, DIM, dtype=dtype)
-    expected, whole = at_once(parts, sinks)
-    partial = Partial(query, DIM, sinks, room=room)
-    for part in parts:
-        assert part.lse is not None
-        partial.make_room()
-        partial.add(part.at, part.x.clone(), part.lse.clone())
-    out, lse = partial.result()
+    expected, whole = at_once(partials, sinks)
+    running = RunningOutput(query, DIM, sinks, room=room)
+    for partial in partials:
+        assert partial.lse is not None
+        running.make_room()
+        running.add(partial.region, partial.x.clone(), partial.lse.clone())
+    out, lse = running.result()
     eps = torch.finfo(lse.dtype).eps
     # A weight is as exact as the lse that it is made of, whose last digit grows with it.
     largest = whole[whole.isfinite()].abs().max().item() if whole.isfinite().any() else 0
@@ -86,11 +91,11 @@ def check(
 @pytest.mark.parametrize("jump", JUMPS)
 def test_one_by_one(jump: str, where: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    parts = parts_of(WHERE[where], JUMPS[jump], dtype)
+    partials = parts_of(WHERE[where], JUMPS[jump], dtype)
     sinks = torch.tensor([0.5, -inf, 30.0])
     for some, room in ((None, None), (sinks, None), (sinks, 2)):
-        check(parts, dtype, some, room)
-        check(parts[:2], dtype, some, room)
+        check(partials, dtype, some, room)
+        check(partials[:2], dtype, some, room)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,9 +106,9 @@ def test_extreme_outputs(jump: str, which: int, number: float, dtype: torch.dtyp
     """They stay in their place, with their sign."""
     torch.manual_seed(0)
     for regions in WHERE.values():
-        parts = parts_of(regions, JUMPS[jump], dtype)
-        parts[which].x[:, :2, ::2, 1] = number
-        check(parts, dtype)
+        partials = parts_of(regions, JUMPS[jump], dtype)
+        partials[which].x[:, :2, ::2, 1] = number
+        check(partials, dtype)
 
 
 @pytest.mark.parametrize("number", [inf, nan])
@@ -111,20 +116,20 @@ def test_extreme_outputs(jump: str, which: int, number: float, dtype: torch.dtyp
 def test_extreme_scores(which: int, number: float) -> None:
     """A row whose score is nan is nan, and stays so; one of inf forgets all else."""
     torch.manual_seed(0)
-    parts = parts_of(WHERE["all rows"], JUMPS["alike"], torch.float32)
-    expected, whole = at_once(parts, None)
-    at, part = (slice(None), 1, 2), parts[which]
-    assert part.lse is not None
-    part.lse[at] = number
+    partials = parts_of(WHERE["all rows"], JUMPS["alike"], torch.float32)
+    expected, whole = at_once(partials, None)
+    where, partial = (slice(None), 1, 2), partials[which]
+    assert partial.lse is not None
+    partial.lse[where] = number
     if number != inf:
-        part.x[at] = number
-    expected[at], whole[at] = part.x[at].double(), number
-    partial = Partial(torch.empty(BATCH, HEADS, TOKENS, DIM), DIM)
-    for one in parts:
+        partial.x[where] = number
+    expected[where], whole[where] = partial.x[where].double(), number
+    running = RunningOutput(torch.empty(BATCH, HEADS, TOKENS, DIM), DIM)
+    for one in partials:
         assert one.lse is not None
-        partial.make_room()
-        partial.add(one.at, one.x.clone(), one.lse.clone())
-    found = partial.result()
+        running.make_room()
+        running.add(one.region, one.x.clone(), one.lse.clone())
+    found = running.result()
     for x, y in zip(found, (expected, whole), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-6, equal_nan=True)
 
@@ -133,37 +138,41 @@ def test_extreme_scores(which: int, number: float) -> None:
 def test_large_outputs_do_not_overflow(lead: float) -> None:
     """Up to the largest float over the largest weight and the number of parts."""
     number = torch.finfo(torch.float32).max / MAX_WEIGHT / 8
-    partial = Partial(torch.empty(1, 1, 1, 1), 1)
+    running = RunningOutput(torch.empty(1, 1, 1, 1), 1)
     for lse in (lead, 0.0, 3.0, 0.0):
-        partial.make_room()
-        partial.add(
+        running.make_room()
+        running.add(
             region(None, (0, 1)), torch.full((1, 1, 1, 1), number), torch.full((1, 1, 1), lse)
         )
-    assert partial.result()[0].item() == pytest.approx(number, rel=1e-6)
+    assert running.result()[0].item() == pytest.approx(number, rel=1e-6)
 
 
 def test_equal_outputs_stay_as_they_are() -> None:
     """A large lse is rounded to few decimals, but the weights add up to 1."""
     torch.manual_seed(0)
-    parts = parts_of([ALL] * 5, [1000.0] * 5, torch.float32)
-    partial = Partial(torch.empty(BATCH, HEADS, TOKENS, DIM), DIM)
-    for part in parts:
-        assert part.lse is not None
-        partial.make_room()
-        partial.add(part.at, torch.ones_like(part.x), part.lse)
-    torch.testing.assert_close(partial.result()[0], torch.ones_like(parts[0].x), rtol=0, atol=5e-7)
+    partials = parts_of([ALL] * 5, [1000.0] * 5, torch.float32)
+    running = RunningOutput(torch.empty(BATCH, HEADS, TOKENS, DIM), DIM)
+    for partial in partials:
+        assert partial.lse is not None
+        running.make_room()
+        running.add(partial.region, torch.ones_like(partial.x), partial.lse)
+    torch.testing.assert_close(
+        running.result()[0], torch.ones_like(partials[0].x), rtol=0, atol=5e-7
+    )
 
 
 def test_rows_that_nothing_joins_are_not_touched() -> None:
     """Merging takes memory's time, so other rows of the total are not read."""
     total, lse = torch.full((1, 1, 4, 2), nan), torch.zeros(1, 1, 4)
     total[..., 2:, :] = 1.0
-    part = Part(region(None, (2, 4)), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2))
+    partial = Partial(region(None, (2, 4)), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2))
     denominator = torch.ones_like(lse)
-    first = Part(region(None, (0, 4)), total, lse, denominator)
-    cropped = Sum(total, [first, part], lse, None, denominator).cropped()
+    first = Partial(region(None, (0, 4)), total, lse, denominator)
+    cropped = Accumulation(total, [first, partial], lse, None, denominator).cropped()
     assert cropped.target.shape[2] == 2
-    put_together(cropped)
+    accumulate_sums(cropped)
     assert denominator.flatten().tolist() == [1, 1, 2, 2]
     assert total[..., 2:, :].eq(1).all(), "not divided yet"
-    assert Sum(total, [first, part], lse).cropped().target is total, "all rows are divided"
+    assert Accumulation(total, [first, partial], lse).cropped().target is total, (
+        "all rows are divided"
+    )

@@ -85,7 +85,7 @@ class World:
         for cache in self.caches:
             what(cache)
         if self.caches[0].batch is None:
-            self.wholes = empty(self.batch)  # before the first turn, or it was taken back
+            self.wholes = empty(self.batch)  # before the first append step, or it was taken back
         else:
             self.wholes = [tuple(map(whole, pair)) for pair in self.wholes]
             self.batch = len(self.wholes[0][0])

@@ -59,7 +59,7 @@ def memory() -> None:
 
 
 def test_memory_grows_by_blocks(pool: Pool) -> None:
-    """Views of the same memory until a block is full; the first turn takes what it needs."""
+    """Views of the same memory until a block is full; the first append step takes what it needs."""
     pool.run(1, growth)
 
 

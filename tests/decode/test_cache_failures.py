@@ -1,4 +1,4 @@
-"""What sharded caches refuse, and turns that failed half way."""
+"""What sharded caches refuse, and append steps that failed half way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pool import Pool
 
 
 def _begun(dealt: bool = True) -> ShardedCache:
-    """A cache of one rank with six tokens, and a turn of two more that no layer appended."""
+    """A cache of one rank with six tokens, and two more that no layer appended."""
     (cache,) = World(1).caches
     for num_tokens, appends in ((6, True), (2, False)):
         cache.begin(num_tokens, dealt=dealt)
@@ -44,12 +44,21 @@ def _without_turn(cache: ShardedCache) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] = {
-    "appended twice": (_again, ValueError, "layer 0 has appended this turn already; cache.begin"),
-    "no turn": (_without_turn, ValueError, "layer 0 cannot append: no turn has begun, cache.begin"),
+    "appended twice": (
+        _again,
+        ValueError,
+        "layer 0 has made this append step already; cache.begin",
+    ),
+    "no append step": (
+        _without_turn,
+        ValueError,
+        "layer 0 cannot append: no append step has begun, cache.begin",
+    ),
     "layers left out": (
         lambda cache: cache.begin(1, dealt=False),
         ValueError,
-        r"cannot begin a turn: of 3 layers, 0, 1, 2 did not append the 2 tokens of this turn; if "
+        r"cannot begin an append step: of 3 layers, 0, 1, 2 did not append the 2 tokens of this "
+        r"append step; if "
         r"it failed, crop\(6\) takes it back",
     ),
     "some layers left out": (
@@ -57,7 +66,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
         ValueError,
         "cannot select sequences: of 3 layers, 1, 2 did not append",
     ),
-    "half a turn": (
+    "half an append step": (
         lambda cache: cache.crop(7),
         ValueError,
         "cannot crop to 7 tokens: of 3 layers",
@@ -67,7 +76,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
     "another length": (
         lambda cache: _append(cache, lambda x: x[:, :, :1]),
         ValueError,
-        r"key must be \(B, N, L, H\) with the 2 tokens of this turn, got \(2, 2, 1, 8\)",
+        r"key must be \(B, N, L, H\) with the 2 tokens of this append step, got \(2, 2, 1, 8\)",
     ),
     "another batch": (
         lambda cache: _append(cache, lambda x: x[:1]),
@@ -110,7 +119,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
     "runs of single tokens": (
         lambda cache: (cache.crop(6), cache.begin(1, dealt=False), cache.query_runs),
         ValueError,
-        "only the tokens of a dealt turn have runs",
+        "only the tokens of a sharded append step have runs",
     ),
     "no such row": (
         lambda cache: (cache.crop(6), cache.select(torch.tensor([0, 2]))),
@@ -157,7 +166,7 @@ def test_refused(pool: Pool) -> None:
 
 
 def refused() -> None:
-    """And nothing is changed: what was there, and the next turn, are right."""
+    """And nothing is changed: what was there, and the next append step, are right."""
     for name, (call, kind, message) in REFUSALS.items():
         cache = _begun()
         with pytest.raises(kind, match=message):
@@ -172,7 +181,7 @@ def refused() -> None:
                 assert torch.equal(x, torch.cat([y, z], 2)), name
 
 
-def test_a_turn_that_failed_is_taken_back(pool: Pool) -> None:
+def test_an_append_that_failed_is_taken_back(pool: Pool) -> None:
     pool.run(1, taken_back)
 
 
@@ -187,7 +196,7 @@ def taken_back() -> None:
     assert cache[1].keys.shape[2] == 6
 
 
-def test_a_turn_that_failed_leaves_nothing(pool: Pool) -> None:
+def test_an_append_that_failed_leaves_nothing(pool: Pool) -> None:
     pool.run(1, left_over)
 
 

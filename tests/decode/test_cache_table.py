@@ -17,7 +17,7 @@ from dtensor_ring.planning.run_table import MARKED, RunTable
 LAYOUTS = [Contiguous(), ZigZag(), BlockCyclic(3)]
 
 Turn = tuple[str, Any, int]
-"""What is done, the layout if the turn is dealt, and a number of tokens."""
+"""What is done, the layout if the append step is sharded, and a number of tokens."""
 
 
 def turns() -> st.SearchStrategy[list[Turn]]:
@@ -31,7 +31,7 @@ def grown(table: CacheTable, turn: Turn) -> CacheTable:
     kind, layout, number = turn
     if kind == "crop":
         return table.crop(max(0, table.seq_len - number))
-    return table.append_dealt(layout, number) if kind == "dealt" else table.append(number)
+    return table.append_sharded(layout, number) if kind == "dealt" else table.append(number)
 
 
 def owners_after(owners: list[int], table: CacheTable, turn: Turn, world_size: int) -> list[int]:
@@ -88,13 +88,13 @@ def check(table: CacheTable, owners: list[int]) -> None:
             assert table.num_before(rank, begin) == len(held) - len(after)
             parts = [range(start, start + length) for start, length in table.runs_from(rank, begin)]
             assert [position for part in parts for position in part] == after
-            turn = [tuple(run) for run in table.turn(begin)[rank].tolist() if run[1]]
+            turn = [tuple(run) for run in table.numbers_from(begin)[rank].tolist() if run[1]]
             assert turn == table.runs_from(rank, begin)
 
 
 @settings(deadline=None, max_examples=300)
 @given(turns(), st.integers(1, 5), st.integers(1, 7))
-def test_a_table_holds_what_turns_dealt(done: list[Turn], world_size: int, block: int) -> None:
+def test_a_table_holds_what_was_appended(done: list[Turn], world_size: int, block: int) -> None:
     table, owners, num_dealt = CacheTable.empty(world_size, block), [], 0
     for turn in done:
         before, after = table.numbers.copy(), grown(table, turn)
@@ -119,7 +119,7 @@ def test_single_tokens_go_in_blocks_to_the_shortest(
     world_size: int, block: int, prompt: int, data: st.DataObject
 ) -> None:
     """In steps of any size, and taken back within a block, tokens go where they go one by one."""
-    first = CacheTable.empty(world_size, block).append_dealt(ZigZag(), prompt)
+    first = CacheTable.empty(world_size, block).append_sharded(ZigZag(), prompt)
     expected = list(first.num_local)
     for number in range(3):
         position = prompt + number * block
@@ -146,7 +146,7 @@ def test_a_block_whose_begin_was_cropped_is_over() -> None:
 
 
 def test_runs_that_touch_are_one() -> None:
-    table = CacheTable.empty(2).append_dealt(ZigZag(), 8).append_dealt(ZigZag(), 8)
+    table = CacheTable.empty(2).append_sharded(ZigZag(), 8).append_sharded(ZigZag(), 8)
     assert table.runs == (((0, 2), (6, 4), (14, 2)), ((2, 4), (10, 4)))
 
 
@@ -172,12 +172,12 @@ REFUSALS = {
     "crop to less": (lambda t: t.crop(-1), ValueError, "seq_len must be from 0 to 10, got -1"),
     "crop to more": (lambda t: t.crop(11), ValueError, "seq_len must be from 0 to 10, got 11"),
     "runs with gaps": (
-        lambda t: t.append_dealt(Striped(), 8),
+        lambda t: t.append_sharded(Striped(), 8),
         ValueError,
-        "a cache holds runs of neighbouring positions, so 'striped' cannot deal its turns",
+        "a cache holds runs of neighbouring positions, so 'striped' cannot shard its append steps",
     ),
     "a layout of another batch": (
-        lambda t: t.append_dealt(Balanced(Mask.causal(), 8, 2), 6),
+        lambda t: t.append_sharded(Balanced(Mask.causal(), 8, 2), 6),
         ValueError,
         "8 tokens",
     ),
@@ -187,6 +187,6 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS.values(), ids=list(REFUSALS))
 def test_refused(case: tuple[Any, type[Exception], str]) -> None:
     call, kind, message = case
-    table = CacheTable.empty(2).append_dealt(ZigZag(), 10)
+    table = CacheTable.empty(2).append_sharded(ZigZag(), 10)
     with pytest.raises(kind, match=message):
         call(table)

@@ -1,4 +1,4 @@
-"""Rings of a turn's queries over all that a cache holds, against dense attention."""
+"""Rings of an append step's queries over all that a cache holds, against dense attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = ["zigzag", "contiguous", "block_cyclic:3"]
 
 def turns_of(table: CacheTable, begin: int) -> tuple[RunTable, RunTable]:
     """Runs of the queries from there on, and of all keys."""
-    return RunTable(table.turn(begin)), RunTable(table.numbers, "key_runs")
+    return RunTable(table.numbers_from(begin)), RunTable(table.numbers, "key_runs")
 
 
 def check(case: Case) -> None:
@@ -51,7 +51,7 @@ def check(case: Case) -> None:
 
 @st.composite
 def rings(draw: st.DrawFn, world_size: int, table: CacheTable, begin: int) -> Ring:
-    """The attention of a turn, with any mask, documents or slices."""
+    """The attention of an append step, with any mask, documents or slices."""
     queries, keys = turns_of(table, begin)
     seq_len, route = table.seq_len, draw(st.sampled_from(list(ROUTES)))
     ring = Ring(queries, world_size, seq_len, Mask.full(), None, None, None, route, None, keys)
@@ -65,12 +65,14 @@ def rings(draw: st.DrawFn, world_size: int, table: CacheTable, begin: int) -> Ri
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(1, 5), st.sampled_from(LAYOUTS), st.sampled_from([1, 4]))
-def test_turns_of_a_cache(data: st.DataObject, world_size: int, layout: str, block: int) -> None:
+def test_append_steps_of_a_cache(
+    data: st.DataObject, world_size: int, layout: str, block: int
+) -> None:
     """Of any sizes, one after the other, with decoded tokens between them."""
     table = CacheTable.empty(world_size, block)
     for _ in range(data.draw(st.integers(1, 3))):
         begin = table.seq_len
-        table = table.append_dealt(as_layout(layout), data.draw(st.integers(1, 24)))
+        table = table.append_sharded(as_layout(layout), data.draw(st.integers(1, 24)))
         ring = data.draw(rings(world_size, table, begin))
         sinks = data.draw(st.sampled_from([(), (0.5, -1.0, 2.0, 0.0)]))
         check(Case(ring, sinks=sinks, softcap=data.draw(st.sampled_from([0.0, 1.5]))))
@@ -96,7 +98,7 @@ def test_ranks_without_tokens(queries: Any, keys: Any) -> None:
 
 
 def test_prompts_in_chunks(pool: Pool) -> None:
-    """Through the op, the cache and real messages; ranks agree by the word of the call."""
+    """Through the op, the cache and real messages; ranks agree by the record of the call."""
     for world_size in (1, 3):
         for error in pool.run(world_size, _prompt_in_chunks):
             assert error < 1e-5
@@ -112,15 +114,15 @@ def _prompt_in_chunks() -> float:
     expected = dense_attention(query, key, value, given["mask"], cu_seqlens=given["cu_seqlens"],
                                sinks=sinks).out  # fmt: skip
     for number, num_tokens in enumerate((16, 1, 3, 11, 9)):
-        is_dealt = number != 2
+        is_sharded = number != 2
         begin = cache.seq_len
-        cache.begin(num_tokens, dealt=is_dealt)
+        cache.begin(num_tokens, dealt=is_sharded)
         mine = torch.arange(begin, begin + num_tokens)
-        if is_dealt:
+        if is_sharded:
             mine = cache.positions[cache.positions >= begin]
         keys, values = cache[0].append(key[:, :, mine], value[:, :, mine])
         given["cu_seqlens"] = torch.tensor([0, min(9, cache.seq_len), cache.seq_len])
-        if is_dealt:
+        if is_sharded:
             runs = {"runs": cache.query_runs, "key_runs": cache.key_runs}
             one = axis.attention(query[:, :, mine], keys, values, sinks=sinks, **given, **runs)
             other = ring_attention(
@@ -176,7 +178,7 @@ def _compiled() -> tuple[list[int], float]:
 
 
 def _inputs(mesh: DeviceMesh, num_queries: int = 2) -> dict[str, Any]:
-    """A turn of two tokens at position 6, on one rank that holds all."""
+    """An append step of two tokens at position 6, on one rank that holds all."""
     query, key, value, _ = random_inputs(seq_len=num_queries, kv_heads=4, key_seq_len=8)
     return {
         "query": query,
@@ -233,7 +235,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another ring": (
         {"key_runs": torch.tensor([[[0, 4]], [[4, 4]]])},
         ValueError,
-        "these key_runs deal 8 tokens to 2 ranks, not 8 tokens to 1",
+        "these key_runs shard 8 tokens over 2 ranks, not 8 tokens to 1",
     ),
     "negative": (
         {"key_runs": torch.tensor([[[-1, 9]]])},

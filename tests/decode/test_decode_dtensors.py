@@ -121,8 +121,8 @@ def _check_refused() -> None:
         ([key, key, value], ValueError, "query as they are, but Replicate over the axis"),
         ([query, query, query], ValueError, "exactly one mesh axis, it is on no axis"),
     ]
-    for given, kind, told in cases:
-        with pytest.raises(kind, match=told):
+    for given, kind, reported in cases:
+        with pytest.raises(kind, match=reported):
             decode_attention(*given)
     with pytest.raises(ValueError, match="mesh is for plain tensors"):
         decode_attention(query, key, value, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Decode calls of ranks that agree take one message; of those that differ or fail, all are told."""
+"""Decode calls of ranks that agree take one message; of those that differ or fail, all raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import RingError, SequenceAxis, decode_attention, ring_attention
-from dtensor_ring.agreement.record import MAX_CARRIED
+from dtensor_ring.agreement.record import MAX_PAYLOAD
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.decode.test_decode_op import options_of
@@ -25,27 +25,27 @@ LARGE = Decode(RUNS, 16, (15,), 3, batch=300, heads=(16, 4), dtype=torch.float32
 
 
 class Counted:
-    """How many messages a rank sends: with a word, and without."""
+    """How many messages a rank sends: with a record, and without."""
 
     def __init__(self) -> None:
-        self.words = self.others = 0
+        self.record_works = self.others = 0
         self.memories: set[int] = set()
         self._patches: list[Any] = []
 
     def __enter__(self) -> Counted:
-        send_word, start = ProcessGroupTransport.send_word, ProcessGroupTransport.start
+        send_record, start = ProcessGroupTransport.send_record, ProcessGroupTransport.start
 
-        def with_word(this: Any, message: Any) -> Any:
-            self.words += 1
+        def with_record(this: Any, message: Any) -> Any:
+            self.record_works += 1
             self.memories.add(message.flat.data_ptr())
-            return send_word(this, message)
+            return send_record(this, message)
 
         def without(this: Any, receives: Any, sends: Any) -> Any:
             self.others += len(sends)
             return start(this, receives, sends)
 
         self._patches = [
-            patch.object(ProcessGroupTransport, "send_word", with_word),
+            patch.object(ProcessGroupTransport, "send_record", with_record),
             patch.object(ProcessGroupTransport, "start", without),
         ]
         for each in self._patches:
@@ -58,7 +58,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("case", "words", "others", "joined"),
+    ("case", "record_works", "others", "joined"),
     [
         (SMALL, 2, 0, 1),  # one message to each of the two other ranks, joined once
         (LARGE, 1, 2, 1),
@@ -67,10 +67,10 @@ class Counted:
     ],
     ids=["small", "large", "two shots", "empty batch"],
 )
-def test_messages(pool: Pool, case: Decode, words: int, others: int, joined: int) -> None:
+def test_messages(pool: Pool, case: Decode, record_works: int, others: int, joined: int) -> None:
     for outputs, sent in pool.run(3, _count, case):
         check(case, [outputs])
-        assert sent == [(words, others, joined)] * 3
+        assert sent == [(record_works, others, joined)] * 3
 
 
 def _count(case: Decode) -> tuple[Outputs, list[tuple[int, int, int]]]:
@@ -78,7 +78,7 @@ def _count(case: Decode) -> tuple[Outputs, list[tuple[int, int, int]]]:
     for _ in range(3):
         with Counted() as counted:
             outputs = attend(mesh, case)
-        sent.append((counted.words, counted.others, len(counted.memories)))
+        sent.append((counted.record_works, counted.others, len(counted.memories)))
     return outputs, sent
 
 
@@ -90,7 +90,7 @@ def _count_alone() -> tuple[int, int]:
     init_device_mesh("cpu", (2,))
     with Counted() as counted:
         decode_attention(*torch.randn(3, 1, 2, 1, 8))
-    return counted.words, counted.others
+    return counted.record_works, counted.others
 
 
 def attend(mesh: DeviceMesh, case: Decode, **odd: Any) -> Outputs:
@@ -149,8 +149,8 @@ def _raise(who: str) -> str:
 
 def test_columns_of_one_rank_do_not_fit(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(3, _misfit)):
-        told = "rank 1 raised, in decode, step 0: ValueError: key must hold the 11 tokens"
-        assert (told if rank != 1 else "key must hold the 11 tokens") in text
+        reported = "rank 1 raised, in decode, step 0: ValueError: key must hold the 11 tokens"
+        assert (reported if rank != 1 else "key must hold the 11 tokens") in text
 
 
 def _misfit() -> str:
@@ -201,10 +201,10 @@ def _in_turns() -> list[Outputs]:
     return results
 
 
-def test_the_largest_message_that_a_word_carries(pool: Pool) -> None:
-    rows = MAX_CARRIED // (9 * 8)
-    for num_rows, words in ((rows, 2), (rows + 1, 1)):
+def test_the_largest_message_that_a_record_carries(pool: Pool) -> None:
+    rows = MAX_PAYLOAD // (9 * 8)
+    for num_rows, record_works in ((rows, 2), (rows + 1, 1)):
         case = Decode(RUNS, 16, (15,), 3, batch=num_rows, heads=(1, 1), merge="one_shot")
         for outputs, sent in pool.run(3, _count, case):
             check(case, [outputs])
-            assert [words for words, _, _ in sent] == [words] * 3
+            assert [record_works for record_works, _, _ in sent] == [record_works] * 3

@@ -63,7 +63,7 @@ def _attend(cases: list[Decode]) -> list[Outputs]:
     return results
 
 
-def test_layouts_deal_by_default(pool: Pool) -> None:
+def test_layouts_shard_by_default(pool: Pool) -> None:
     """Queries are then the last positions, and see causally."""
     for layout in LAYOUTS:
         case = Decode(layout, 16, (14,), 2, 2)
@@ -128,14 +128,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refused_in_words(name: str) -> None:
-    odd, told = BAD[name]
-    with pytest.raises(ValueError, match=told):
+def test_refused_with_reasons(name: str) -> None:
+    odd, reported = BAD[name]
+    with pytest.raises(ValueError, match=reported):
         decode_attention(**{"query": X, "key": KEYS, "value": KEYS} | odd)
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "reported"),
     [
         ({"key_runs": [[[0, 6]]]}, "key_runs must be a plain tensor"),
         ({"merge": 2}, "merge must be a name, a str, got 2"),
@@ -144,8 +144,8 @@ def test_refused_in_words(name: str) -> None:
         ({"query": 3}, "query must be a tensor"),
     ],
 )
-def test_other_types(odd: dict[str, Any], told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_other_types(odd: dict[str, Any], reported: str) -> None:
+    with pytest.raises(TypeError, match=reported):
         decode_attention(**{"query": X, "key": KEYS, "value": KEYS} | odd)
 
 

@@ -43,14 +43,14 @@ def unchanged(x: Tensor) -> Tensor:
 class Difference:
     """What rank 0 passes, where the others pass something else; and what all of them are told."""
 
-    told: str
+    reported: str
     odd: dict[str, Any] = field(default_factory=dict)
     usual: dict[str, Any] = field(default_factory=dict)
     odd_tensors: Callable[[Tensor], Tensor] = unchanged
 
     def message(self, world_size: int) -> str:
         """With the ranks but 0."""
-        return BEGINNING + self.told.format(others=list(range(1, world_size)))
+        return BEGINNING + self.reported.format(others=list(range(1, world_size)))
 
 
 CROSS = {"cu_seqlens": ints(0, SEQ_LEN), "mask": Mask.full()}
@@ -117,7 +117,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
-def test_every_rank_is_told_and_the_ring_still_works(
+def test_every_rank_raises_and_the_ring_still_works(
     pool: Pool, as_dtensors: bool, world_size: int
 ) -> None:
     answers = pool.run(world_size, _differ, as_dtensors, timeout=60)
@@ -168,10 +168,10 @@ def test_autocast_of_one_rank(pool: Pool) -> None:
 
 def _check_autocast() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.ones(1, 2, 4, 8)
-    told = "dtype: torch.bfloat16 on .0., torch.float32 on .1.$"
+    reported = "dtype: torch.bfloat16 on .0., torch.float32 on .1.$"
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0),
-        pytest.raises(ValueError, match=BEGINNING + told),
+        pytest.raises(ValueError, match=BEGINNING + reported),
     ):
         attend([x] * 3, mesh, False, {})
 
@@ -189,8 +189,8 @@ def _check_side_by_side(as_dtensors: bool) -> None:
     if ring == 0:
         check_result(mesh["cp"], as_dtensors, {})
         return
-    told = "softcap: 0.0 on .2., 1.0 on .3.$"
-    with pytest.raises(ValueError, match=BEGINNING + told):
+    reported = "softcap: 0.0 on .2., 1.0 on .3.$"
+    with pytest.raises(ValueError, match=BEGINNING + reported):
         attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
 
 
@@ -204,10 +204,10 @@ def _check_long() -> None:
     many, late = (str([0] * 100 + ends) for ends in ([12], [11, 12]))
     cases = [(many, "none", f"{many[:200]}... on [0], none on [1]")]
     cases += [(late, many, f"...{late[252:]} on [0], ...{many[252:]} on [1]")]
-    for odd, usual, told in cases:
+    for odd, usual, reported in cases:
         with pytest.raises(ValueError, match=BEGINNING) as caught:
             check_agreement(group, {"ends": usual if rank else odd}, call_check.SAME_CALL)
-        assert str(caught.value) == f"{BEGINNING}ends: {told}"
+        assert str(caught.value) == f"{BEGINNING}ends: {reported}"
 
 
 def test_placements_on_other_axes(pool: Pool) -> None:
@@ -234,15 +234,15 @@ def test_compiled_calls_are_not_compared(pool: Pool) -> None:
 def _check_compiled() -> None:
     mesh, x = init_device_mesh("cpu", (1,)), torch.ones(1, 2, 4, 8)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
-    told = "validate=True compares ranks in eager calls only; compile without it"
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+    reported = "validate=True compares ranks in eager calls only; compile without it"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reported):
         compiled([x] * 3, mesh, False, {})
 
 
-def test_meetings_need_no_message(pool: Pool) -> None:
+def test_barriers_need_no_message(pool: Pool) -> None:
     """Whatever moves the messages of a ring, all ranks are told, and not the next one only."""
-    for told in pool.run(3, _meet):
-        assert "they differ in tokens: " in told
+    for reported in pool.run(3, _meet):
+        assert "they differ in tokens: " in reported
 
 
 class Refuses(Transport):
@@ -254,11 +254,11 @@ def _meet() -> str:
     mesh = init_device_mesh("cpu", (3,))
     group = mesh.get_group()
     SequenceAxis(mesh, "zigzag", transport=Refuses())
-    with call_check.meeting(group, "a meal", {"tokens": "1"}):
+    with call_check.checked_barrier(group, "a meal", {"tokens": "1"}):
         pass
     with (
         pytest.raises(RingError) as caught,
-        call_check.meeting(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
+        call_check.checked_barrier(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
     ):
         pass
     return str(caught.value)
@@ -290,10 +290,10 @@ def _check_kernels() -> None:
     """A package that is installed on some ranks only."""
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
-    told = r"kernels: \['reference', 'cpu_flash'\] on \[0\], \['reference'\] on \[1\]"
+    reported = r"kernels: \['reference', 'cpu_flash'\] on \[0\], \['reference'\] on \[1\]"
     with (
         patch.object(call_check, "available_kernels", lambda: here),
-        pytest.raises(ValueError, match=told),
+        pytest.raises(ValueError, match=reported),
     ):
         ring_attention(x, x, x, mesh=mesh, validate=True)
 
@@ -306,6 +306,8 @@ def _check_policies() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     policy = TransferPolicy(grad_dtype=torch.bfloat16) if dist.get_rank() == 0 else None
     SequenceAxis(mesh, "zigzag", policy=policy)
-    told = r"policy: .*grad_dtype=torch.bfloat16, .*\) on \[0\], .*=torch.float32, .*\) on \[1\]$"
-    with pytest.raises(ValueError, match=BEGINNING + told):
+    reported = (
+        r"policy: .*grad_dtype=torch.bfloat16, .*\) on \[0\], .*=torch.float32, .*\) on \[1\]$"
+    )
+    with pytest.raises(ValueError, match=BEGINNING + reported):
         ring_attention(x, x, x, mesh=mesh, validate=True)

@@ -92,7 +92,7 @@ def _check_groups() -> None:
             assert group_of(mesh, axis) is mesh.get_group(axis)
         assert axis_group(mesh["cp"]) is mesh.get_group("cp")
     # Destroyed, and not yet made again: what was found once is not kept alive.
-    with fake_group(4), pytest.raises(ValueError, match="make the mesh anew"):
+    with fake_group(4), pytest.raises(ValueError, match="make the mesh again"):
         group_of(mesh, 1)
 
 
@@ -133,7 +133,7 @@ def test_used_without_runs(pool: Pool) -> None:
 
 
 def _check_used() -> None:
-    """Tokens that were dealt contiguously are in no other order."""
+    """Tokens that were sharded contiguously are in no other order."""
     mesh = init_device_mesh("cpu", (2,))
     inputs = [shard_sequence(torch.randn(1, 2, 16, 4), mesh, 2) for _ in range(3)]
     with pytest.raises(ValueError, match=r"was used unannotated, .* contiguous, .* runs"):

@@ -250,7 +250,7 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
     "runs of another batch": (
         lambda x, mesh: {"runs": torch.tensor([[[0, 3]], [[3, 3]]]).int()},
         ValueError,
-        "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",
+        "these runs shard 6 tokens over 2 ranks, not 8 tokens over 2; make a layout for each batch",
     ),
     "sinks": (
         lambda x, mesh: {"sinks": torch.zeros(1)},

@@ -110,15 +110,15 @@ def _check_roads() -> None:
         assert 1e-6 < error < 2e-2, "keys and values were rounded, and nothing else"
 
 
-def test_strategies_of_one_spelling(pool: Pool) -> None:
-    pool.run(2, _check_spellings)
+def test_strategies_of_one_spec(pool: Pool) -> None:
+    pool.run(2, _check_specs)
 
 
-def _check_spellings() -> None:
+def _check_specs() -> None:
     """However they are spelled, equal strategies configure an axis alike."""
     mesh = init_device_mesh("cpu", (2,))
-    for spelling in ("ulysses", "ulysses:2", "ulysses:2+direct"):
-        assert SequenceAxis(mesh, strategy=spelling).strategy == "ulysses:2"
+    for spec in ("ulysses", "ulysses:2", "ulysses:2+direct"):
+        assert SequenceAxis(mesh, strategy=spec).strategy == "ulysses:2"
 
 
 def test_a_layout_of_each_batch(pool: Pool) -> None:
@@ -180,7 +180,7 @@ def _check_prepared() -> None:
             axis.attention(*sharded, **copies)
     for wrong, message in (
         ({"seq_len": -1, "runs": case["runs"]}, "seq_len must be from 0"),
-        ({"seq_len": SEQ_LEN + 1, "runs": case["runs"]}, "these runs deal 24 tokens"),
+        ({"seq_len": SEQ_LEN + 1, "runs": case["runs"]}, "these runs shard 24 tokens"),
         ({"seq_len": SEQ_LEN}, r"runs=sequence_runs"),
         ({"seq_len": SEQ_LEN, "runs": case["runs"], "cu_seqlens": bounds + 1}, "must start at 0"),
     ):

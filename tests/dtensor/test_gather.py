@@ -93,28 +93,28 @@ DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_ranks_that_differ(pool: Pool, name: str) -> None:
     """A gather of torch would end the process, over gloo, or mix up what differs."""
-    told = pool.run(2, _told, name)
+    reported = pool.run(2, _reported, name)
     *calls, expected = DIFFERENCES[name]
-    for call, text in zip(calls, told, strict=True):
+    for call, text in zip(calls, reported, strict=True):
         assert (expected in text) == (call is not _nothing), text
         assert "time limit" not in text, "nobody waits for it"
 
 
 def test_one_rank_sums_while_the_others_gather(pool: Pool) -> None:
-    """Words of a sum go to all ranks, those of a gather along the ring: all are told."""
-    for text in pool.run(3, _told_of_three):
+    """Words of a sum go to all ranks, those of a gather along the ring: all raise."""
+    for text in pool.run(3, _reported_of_three):
         assert "direction: " in text or "the first cause" in text or "got no answer" in text, text
         assert "time limit" not in text, "nobody waits"
 
 
-def _told_of_three() -> str:
+def _reported_of_three() -> str:
     mesh = init_device_mesh("cpu", (3,))
     with pytest.raises(RingError) as error:
         _sum(mesh) if dist.get_rank() == 1 else _unshard(mesh, (4, 9))
     return str(error.value)
 
 
-def _told(name: str) -> str:
+def _reported(name: str) -> str:
     """What this rank is told."""
     mesh, text = init_device_mesh("cpu", (2,)), ""
     try:

@@ -28,7 +28,7 @@ from tests.pool import Pool
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
 # Which tokens each rank holds, written out: the ranks, the length, and the tokens by rank.
-DEALT: dict[str, list[tuple[int, int, list[list[int]]]]] = {
+HELD: dict[str, list[tuple[int, int, list[list[int]]]]] = {
     "contiguous": [
         (1, 3, [[0, 1, 2]]),
         (2, 5, [[0, 1, 2], [3, 4]]),
@@ -61,20 +61,20 @@ BALANCED = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_round_trip(pool: Pool, layout: str) -> None:
-    for world_size, seq_len, dealt in DEALT[layout]:
-        pool.run(world_size, _check_round_trip, layout, seq_len, dealt)
+    for world_size, seq_len, held in HELD[layout]:
+        pool.run(world_size, _check_round_trip, layout, seq_len, held)
 
 
 @pytest.mark.parametrize("layout", BALANCED, ids=lambda layout: f"{layout.world_size} ranks")
 def test_round_trip_of_a_batch(pool: Pool, layout: Balanced) -> None:
     world_size, seq_len = layout.world_size, layout.seq_len
-    dealt = [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
-    pool.run(world_size, _check_round_trip, layout, seq_len, dealt)
+    held = [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
+    pool.run(world_size, _check_round_trip, layout, seq_len, held)
 
 
-def _check_round_trip(layout: Balanced | str, seq_len: int, dealt: list[list[int]]) -> None:
+def _check_round_trip(layout: Balanced | str, seq_len: int, held: list[list[int]]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    mine = torch.tensor(dealt[dist.get_rank()], dtype=torch.int64)
+    mine = torch.tensor(held[dist.get_rank()], dtype=torch.int64)
     again = of_batch(layout)
     for dim in (0, 1, 2, -1, -2):
         shape = [2, 3, 4]
@@ -146,8 +146,8 @@ def _check_refusals_of_a_batch() -> None:
     for message, function, *args in (
         ("batch: pass the Balanced layout of this one", unshard_sequence, sharded, 0),
         ("batch: pass the Balanced layout of this one", shard_sequence, whole, mesh["cp"], 0),
-        ("18 tokens on 2 ranks, it cannot deal 16", unshard_sequence, sharded, 0, longer),
-        ("18 tokens .* deal 16", shard_sequence, whole, mesh["cp"], 0, longer),
+        ("18 tokens on 2 ranks, it cannot shard 16", unshard_sequence, sharded, 0, longer),
+        ("18 tokens .* shard 16", shard_sequence, whole, mesh["cp"], 0, longer),
         ("balanced, it cannot become zigzag", shard_sequence, whole, mesh["cp"], 0, "zigzag"),
         ("zigzag, it cannot become balanced", shard_sequence, whole, mesh["dp"], 0, layout),
         ("annotated zigzag, .*: leave the layout out", unshard_sequence, zigzag, 0, layout),
@@ -177,10 +177,10 @@ def test_all_lengths_compile_twice(pool: Pool) -> None:
 def _check_lengths() -> None:
     mesh, counter = init_device_mesh("cpu", (2,)), CompileCounter()
     SequenceAxis(mesh, "zigzag")
-    deal = torch.compile(shard_sequence, fullgraph=True, backend=counter)
+    shard = torch.compile(shard_sequence, fullgraph=True, backend=counter)
     for whole in map(torch.arange, (16, 24, 22, 40)):
-        dealt = shard_sequence(whole, mesh, 0)
-        assert torch.equal(deal(whole, mesh, 0).to_local(), dealt.to_local())
+        held = shard_sequence(whole, mesh, 0)
+        assert torch.equal(shard(whole, mesh, 0).to_local(), held.to_local())
     assert counter.frame_count <= 2
 
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from dtensor_ring.agreement import session
+from dtensor_ring.agreement import group_state
 from dtensor_ring.compute.kernels import KERNELS
 from tests.faults.worlds import DEADLINE, TIMEOUT
 
@@ -71,4 +71,4 @@ def patience() -> AbstractContextManager[object]:
 
     A machine that is busy with other tests may run one rank much later than another.
     """
-    return patch.object(session, "OTHERS", DEADLINE / 2)
+    return patch.object(group_state, "OTHERS_TIMEOUT", DEADLINE / 2)

@@ -114,8 +114,8 @@ class Call:
             assert isinstance(layout, Balanced)
             options["runs"] = sequence_runs(layout)
         if self.num_keys_of_rank_0 is not None and world_size > 1:
-            dealt = self.layout_on(world_size), self.keys_on(world_size)
-            tables = [table_of(layout, world_size, self.seq_len) for layout in dealt]
+            sharded = self.layout_on(world_size), self.keys_on(world_size)
+            tables = [table_of(layout, world_size, self.seq_len) for layout in sharded]
             options |= {"runs": runs_of(tables[0]), "key_runs": runs_of(tables[1])}
         if self.block is not None:
             options |= {"mask": None, "slices": self._slices()}
@@ -151,8 +151,8 @@ class Call:
 
 def table_of(layout: Layout, world_size: int, seq_len: int) -> RunTable:
     """The layout, written out."""
-    dealt = [layout.runs(rank, world_size, seq_len) for rank in range(world_size)]
-    return RunTable([[(run.start, run.length) for run in runs] for runs in dealt])
+    sharded = [layout.runs(rank, world_size, seq_len) for rank in range(world_size)]
+    return RunTable([[(run.start, run.length) for run in runs] for runs in sharded])
 
 
 @dataclass
@@ -243,9 +243,9 @@ def configure(call: Call, mesh: DeviceMesh) -> None:
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:
     """Run one step on this rank; returns the largest error, 0 without results."""
     rank, size = mesh.get_local_rank(), mesh.size()
-    dealt = call.layout_on(size), call.keys_on(size)
+    sharded = call.layout_on(size), call.keys_on(size)
     positions, of_keys = (
-        torch.tensor(layout.positions(rank, size, call.seq_len)).long() for layout in dealt
+        torch.tensor(layout.positions(rank, size, call.seq_len)).long() for layout in sharded
     )
     results, losses = [], []
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=call.autocast)

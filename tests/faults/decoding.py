@@ -34,12 +34,12 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Decoding:
-    """What one rank does in each step of its inference: a prompt, then turns of a few tokens.
+    """What one rank does in each step of its inference: a prompt, then a few tokens at a time.
 
     Attributes:
         how: a name in `CACHES`.
         prompt: its tokens.
-        dealt: whether the layout deals them.
+        dealt: whether the layout shards them.
         layout: of the cache.
         block: of tokens in it.
         kept: of the prompt, by a crop; all by default.
@@ -108,7 +108,7 @@ def sharded(case: Decoding, mesh: DeviceMesh) -> Iterator[Result]:
 def _append(
     cache: ShardedCache, num_tokens: int, dealt: bool, tensors: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Positions of a turn's queries, these, and all keys and values of this rank."""
+    """Positions of an append step's queries, these, and all keys and values of this rank."""
     begin = cache.seq_len
     cache.begin(num_tokens, dealt=dealt)
     here = cache.positions[cache.positions >= begin]
@@ -125,7 +125,7 @@ def attend(line: str, shards: list[Tensor], mesh: DeviceMesh, options: dict[str,
 
 
 def prefilled(case: Decoding, mesh: DeviceMesh) -> Iterator[Result]:
-    """Dealt turns, by the ring."""
+    """Sharded append steps, by the ring."""
     cache = ShardedCache(mesh, 1, case.layout, case.block)
     for num_tokens in [case.prompt] * case.turns:
         here, shards = _append(cache, num_tokens, True, case.inputs())
@@ -172,8 +172,8 @@ def decode_as(log: Log, cases: tuple[Decoding, ...]) -> Ending:
     return ending_of(log, lambda: decode(cases[dist.get_rank()], mesh))
 
 
-def _options(told: str, odd: dict[str, Any], usual: dict[str, Any] | None = None) -> Difference:
-    return Difference(told, {"options": odd}, {"options": usual or {}})
+def _options(reported: str, odd: dict[str, Any], usual: dict[str, Any] | None = None) -> Difference:
+    return Difference(reported, {"options": odd}, {"options": usual or {}})
 
 
 PAGED, RING = {"how": "paged"}, {"how": "prefilled"}
@@ -196,7 +196,7 @@ DECODED = {
     "batch": Difference("batch", {"batch": 1}),
     "batch: 600": Difference("batch", {"batch": 600}),  # more than one message takes
     "cache: a shorter prompt": Difference("key_runs", {"prompt": 11}),
-    "cache: a prompt that is not dealt": Difference("key_runs", {"dealt": False}),
+    "cache: a prompt that is not sharded": Difference("key_runs", {"dealt": False}),
     "cache: layout": Difference("key_runs", {"layout": "contiguous"}),
     "cache: block": Difference("key_runs", {"block": 1}),
     "cache: a crop": Difference("key_runs", {"kept": 0}),
@@ -206,7 +206,7 @@ DECODED = {
     "pool, cache": Difference("agree", PAGED),
     "a ring over another cache": Difference("key_runs", RING | {"prompt": 11}, RING),
     "a ring": Difference("direction", RING),
-    "a call of another line": Difference("place of the call", {"lines": ("second",)}),
+    "a call of another line": Difference("call site", {"lines": ("second",)}),
     "a call less": Difference("closed", {"turns": 1}, spares_rank_0=True),
 }
 """What the odd rank and the others decode."""

@@ -1,4 +1,4 @@
-"""What ranks may disagree in, as data: what rank 0 does, what the others do, what all are told."""
+"""What ranks may disagree in, as data: what rank 0 does, what the others do, what all raise."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Difference:
     """A way in which rank 0 differs from all others.
 
     Attributes:
-        told: a pattern in the message that names the difference; `None` if all are right.
-        told_in_inference: likewise, where inference differs; "" if it does not.
+        reported: a pattern in the message that names the difference; `None` if all are right.
+        reported_in_inference: likewise, where inference differs; "" if it does not.
         odd: what rank 0 does, as fields of `Call`.
         usual: what the others do.
         spares_rank_0: whether rank 0 asks nothing of the others, and is told nothing.
     """
 
-    told: str | None
+    reported: str | None
     odd: dict[str, Any] = field(default_factory=dict)
     usual: dict[str, Any] = field(default_factory=dict)
-    told_in_inference: str | None = ""
+    reported_in_inference: str | None = ""
     spares_rank_0: bool = False
 
     @property
@@ -55,15 +55,15 @@ class Difference:
         return tuple(replace(base, **here) for here in fields)
 
     def expected(self, training: bool) -> str | None:
-        """The pattern of what ranks are told."""
-        same = training or self.told_in_inference == ""
-        return self.told if same else self.told_in_inference
+        """The pattern of what ranks raise."""
+        same = training or self.reported_in_inference == ""
+        return self.reported if same else self.reported_in_inference
 
 
 OTHER = "the other layout"
 SLIDING = Mask.sliding(4)
 F16, BF16 = torch.float16, torch.bfloat16
-LINE = "place of the call: calls.py"
+LINE = "call site: calls.py"
 """What names the line of code that makes a call."""
 BOTH = ("first", "second")
 
@@ -117,9 +117,9 @@ DIFFERENCES = {
         "key_runs", {"num_keys_of_rank_0": 8}, {"num_keys_of_rank_0": 12}
     ),
     "one ring more": Difference(LINE, {"lines": ("second", "first")}),
-    "backward skipped": Difference("direction", {"backward": ()}, told_in_inference=None),
-    "no_grad": Difference("direction", {"records": False}, told_in_inference=None),
-    "frozen": Difference("direction", {"frozen": True}, told_in_inference=None),
+    "backward skipped": Difference("direction", {"backward": ()}, reported_in_inference=None),
+    "no_grad": Difference("direction", {"records": False}, reported_in_inference=None),
+    "frozen": Difference("direction", {"frozen": True}, reported_in_inference=None),
     "other order, one shape": Difference(LINE, {"lines": ("second", "first")}, {"lines": BOTH}),
     "other order, two shapes": Difference(
         "head dim",

@@ -49,7 +49,7 @@ def tables(worlds: Worlds) -> dict[str, str]:
         "differences": _table(
             ["rank 0, the others", "training", "inference"], _differences(worlds)
         ),
-        "decoding": _table(["rank 0, the others", "what rank 1 is told"], _decoding(worlds)),
+        "decoding": _table(["rank 0, the others", "what rank 1 raises"], _decoding(worlds)),
     }
 
 

@@ -135,17 +135,20 @@ def differ(this: Round) -> None:
     """Every rank is told what it is that ranks differ in, unless all are right."""
     difference = DIFFERENCES[this.difference]
     call = difference.calls("contiguous", dist.get_world_size())[dist.get_rank()]
-    told = failure_of_step(call, num_steps=2)
+    reported = failure_of_step(call, num_steps=2)
     spared = difference.spares_rank_0 and dist.get_rank() == 0
-    assert (told is None) == (spared or difference.expected(True) is None), (this.difference, told)
+    assert (reported is None) == (spared or difference.expected(True) is None), (
+        this.difference,
+        reported,
+    )
 
 
 def break_one(this: Round) -> None:
-    """The kernel of the last rank raises, and all are told."""
+    """The kernel of the last rank raises, and all raise."""
     is_broken = dist.get_rank() == dist.get_world_size() - 1
     with at_launch("forward", 1, break_kernel) if is_broken else nullcontext():
-        told = failure_of_step(CALL)
-    assert told is not None, "the kernel of a rank raised, and this one was not told"
+        reported = failure_of_step(CALL)
+    assert reported is not None, "the kernel of a rank raised, and this one was not told"
 
 
 def break_all(this: Round) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that decode over caches: each is right, or all are told what differs."""
+"""Ranks that decode over caches: each is right, or all raise what differs."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def test_different_calls(worlds: Worlds, name: str, odd: int) -> None:
     difference = DECODED[name]
     cases = difference.by_rank(Decoding(), 3, odd)
     spared = [odd] if difference.spares_rank_0 else []
-    check_fates(worlds.run(3, decode_as, cases), cases, difference.told, spared)
+    check_fates(worlds.run(3, decode_as, cases), cases, difference.reported, spared)

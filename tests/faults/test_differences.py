@@ -1,4 +1,4 @@
-"""Ranks that make different calls: each is right by what it asked for, or all are told."""
+"""Ranks that make different calls: each is right by what it asked for, or all raise."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check(
     layout: str,
     world_size: int,
 ) -> None:
-    """All ranks are right, or all are told what differs; `ways` by rank."""
+    """All ranks are right, or all raise what differs; `ways` by rank."""
     calls = difference.calls(layout, world_size)
     fates = worlds.run(world_size, make, calls, ways, training)
     spared = [0] if difference.spares_rank_0 else []
@@ -98,10 +98,10 @@ def check_fates(
         if pattern is None or rank in spared:
             assert fate.value.is_right(call), (rank, fate.value)
         else:
-            check_told(pattern, fate.value, rank)
+            check_reported(pattern, fate.value, rank)
 
 
-def check_told(pattern: str, ending: Ending, rank: int) -> None:
+def check_reported(pattern: str, ending: Ending, rank: int) -> None:
     assert ending.failure is not None, (rank, ending)
     kind, text, _ = ending.failure
     assert kind in ("RingError", "ValueError"), (rank, kind, text)

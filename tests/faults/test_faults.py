@@ -1,4 +1,4 @@
-"""A rank that dies, stops, or whose kernel raises: the others are told, and can go on anew."""
+"""A rank that dies, stops, or whose kernel raises: the others are told, and can go on again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fault:
         what: is called before a call of the method.
         method: what is called in each step; by default the kernel of a ring's forward.
         number: of the call.
-        told: a pattern in what the others are told.
+        reported: a pattern in what the others are told.
         own: what rank 1 itself is told, `None` if it dies of it.
         dies: how its process ends otherwise.
         terms: how long the group waits: by default longer than any test, so that a rank which is
@@ -52,7 +52,7 @@ class Fault:
     what: Callable[[], object]
     method: tuple[type, str] = FORWARD
     number: int = 1
-    told: str = "rank 1"
+    reported: str = "rank 1"
     own: str | None = None
     dies: str = "returned"
     terms: Terms = USUAL
@@ -64,15 +64,15 @@ class Fault:
         return [rank for rank in range(self.world_size) if self.own or rank != VICTIM]
 
 
-BROKEN = {"told": "rank 1.*step 1.*Broken.*no memory left", "own": "Broken"}
-LEFT = {"told": "rank 1.*step 1.*SystemExit", "own": "SystemExit"}
+BROKEN = {"reported": "rank 1.*step 1.*Broken.*no memory left", "own": "Broken"}
+LEFT = {"reported": "rank 1.*step 1.*SystemExit", "own": "SystemExit"}
 KILLED = {"dies": "SIGKILL"}
 LIMIT = "the time limit of the group is over"
-STOPPED = {"told": f"step.*{LIMIT}", "own": "RingError", "terms": LIMITED}
+STOPPED = {"reported": f"step.*{LIMIT}", "own": "RingError", "terms": LIMITED}
 UNCAUGHT = {"own": None, "dies": "raised"}
 DECODE = {"repeated": DECODING}
-BROKEN_DECODE = BROKEN | {"told": "rank 1.*decode, step 0.*Broken.*no memory left"}
-SILENT = {"told": f"rank 1.*{LIMIT}", "own": "Broken", "terms": LIMITED}
+BROKEN_DECODE = BROKEN | {"reported": "rank 1.*decode, step 0.*Broken.*no memory left"}
+SILENT = {"reported": f"rank 1.*{LIMIT}", "own": "Broken", "terms": LIMITED}
 """The rank lives on, and does not come to the call."""
 FAULTS = {
     "killed, forward": Fault(kill, **KILLED),
@@ -108,7 +108,7 @@ FAULTS = {
 
 
 @dataclass
-class Told:
+class Reported:
     """What a rank is told of a fault, and in its next call on the same group."""
 
     first: Failure
@@ -132,7 +132,7 @@ def test_fault(worlds: Worlds, fault: Fault) -> None:
         if rank == VICTIM:
             check_victim(fault, fate)
         else:
-            check_told(fault, fate, fates[VICTIM].events["fault"])
+            check_reported(fault, fate, fates[VICTIM].events["fault"])
     check_new_world(worlds, fault.survivors, [fates[rank].pid for rank in fault.survivors])
 
 
@@ -143,12 +143,12 @@ def check_victim(fault: Fault, fate: Fate) -> None:
         check_refused(fault, fate)
 
 
-def check_told(fault: Fault, fate: Fate, since: float) -> None:
+def check_reported(fault: Fault, fate: Fate, since: float) -> None:
     """The error names the ring, the step and the neighbour; the next call is refused by it."""
     assert fate.ended == "returned"
     kind, text, fields = fate.value.first
     assert kind == "RingError", text
-    assert re.search(fault.told, text)
+    assert re.search(fault.reported, text)
     assert fields["ring"] == tuple(range(fault.world_size))
     # It may be further: what it needs of rank 1 in this loop may have arrived before.
     step = "before its first step" if fields["step"] is None else f"step {fields['step']}"
@@ -163,7 +163,7 @@ def check_refused(fault: Fault, fate: Fate) -> None:
     again = fate.value.again
     assert again is not None
     assert again.kind == "RingError", again.text
-    assert re.search(fault.told, again.text)
+    assert re.search(fault.reported, again.text)
 
 
 def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None:
@@ -173,7 +173,7 @@ def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None
     assert all(fate.value.is_right(CALL) for fate in fates), fates
 
 
-def suffer(log: Log, fault: Fault) -> Told:
+def suffer(log: Log, fault: Fault) -> Reported:
     """Steps of training, until this rank is told that rank 1 has a fault."""
     mesh, is_victim = init_device_mesh("cpu", (fault.world_size,)), dist.get_rank() == VICTIM
 
@@ -191,7 +191,7 @@ def suffer(log: Log, fault: Fault) -> Told:
                 raise
             # The rank lives on, and so does all that the error holds.
             live_on(len(fault.survivors))
-            return Told(failure_of(error), again(mesh))
+            return Reported(failure_of(error), again(mesh))
 
 
 def live_on(num_ranks: int) -> None:

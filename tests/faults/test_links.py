@@ -72,8 +72,8 @@ def test_torchrun_on_two_hosts(network: Hosts) -> None:
             run.wait()
     assert [run.returncode for run in runs] == [0, 0], printed
     # Which host has rank 0 is up to the rendezvous.
-    (told,) = [out for out, _ in printed if out]
-    assert told.startswith("world size 2, ")
+    (reported,) = [out for out, _ in printed if out]
+    assert reported.startswith("world size 2, ")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -70,8 +70,10 @@ def test_another_order_of_layers(worlds: Worlds, family: str) -> None:
         assert fate.ended == "returned", fate
         assert fate.value is not None, "silently wrong"
         assert fate.value.kind == "RingError", fate.value
-        told = re.findall(rf"layer: ({one}|{other}) on rank ., ({one}|{other}) on", fate.value.text)
-        assert [*map(set, told)] == [{one, other}], fate.value.text
+        reported = re.findall(
+            rf"layer: ({one}|{other}) on rank ., ({one}|{other}) on", fate.value.text
+        )
+        assert [*map(set, reported)] == [{one, other}], fate.value.text
 
 
 def swap_layers(log: Log, family: str) -> Failure | None:
@@ -132,19 +134,19 @@ def test_two_threads_on_one_group(worlds: Worlds, direction: str) -> None:
 def call_within_a_call(log: Log, direction: str) -> tuple[Failure | None, Failure | None]:
     """What the call of a thread raises, and that of another one, which begins in the middle."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    told: list[Failure | None] = []
+    reported: list[Failure | None] = []
 
     def call_once() -> None:
-        if not told:
-            told.append(None)
+        if not reported:
+            reported.append(None)
             live_on(dist.get_world_size())  # both are within their calls
             with ThreadPoolExecutor(1) as thread:
-                told[0] = thread.submit(failure_in_step, mesh).result()
+                reported[0] = thread.submit(failure_in_step, mesh).result()
 
     with at_launch(direction, 1, call_once):
         first = failure_in_step(mesh)
-    assert told, first  # else the first call did not get as far
-    return first, told[0]
+    assert reported, first  # else the first call did not get as far
+    return first, reported[0]
 
 
 def failure_in_step(mesh: DeviceMesh) -> Failure | None:

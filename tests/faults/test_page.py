@@ -14,8 +14,8 @@ def test_differences() -> None:
     listed = {name: cells for name, *cells in rows("differences")}
     assert list(listed) == list(DIFFERENCES)
     for name, (training, inference) in listed.items():
-        told = training, training if inference == SAME else inference
-        for text, is_training in zip(told, (True, False), strict=True):
+        reported = training, training if inference == SAME else inference
+        for text, is_training in zip(reported, (True, False), strict=True):
             pattern = DIFFERENCES[name].expected(is_training)
             assert text == RIGHT if pattern is None else re.search(pattern, text), (name, text)
 
@@ -24,11 +24,11 @@ def test_decoding() -> None:
     listed = dict(rows("decoding"))
     assert list(listed) == list(DECODED)
     for name, text in listed.items():
-        assert re.search(DECODED[name].told or "", text), (name, text)
+        assert re.search(DECODED[name].reported or "", text), (name, text)
 
 
 def test_faults() -> None:
     listed = {name: cells for name, *cells in rows("faults")}
     assert list(listed) == list(SHOWN)
     for name, (_, others) in listed.items():
-        assert re.search(FAULTS[name].told, others), (name, others)
+        assert re.search(FAULTS[name].reported, others), (name, others)

@@ -25,8 +25,8 @@ def test_growth(what: str) -> None:
     steady = [[HELD, HELD]] * 20
     assert not Tally(samples=steady).problems()
     leaking = [[HELD, HELD | {what: 100.0 + 5 * time}] for time in range(20)]
-    told = Tally(samples=leaking).problems()
-    assert told == [f"process 1 holds 195 {what}, after 170"]
+    reported = Tally(samples=leaking).problems()
+    assert reported == [f"process 1 holds 195 {what}, after 170"]
 
 
 def test_growth_while_caches_fill() -> None:

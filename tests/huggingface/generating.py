@@ -22,7 +22,7 @@ from tests.families import ENCODERS, FAMILIES, VOCABULARY, small_model
 
 CAUSAL = tuple(family for family in FAMILIES if family not in ENCODERS)
 NUM_NEW, PROMPT = 6, 13
-SEND_WORD = ProcessGroupTransport.send_word
+SEND_RECORD = ProcessGroupTransport.send_record
 CACHE = parameter_of_cache(LlamaForCausalLM.forward)
 """The name of a cache in models and their outputs, in this version of transformers."""
 
@@ -91,16 +91,16 @@ def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
     model(**prompt, cache=cache)
     for _ in range(3):
         with (
-            mock.patch.object(ProcessGroupTransport, "send_word", autospec=True) as send_word,
+            mock.patch.object(ProcessGroupTransport, "send_record", autospec=True) as send_record,
             mock.patch.object(ProcessGroupTransport, "start") as start,
             Collectives() as collectives,
         ):
-            send_word.side_effect = SEND_WORD
+            send_record.side_effect = SEND_RECORD
             model(tokens(1), cache=cache)
         started = [
             message for call in start.call_args_list for side in call.args for message in side
         ]
         assert not started, "words carry what is merged"
         assert not collectives.found
-        counts.append(send_word.call_count)
+        counts.append(send_record.call_count)
     return counts

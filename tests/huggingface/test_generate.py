@@ -111,7 +111,7 @@ def test_ways_to_generate(pool: Pool, family: str, world_size: int, ways: tuple[
 
 
 TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)
-"""New tokens of each forward: the first, and more than four, are dealt to the ranks. Of four ranks
+"""New tokens of each forward: the first, and more than four, are sharded over ranks. Of four ranks
 two have none of the first two tokens, and one still has none when the third is decoded."""
 FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6}
 """Errors of models that compute rotations or routers in float32 whatever their dtype."""

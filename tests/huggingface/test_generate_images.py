@@ -182,7 +182,7 @@ def check_differing(family: str) -> None:
 
 @torch.no_grad()
 def check_fewer(family: str) -> None:
-    """A rank that brings fewer images in a later turn, which is not dealt."""
+    """A rank that brings fewer images in a later turn, which is not sharded."""
     ours, batch = planned(family), prompt(family, "one image")
     cache = ours(**batch, use_cache=True)[CACHE]
     pixels = batch["pixel_values"][dist.get_rank() :]

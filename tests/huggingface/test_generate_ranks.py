@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from dtensor_ring import RingError
-from dtensor_ring.agreement.session import OTHERS
+from dtensor_ring.agreement.group_state import OTHERS_TIMEOUT
 from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generating import (
     NUM_NEW,
@@ -91,7 +91,9 @@ def check_start() -> None:
         ours.generate(**asked, do_sample=True)
     found = ours.generate(**asked)
     check_bits(found)
-    time.sleep((OTHERS + 0.2) * rank)  # late: what all ranks are refused alike is no failure
+    time.sleep(
+        (OTHERS_TIMEOUT + 0.2) * rank
+    )  # late: what all ranks are refused alike is no failure
     with pytest.raises(ValueError, match="max_time would stop"):
         ours.generate(**asked, max_time=1.0)
     with pytest.raises(KeyError, match="planted on all"):  # the group stays in order

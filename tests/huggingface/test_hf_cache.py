@@ -117,7 +117,7 @@ def check_misused() -> None:
             call()
     layer = ours.model.layers[1]
     hook = layer.register_forward_pre_hook(_fail)
-    for new in (1, 70):  # neither a decoded nor a dealt turn leaves anything behind
+    for new in (1, 70):  # neither a decoded nor a sharded append step leaves anything behind
         with pytest.raises(ZeroDivisionError):
             ours(tokens(new), cache=cache)
     hook.remove()
@@ -234,7 +234,7 @@ def check_turns_of_a_chat() -> None:
             (theirs, DynamicCache(config=theirs.config)),
         ):
             said: Tensor = tokens(9)
-            for question in (0, 2, 7):  # the last is dealt to the ranks
+            for question in (0, 2, 7):  # the last is sharded over the ranks
                 said = torch.cat([said, tokens(question)], 1) if question else said
                 mask = torch.ones_like(said)  # what looks like padding here and there is none
                 given = with_cache(model, {"attention_mask": mask, "cache": chat})

@@ -23,9 +23,9 @@ from tests.pool import Pool
 
 
 def call_with(arguments: dict[str, Any]) -> None:
-    ring, told = parallel_model("striped", 16), arguments.pop("match")
+    ring, reported = parallel_model("striped", 16), arguments.pop("match")
     for _ in range(2):  # a refused call leaves no state: the second one is refused alike
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             ring(**arguments)
 
 
@@ -203,8 +203,8 @@ def test_misuse(pool: Pool) -> None:
 def differ() -> None:
     """As under a sampler that counts all ranks; then the ranks agree."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
-    told = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
-    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + told):
+    reported = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + reported):
         ring(TOKENS + rank)
     with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
         ring(TOKENS, **{"labels": TOKENS} if rank else {})
@@ -217,17 +217,17 @@ def differ_in_weights() -> None:
     """In one element of one of them; and again after training."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
     weight = ring.model.layers[1].mlp.up_proj.weight.data
-    told = "have the same weights .*, they differ in weights: checksum .* on .0., .* on .1.$"
+    reported = "have the same weights .*, they differ in weights: checksum .* on .0., .* on .1.$"
     before = weight.clone()
     weight[-1, -1] += rank
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         ring(TOKENS)
     weight.copy_(before)
     ring(TOKENS)
     weight[0, 0] += rank
-    with pytest.raises(ValueError, match=told):  # as where nobody averaged gradients
+    with pytest.raises(ValueError, match=reported):  # as where nobody averaged gradients
         ring(TOKENS)
-    with torch.no_grad(), pytest.raises(ValueError, match=told):
+    with torch.no_grad(), pytest.raises(ValueError, match=reported):
         ring(TOKENS)
 
 

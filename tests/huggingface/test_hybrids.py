@@ -90,9 +90,9 @@ def refused(family: str, layout: str, reason: str) -> None:
 
 
 def refused_without_a_state() -> None:
-    told = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
+    reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
     with patch("parallel_plans.huggingface.stateful.scans", return_value=False):
-        refused("Jamba", LAYOUT, told)
+        refused("Jamba", LAYOUT, reported)
 
 
 def test_a_layer_that_begins_anew_is_refused(pool: Pool) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask
-from dtensor_ring.all_to_all.op import exchange_op
+from dtensor_ring.all_to_all.op import all_to_all_op
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.ops.state import receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
@@ -24,7 +24,7 @@ from tests.pool import Pool
 
 
 class StateCalls(TorchDispatchMode):
-    """Calls of ops and what they send: messages of states, bytes of tokens dealt anew."""
+    """Calls of ops and what they send: messages of states, bytes of tokens sharded again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class StateCalls(TorchDispatchMode):
         self.states += {receive_op: "r", send_op: "s"}.get(func, "")
         self._op = func
         # The sum of the ranks' losses is an exchange, too: of one number each.
-        self._deals_tokens = func is exchange_op and args[0][0].shape[-1] > 1
+        self._deals_tokens = func is all_to_all_op and args[0][0].shape[-1] > 1
         return func(*args, **kwargs or {})
 
     def starting(self, start: Any) -> Any:
@@ -75,7 +75,7 @@ def test_a_row_is_handed_over_before_the_next_one_begins(pool: Pool) -> None:
 
 
 def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:
-    """What this rank sends forward and backward, and what all shall send to deal tokens anew."""
+    """What this rank sends forward and backward, and what all shall send to shard tokens again."""
     model, world_size = planned("LFM2", layout), dist.get_world_size()
     tokens = torch.randint(2, VOCABULARY, (1, seq_len))
     with StateCalls() as calls:
@@ -93,7 +93,7 @@ def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
 def test_messages_are_those_of_the_schedule(pool: Pool, layout: str, world_size: int) -> None:
-    """One for each layer and neighbour, and the bytes of tokens that are dealt anew."""
+    """One for each layer and neighbour, and the bytes of tokens that are sharded again."""
     found = pool.run(world_size, sent, layout, 32)
     for step, has_no_neighbour in enumerate((world_size - 1, 0)):
         counts, scheduled = [parts[step] for parts, _ in found], found[0][1]

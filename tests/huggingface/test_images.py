@@ -196,7 +196,7 @@ def with_boundaries() -> list[float]:
     found = model(**row, position_ids=positions[1:], cu_seq_lens_q=bounds).loss
     without = model(**row, position_ids=positions[1:]).loss
     assert (without - expected).abs() > 1e-4
-    with pytest.raises(ValueError, match="give position_ids that start anew"):
+    with pytest.raises(ValueError, match="give position_ids that start again"):
         planned("Gemma 3")(**batch_of("Gemma 3", "one image"), cu_seq_lens_q=bounds)
     return [(found - expected).abs().item()]
 

@@ -1,4 +1,4 @@
-"""Images dealt to the ranks: loss and gradients as of one process, and when it pays."""
+"""Images sharded over the ranks: loss and gradients as of one process, and when it pays."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ PATCHES, WIDTH = 256, 4 * 1024
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_weights", "trains", "is_dealt"),
+    ("sizes", "num_weights", "trains", "is_sharded"),
     [
         # Half of 512 patches saves 2 * 256 flops for each weight, and 2 * 512 * 4096 bytes travel,
         # worth 8,000 flops each.
@@ -156,14 +156,14 @@ PATCHES, WIDTH = 256, 4 * 1024
     ],
 )
 def test_images_are_dealt_where_it_pays(
-    sizes: tuple[int, ...], num_weights: int, trains: bool, is_dealt: bool
+    sizes: tuple[int, ...], num_weights: int, trains: bool, is_sharded: bool
 ) -> None:
     tower: Any = Tower(None, num_weights, 1, None)  # type: ignore[arg-type]
     tower._embeddings = Embeddings(PATCHES, WIDTH)  # type: ignore[arg-type]
     images: Any = Images.of({"pixel_values": torch.empty(len(sizes), 3, 16, 16)})
     assert images.sizes == sizes
     with torch.set_grad_enabled(trains):
-        assert tower._pays(images, Share.of(sizes, 0, 2)) == is_dealt
+        assert tower._pays(images, Share.of(sizes, 0, 2)) == is_sharded
 
 
 @pytest.mark.parametrize(

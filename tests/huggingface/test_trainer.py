@@ -126,7 +126,7 @@ def under_torchrun(what: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, how tokens are dealt, and from what; options are the ring's only."""
+    """Ranks, how tokens are sharded, and from what; options are the ring's only."""
 
     dp_size: int
     cp_size: int

@@ -44,14 +44,14 @@ def train_all(folder: str, is_told_first: bool) -> list[tuple[list[float], set[s
         warnings.filterwarnings("ignore", message)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "cp"))
 
-    def told(number: int) -> Any:
+    def reported(number: int) -> Any:
         return arguments(f"{folder}/{number}", BATCH, **SHORT, **OPTIONS[KINDS[number]])
 
-    first, found = [told(number) for number in range(len(KINDS)) if is_told_first], []
+    first, found = [reported(number) for number in range(len(KINDS)) if is_told_first], []
     for number in range(len(KINDS)):
         trainer = ContextParallelTrainer(
             small_model("Llama"),
-            first[number] if is_told_first else told(number),
+            first[number] if is_told_first else reported(number),
             mesh=mesh,
             train_dataset=packed_rows(),
         )

@@ -145,7 +145,7 @@ def _fake() -> None:
             assert (out.shape, out.device) == (query.shape, query.device)
 
 
-def test_the_word_of_an_empty_batch() -> None:
+def test_the_record_of_an_empty_batch() -> None:
     """A rank without rows tells the others of its ring what it does, too."""
     assert slices_text(slices_of_table(torch.zeros(0, 3, 6, dtype=torch.int32), 0)) == ""
 

@@ -196,15 +196,15 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "uneven runs": (runs([[0, 3]], [[3, 5]]), "holds 4 tokens, but its shard of runs has "),
     "runs that do not cover": (
         runs([[0, 3]], [[3, 3]]),
-        "these runs deal 6 tokens to 2 ranks, not 8 tokens to 2; make a layout for each batch",
+        "these runs shard 6 tokens over 2 ranks, not 8 tokens over 2; make a layout for each batch",
     ),
     "runs of another ring": (
         runs([[0, 3]], [[3, 3]], [[6, 2]]),
-        "these runs deal 8 tokens to 3 ranks, not 8 tokens to 2; make a layout for each batch",
+        "these runs shard 8 tokens over 3 ranks, not 8 tokens over 2; make a layout for each batch",
     ),
     "runs of the queries only": (
         runs([[0, 4]], [[4, 4]], key_seq_len=6, mask=Mask.full()),
-        "these runs deal 8 tokens to 2 ranks, not 6 tokens to 2; make a layout for each batch",
+        "these runs shard 8 tokens over 2 ranks, not 6 tokens over 2; make a layout for each batch",
     ),
 }
 

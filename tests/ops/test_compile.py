@@ -227,10 +227,10 @@ def test_slices_that_are_no_tensor_do_not_compile(pool: Pool) -> None:
 def _compile_with_an_object() -> None:
     x = shard_sequence(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (1,)), 2)
     compiled = torch.compile(ring_attention, backend="eager", fullgraph=True)
-    told = (
+    reported = (
         r"slices must be a tensor in a compiled function, .*by sequence_slices\(slices, num_slices"
     )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=told):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reported):
         compiled(x, x, x, slices=BLOCK)
 
 

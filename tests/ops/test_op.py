@@ -105,7 +105,7 @@ class Edge:
     key_documents: Any = None
 
     def case(self, layout: Layout | None, world_size: int, kernel: str | None) -> Case:
-        """At the next lengths that the layout can deal; `None` is balanced for this very case."""
+        """At the next lengths that the layout can shard; `None` is balanced for this very case."""
         layout = layout or Balanced(self.mask, self.seq_len, world_size, self.documents, block=2)
         seq_lens = [self.seq_len, self.key_seq_len]
         if layout == Striped():
@@ -117,7 +117,7 @@ class Edge:
         return Case(ring, kernel=kernel, **self.options)
 
     def can_be_balanced(self) -> bool:
-        """One layout deals queries and keys, so it is for one length."""
+        """One layout shards queries and keys, so it is for one length."""
         return self.key_seq_len in (None, self.seq_len)
 
 

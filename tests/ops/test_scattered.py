@@ -9,7 +9,7 @@ import pytest
 from dtensor_ring import Mask, Slices
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import MANY, warn_of_tiles
-from dtensor_ring.ops.options import Question
+from dtensor_ring.ops.options import PlanRequest
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import as_layout
@@ -18,19 +18,19 @@ from dtensor_ring.planning.strategy import Strategy
 CAUSAL, SEQ_LEN = Mask.causal(), 2**14
 
 
-def asked(layout: str, num_documents: int, world_size: int, as_slices: bool = False) -> Question:
+def asked(layout: str, num_documents: int, world_size: int, as_slices: bool = False) -> PlanRequest:
     ends = [*range(0, SEQ_LEN, SEQ_LEN // num_documents), SEQ_LEN]
     documents = None if as_slices else as_documents(ends)
     slices = Slices.documents(ends, CAUSAL) if as_slices else None
     mask = Mask.full() if as_slices else CAUSAL
     where = as_layout(layout), mask, 0, world_size, SEQ_LEN, documents
-    return Question(*where, SEQ_LEN, None, Strategy(), slices)
+    return PlanRequest(*where, SEQ_LEN, None, Strategy(), slices)
 
 
-def warned(question: Question) -> list[str]:
+def warned(request: PlanRequest) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        warn_of_tiles(plan(*question), question)
+        warn_of_tiles(plan(*request), request)
     return [str(x.message) for x in caught]
 
 
@@ -48,24 +48,24 @@ def warned(question: Question) -> list[str]:
 def test_more_tiles_than_documents(
     layout: str, num_documents: int, world_size: int, expected: str | None, as_slices: bool
 ) -> None:
-    question = asked(layout, num_documents, world_size, as_slices)
-    (text,) = warned(question) or [None]
+    request = asked(layout, num_documents, world_size, as_slices)
+    (text,) = warned(request) or [None]
     assert (text is None) == (expected is None)
     if expected:
         assert text.startswith(f"the {expected}")
         assert "'balanced'" in text
 
 
-def test_a_line_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [asked("striped", n, 8) for n in (256, 255, 200, 512)]
-    told = []
+    reported = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for place in ("train.py:7 in step", "train.py:9 in step"):
-            monkeypatch.setattr(CALLER, "place", place)
-            for question in questions:
-                assert sum(len(x.tiles) for x in plan(*question).steps) > MANY
-                warn_of_tiles(plan(*question), question)
-            told.append(len(caught))
-    assert told == [3, 6], "once for each power of two"
+            monkeypatch.setattr(CALLER, "line", place)
+            for request in questions:
+                assert sum(len(x.tiles) for x in plan(*request).steps) > MANY
+                warn_of_tiles(plan(*request), request)
+            reported.append(len(caught))
+    assert reported == [3, 6], "once for each power of two"
     assert str(caught[0].message).startswith("train.py:7 in step: the layout")

@@ -163,5 +163,5 @@ def call_twice(rows: int) -> None:
         send_op(receive_op(torch.zeros(rows, 1), rows, NUMBERS, 1, group), 1, group)
 
 
-def test_ranks_that_differ_are_told(pool: Pool) -> None:
+def test_ranks_that_differ_are_reported(pool: Pool) -> None:
     assert any("rows: 3 on rank 1, 2 on rank 0" in text for text in pool.run(2, differ))

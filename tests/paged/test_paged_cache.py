@@ -203,7 +203,7 @@ def test_only_the_suffix_is_prefilled() -> None:
         torch.testing.assert_close(found, dense.detach(), atol=1e-11, rtol=0)
 
 
-def test_a_dealt_turn_is_written_by_position() -> None:
+def test_a_sharded_append_is_written_by_position() -> None:
     case = PagedCase(lengths=(21,), world_size=3)
     _, key, value = case.inputs()[0]
     pool = BlockPool(8, block=4, world_size=3)

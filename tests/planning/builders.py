@@ -178,14 +178,14 @@ def per_query(draw: st.DrawFn) -> Built:
 
 @st.composite
 def block_causal(draw: st.DrawFn) -> Built:
-    parts, reach = draw(lengths), draw(windows)
+    parts, last_hops = draw(lengths), draw(windows)
     ends = [sum(parts[:i]) for i in range(len(parts) + 1)]
 
     def sees(query: int, key: int) -> bool:
         mine, other = part_of(ends, query), part_of(ends, key)
-        return 0 <= other <= mine and (reach is None or other >= mine - reach)
+        return 0 <= other <= mine and (last_hops is None or other >= mine - last_hops)
 
-    return Built(Slices.block_causal(parts, reach), (LARGEST, LARGEST), sees)
+    return Built(Slices.block_causal(parts, last_hops), (LARGEST, LARGEST), sees)
 
 
 @st.composite

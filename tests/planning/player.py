@@ -6,11 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from dtensor_ring.planning.demand import Cols, Needs
+from dtensor_ring.planning.demand import Cols, KeyDemand
 from dtensor_ring.planning.route import Hop, Route, Transfer
 from tests.columns import indices_of, union
 
-MakeRoute = Callable[[int, Needs], Route]
+MakeRoute = Callable[[int, KeyDemand], Route]
 
 
 Sum = dict[int, tuple[int, ...]]
@@ -80,7 +80,7 @@ class Player:
             hop = self.route.shards(step)
             self.check_sends(hop)
             posted = links.post(rank, hop, [(x.source, x.cols) for x in hop.sends])
-            seen = self.route.needs.seen_by(rank).get(source, Cols())
+            seen = self.route.demand.seen_by(rank).get(source, Cols())
             cols = self.resident.get(source, Cols())
             assert source == rank or union([cols, seen]) == cols, "all that is needed, in time"
             yield from self.wait(sums)
@@ -129,9 +129,9 @@ class Player:
             self.passing[source] = part
 
 
-def played(make: MakeRoute, needs: Needs) -> list[Player]:
+def played(make: MakeRoute, demand: KeyDemand) -> list[Player]:
     """All ranks, after backward."""
-    players = [Player(make(rank, needs)) for rank in range(needs.world_size)]
+    players = [Player(make(rank, demand)) for rank in range(demand.world_size)]
     links = Links()
     running = [player.play(links) for player in players]
     while running:

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, Mask, Striped, ZigZag
 from dtensor_ring.planning.layout import Joined, Layout, Run
-from dtensor_ring.planning.run_table import deal
-from tests.planning.test_layout import dealings
+from dtensor_ring.planning.run_table import shard_table
+from tests.planning.test_layout import shard_tables
 
 
-@given(dealings(), st.integers(1, 4), st.booleans())
+@given(shard_tables(), st.integers(1, 4), st.booleans())
 def test_groups_hold_what_their_ranks_hold(
-    dealing: tuple[Layout, int, int], heads: int, balanced: bool
+    sharding: tuple[Layout, int, int], heads: int, balanced: bool
 ) -> None:
-    layout, num_groups, seq_len = dealing
+    layout, num_groups, seq_len = sharding
     world_size = num_groups * heads
     if isinstance(layout, Striped):
         seq_len *= heads
@@ -29,8 +29,8 @@ def test_groups_hold_what_their_ranks_hold(
         assert joined.positions(group, num_groups, seq_len) == held
         assert joined.num_tokens(group, num_groups, seq_len) == len(held)
     # The planner finds no fault with the runs, of which it promises that neighbours are one.
-    dealt = deal(joined, num_groups, seq_len)
-    assert dealt.shards == tuple(
+    sharded = shard_table(joined, num_groups, seq_len)
+    assert sharded.shards == tuple(
         joined.runs(group, num_groups, seq_len) for group in range(num_groups)
     )
 

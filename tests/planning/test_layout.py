@@ -1,4 +1,4 @@
-"""Layouts deal every position once, in the shard sizes of DTensor."""
+"""Layouts shard every position once, in the shard sizes of DTensor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dtensor_ring.planning.layout import (
 )
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from tests.layouts import LAYOUTS
-from tests.planning.test_spelling import SPECS
+from tests.planning.test_layout_spec import SPECS
 
 NUM_RUNS = {"contiguous": 1, "striped": 1, "zigzag": 2}  # of equal length, at a padded length
 
 
 @st.composite
-def dealings(draw: st.DrawFn) -> tuple[Layout, int, int]:
-    """A layout, a world size, and a length that the layout deals to it."""
+def shard_tables(draw: st.DrawFn) -> tuple[Layout, int, int]:
+    """A layout, a world size, and a length that the layout shards to it."""
     layout = draw(st.sampled_from(LAYOUTS))
     world_size, seq_len = draw(st.integers(1, 6)), draw(st.integers(0, 60))
     if isinstance(layout, Striped):
@@ -66,22 +66,22 @@ def test_positions(
     assert positions(layout, world_size, seq_len) == expected
 
 
-@given(dealings())
+@given(shard_tables())
 def test_positions_partition_the_sequence_as_torch_chunk_does(
-    dealing: tuple[Layout, int, int],
+    sharding: tuple[Layout, int, int],
 ) -> None:
-    _, world_size, seq_len = dealing
-    dealt = positions(*dealing)
-    assert sorted(chain.from_iterable(dealt)) == list(range(seq_len))
+    _, world_size, seq_len = sharding
+    sharded = positions(*sharding)
+    assert sorted(chain.from_iterable(sharded)) == list(range(seq_len))
     sizes = [len(chunk) for chunk in torch.arange(seq_len).chunk(world_size)]
     sizes += [0] * (world_size - len(sizes))
-    assert [len(shard) for shard in dealt] == sizes
+    assert [len(shard) for shard in sharded] == sizes
     assert [shard_length(rank, world_size, seq_len) for rank in range(world_size)] == sizes
 
 
-@given(dealings())
-def test_no_run_is_empty(dealing: tuple[Layout, int, int]) -> None:
-    layout, world_size, seq_len = dealing
+@given(shard_tables())
+def test_no_run_is_empty(sharding: tuple[Layout, int, int]) -> None:
+    layout, world_size, seq_len = sharding
     for rank in range(world_size):
         assert all(run.length > 0 for run in layout.runs(rank, world_size, seq_len))
 
@@ -96,7 +96,7 @@ def test_run_indices(run: Run, begin: int, length: int) -> None:
     assert list(range(*run.indices(begin, begin + length))) == inside
 
 
-def is_dealt(layout: Layout, world_size: int, seq_len: int) -> bool:
+def is_sharded(layout: Layout, world_size: int, seq_len: int) -> bool:
     try:
         return len(positions(layout, world_size, seq_len)) == world_size
     except ValueError:
@@ -120,9 +120,9 @@ def test_blocks_there_and_back_are_even(seq_len: int, world_size: int, block: in
     layout = BlockCyclic(block)
     padded = layout.padded_length(seq_len, world_size)
     assert padded == next(n for n in range(seq_len, 200) if n % (2 * world_size) == 0)
-    dealt = positions(layout, world_size, padded)
-    assert len({len(shard) for shard in dealt}) == 1
-    assert len({sum(shard) for shard in dealt}) == 1, "under a causal mask, that is the work"
+    sharded = positions(layout, world_size, padded)
+    assert len({len(shard) for shard in sharded}) == 1
+    assert len({sum(shard) for shard in sharded}) == 1, "under a causal mask, that is the work"
     lengths = [run.length for run in layout.runs(0, world_size, 200)]
     assert max(lengths[:-2], default=0) % block == 0
 
@@ -135,7 +135,7 @@ def test_dealt_length_leaves_no_rank_without_tokens(
     assert layout.dealt_length(seq_len, world_size) == next(
         n
         for n in range(seq_len, 200)
-        if is_dealt(layout, world_size, n) and all(positions(layout, world_size, n))
+        if is_sharded(layout, world_size, n) and all(positions(layout, world_size, n))
     )
 
 
@@ -160,7 +160,7 @@ def test_striped_says_which_length_to_pad_to() -> None:
         ((((2, 1), (0, 1)), ((1, 1),)), "runs of a rank must be in ascending order"),
     ],
 )
-def test_runs_that_deal_no_sequence(
+def test_runs_that_shard_no_sequence(
     table: tuple[tuple[tuple[int, int], ...], ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -179,7 +179,9 @@ def test_what_fills_a_table_up_says_nothing() -> None:
 
 @pytest.mark.parametrize(("world_size", "seq_len"), [(3, 4), (1, 4), (2, 5), (2, 2)])
 def test_runs_of_another_sequence_or_ring(world_size: int, seq_len: int) -> None:
-    message = f"runs deal 4 tokens to 2 ranks, not {seq_len} tokens to {world_size}; make a layout"
+    message = (
+        f"runs shard 4 tokens over 2 ranks, not {seq_len} tokens over {world_size}; make a layout"
+    )
     with pytest.raises(ValueError, match=message):
         RunTable((((0, 2),), ((2, 2),))).runs(0, world_size, seq_len)
 

@@ -20,7 +20,7 @@ from dtensor_ring.planning.tile import Tile
 from tests.columns import indices_of
 from tests.dense import document_ids
 from tests.layouts import LAYOUTS
-from tests.planning.test_layout import dealings
+from tests.planning.test_layout import shard_tables
 from tests.planning.test_mask import masks
 from tests.rings import Ring, Rows
 from tests.slices import slices
@@ -40,7 +40,7 @@ def documents_of(
 
 @st.composite
 def rings(draw: st.DrawFn) -> Ring:
-    layout, world_size, seq_len = draw(dealings())
+    layout, world_size, seq_len = draw(shard_tables())
     mask = draw(masks(st.integers(0, 10) | st.integers(0, seq_len + 2)))
     documents = draw(st.none() | documents_of(seq_len, draw(st.integers(1, 5)), st.integers(1, 3)))
     if draw(st.integers(0, 3)) == 0:
@@ -54,7 +54,7 @@ def rings(draw: st.DrawFn) -> Ring:
 @st.composite
 def cross_rings(draw: st.DrawFn) -> Ring:
     """Queries and keys of different sequences: only a balanced layout wants one length."""
-    layout, world_size, seq_len = draw(dealings())
+    layout, world_size, seq_len = draw(shard_tables())
     key_seq_len = draw(st.integers(0, 60))
     if isinstance(layout, Striped):
         key_seq_len -= key_seq_len % world_size
@@ -157,7 +157,7 @@ def documents_held(ring: Ring, of_keys: bool) -> list[list[list[set[tuple[int, i
     ]
 
 
-def most_pieces(mask: Mask, stride: int) -> int:
+def most_slices(mask: Mask, stride: int) -> int:
     """Tiles of one document in one pair of runs: a rectangle with a band, cut to what tiles allow.
 
     A band with a left bound only may be cut into a rectangle and a tile no taller than wide; one
@@ -166,7 +166,7 @@ def most_pieces(mask: Mask, stride: int) -> int:
     """
     if mask.prefix is not None:
         parts = Mask(mask.left, None), Mask(mask.left, mask.right)
-        return sum(most_pieces(part, stride) for part in parts)
+        return sum(most_slices(part, stride) for part in parts)
     if mask.right is None:
         return 1 if mask.left is None else 2
     if mask.right == 0:
@@ -177,25 +177,25 @@ def most_pieces(mask: Mask, stride: int) -> int:
 @settings(deadline=None, max_examples=200)
 @given((rings() | cross_rings()).filter(lambda ring: ring.slices is None))
 def test_few_tiles(ring: Ring) -> None:
-    """At most `most_pieces` tiles for each document that a run of queries shares with one of keys.
+    """At most `most_slices` tiles for each document that a run of queries shares with one of keys.
 
     So a striped rank has a few per document, and for layouts made of chunks, k of the queries and
-    l of the keys, a step off the diagonal has at most `most_pieces * k * l`, however many the
+    l of the keys, a step off the diagonal has at most `most_slices * k * l`, however many the
     documents: different chunks share at most one.
     """
     is_cross = ring.key_seq_len is not None
     queries, keys = documents_held(ring, False), documents_held(ring, is_cross)
     stride = ring.world_size if isinstance(ring.layout, Striped) else 1
-    pieces = most_pieces(ring.mask, stride)
+    query_slices = most_slices(ring.mask, stride)
     for schedule in ring.plans():
         for index, step in enumerate(schedule.steps):
             for row in range(ring.batch):
                 num_tiles = sum(tile.batch in (None, row) for tile in step.tiles)
                 sides = queries[row][schedule.rank], keys[row][step.source]
                 shared = sum(len(mine & theirs) for mine, theirs in product(*sides))
-                assert num_tiles <= pieces * shared, f"step {index} of rank {schedule.rank}"
+                assert num_tiles <= query_slices * shared, f"step {index} of rank {schedule.rank}"
                 if index and stride == 1 and not is_cross:
-                    assert num_tiles <= pieces * len(sides[0]) * len(sides[1])
+                    assert num_tiles <= query_slices * len(sides[0]) * len(sides[1])
 
 
 BOUNDS = "cu_seqlens must start at 0, never decrease and end at or before the sequence length "

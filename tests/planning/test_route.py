@@ -13,7 +13,7 @@ from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.route import ROUTES, DirectRoute, GatheredRoute, Hop, RingRoute, Route
 from tests.columns import indices_of
 from tests.planning.player import MakeRoute, played
-from tests.planning.test_needs import Table, TableNeeds, needs_of, table_of, tables
+from tests.planning.test_demand import Table, TableDemand, demand_of, table_of, tables
 from tests.planning.written_out import around, gathered, straight
 from tests.rings import Ring
 
@@ -26,14 +26,14 @@ EACH_ROUTE = pytest.mark.parametrize("make", ROUTES.values(), ids=list(ROUTES))
 @given(tables())
 @example(((Cols(),),))
 def test_all_arrives_in_time_and_comes_home_once(make: MakeRoute, table: Table) -> None:
-    for source, player in enumerate(played(make, TableNeeds(table))):
+    for source, player in enumerate(played(make, TableDemand(table))):
         assert not player.passing, "no sum is left on the way"
         found = [(i, rank) for part in player.home for i, ranks in part.items() for rank in ranks]
         assert len({*found}) == len(found), "no gradient comes home twice"
         for ranks in (ranks for part in player.home for ranks in part.values()):
             distances = [(rank - source) % len(table) for rank in ranks]
             assert distances == sorted(distances), "sums add up in the order of the ring"
-        seen = player.route.needs.seen_of(source)
+        seen = player.route.demand.seen_of(source)
         assert {*found} >= {(i, rank) for rank, cols in seen.items() for i in indices_of(cols)}
         assert player.route.sources[0] == source
         assert len(set(player.route.sources)) == len(player.route.sources)
@@ -51,13 +51,13 @@ def route_of(route: Route) -> tuple[list[int], list[Hop], list[Hop]]:
 @given(tables())
 @example(((Cols(),),))
 def test_routes_are_those_written_out(table: Table) -> None:
-    needs = TableNeeds(table)
+    demand = TableDemand(table)
     for rank in range(len(table)):
-        assert route_of(RingRoute(rank, needs)) == around(table, rank)
-        assert route_of(DirectRoute(rank, needs)) == straight(table, rank)
-        assert route_of(GatheredRoute(rank, needs)) == gathered(table, rank)
-        expected = straight if needs.direct_is_lighter else around
-        assert route_of(ROUTES["ring"](rank, needs)) == expected(table, rank)
+        assert route_of(RingRoute(rank, demand)) == around(table, rank)
+        assert route_of(DirectRoute(rank, demand)) == straight(table, rank)
+        assert route_of(GatheredRoute(rank, demand)) == gathered(table, rank)
+        expected = straight if demand.direct_is_lighter else around
+        assert route_of(ROUTES["ring"](rank, demand)) == expected(table, rank)
 
 
 def bare(hops: tuple[Hop, ...]) -> list[Hop]:
@@ -82,7 +82,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("ring", "kind"), WAYS.values(), ids=list(WAYS))
 def test_the_route_that_moves_less(ring: Ring, kind: type[Route]) -> None:
-    assert isinstance(ROUTES["ring"](0, needs_of(ring)), kind)
+    assert isinstance(ROUTES["ring"](0, demand_of(ring)), kind)
     written = {RingRoute: around, DirectRoute: straight}[kind]
     for chosen in (ring, replace(ring, route={RingRoute: "around", DirectRoute: "direct"}[kind])):
         for found in chosen.plans():

@@ -1,4 +1,4 @@
-"""Strategies: their spellings, and which attentions they can run."""
+"""Strategies: their specs, and which attentions they can run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.strategy import Strategy, as_strategy, check_strategy, why_not
 
-SPELLINGS = {
+SPECS = {
     **{name: Strategy(1, name) for name in ROUTES},
     "ulysses": Strategy(8),
     "ulysses:8": Strategy(8),
@@ -21,29 +21,29 @@ SPELLINGS = {
 """For an axis of 8 ranks."""
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_spellings(spelling: str) -> None:
-    found = as_strategy(spelling, 8)
-    assert found == SPELLINGS[spelling]
+@pytest.mark.parametrize("spec", SPECS)
+def test_specs(spec: str) -> None:
+    found = as_strategy(spec, 8)
+    assert found == SPECS[spec]
     assert as_strategy(found.spec, 8) == found
-    check_strategy(spelling)
+    check_strategy(spec)
 
 
 UNKNOWN = ["", "tree", "ulysses:", "ulysses:0", "ulysses:-2", "ulysses:x", "ulysses:²", "ring+ring"]
 UNKNOWN += ["ring:2", "ulysses:2+", "ulysses:2+tree", "ulysses:2+ring+ring", "Ulysses", "+ring"]
 
 
-@pytest.mark.parametrize("spelling", UNKNOWN)
-def test_unknown_spellings(spelling: str) -> None:
-    for check in (check_strategy, lambda spelling: as_strategy(spelling, 4)):
+@pytest.mark.parametrize("spec", UNKNOWN)
+def test_unknown_specs(spec: str) -> None:
+    for check in (check_strategy, lambda spec: as_strategy(spec, 4)):
         with pytest.raises(ValueError, match=r"known strategies: ring, .*all_gather, ulysses"):
-            check(spelling)
+            check(spec)
 
 
-@pytest.mark.parametrize("spelling", [None, 4, b"ring"])
-def test_what_is_no_spelling(spelling: object) -> None:
-    with pytest.raises(TypeError, match=f"strategy must be a name, a str, got {spelling!r}"):
-        as_strategy(spelling, 4)  # type: ignore[arg-type]
+@pytest.mark.parametrize("spec", [None, 4, b"ring"])
+def test_what_is_no_spec(spec: object) -> None:
+    with pytest.raises(TypeError, match=f"strategy must be a name, a str, got {spec!r}"):
+        as_strategy(spec, 4)  # type: ignore[arg-type]
 
 
 def test_groups_that_do_not_divide_the_axis() -> None:
@@ -59,7 +59,7 @@ REASONS = {
     "as many as ranks": ((4, 4, 2), None),
     "one key head": ((4, 4, 1), None),
     "uneven": ((8, 28, 4), None),
-    "too few": ((4, 3, 3), "3 query heads cannot be dealt to the 4 ranks of a group"),
+    "too few": ((4, 3, 3), "3 query heads cannot be sharded over the 4 ranks of a group"),
 }
 
 

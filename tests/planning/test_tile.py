@@ -16,15 +16,15 @@ from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import (
     CAUSAL,
     FULL,
-    Piece,
+    QuerySlice,
     Tile,
+    _band_parts,
     _band_tiles,
     _index_band,
-    _parts,
     _triangle,
     coalesce,
     packed_tiles,
-    pieces_of,
+    query_slices_of,
     shard_tiles,
 )
 from tests.slices import shown, slices
@@ -83,7 +83,7 @@ def test_parts_of_a_trimmed_band(
         and (right is None or right < num_cols - 1)
     )
     if is_trimmed:
-        check(list(_parts(num_rows, num_cols, left, right)), expected)
+        check(list(_band_parts(num_rows, num_cols, left, right)), expected)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.none() | st.integers(0, 12), st.data())
@@ -159,17 +159,17 @@ def test_index_band(query: Run, key: Run, stride: int, left: int | None, right: 
         for i, j in product(range(query.length), range(key.length))
         if mask.sees(query.position(i), key.position(j))
     }
-    piece = Piece(0, query, (0, query.length), (0, 99), mask.left, mask.right)
-    found = band((0, query.length), (0, key.length), *_index_band(piece, key, 0))
+    query_slice = QuerySlice(0, query, (0, query.length), (0, 99), mask.left, mask.right)
+    found = band((0, query.length), (0, key.length), *_index_band(query_slice, key, 0))
     assert found == expected
 
 
 def test_strides_need_no_band_in_common_without_a_mask() -> None:
     query, key = Run(0, 4, 2), Run(0, 4, 3)
-    assert _index_band(Piece(0, query, (0, 4), (0, 20), None, None), key, 0) == (None, None)
+    assert _index_band(QuerySlice(0, query, (0, 4), (0, 20), None, None), key, 0) == (None, None)
     message = r"runs of different strides have no common band: Run\(start=0, length=4, stride=2\)"
     with pytest.raises(ValueError, match=message):
-        _index_band(Piece(0, query, (0, 4), (0, 20), None, 0), key, 0)
+        _index_band(QuerySlice(0, query, (0, 4), (0, 20), None, 0), key, 0)
 
 
 def test_tiles_in_a_packet() -> None:
@@ -200,7 +200,7 @@ def test_shard_tiles(data: st.DataObject, stride: int) -> None:
         for (i, query), (j, key) in product(*map(enumerate, positions))
         if query < 60 and key < 60 and seen[query, key]
     }
-    check(shard_tiles(pieces_of(queries, table), keys), expected)
+    check(shard_tiles(query_slices_of(queries, table), keys), expected)
 
 
 def shards(data: st.DataObject, stride: int) -> tuple[Run, ...]:

@@ -15,7 +15,7 @@ from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.route import ROUTES, Hop, Transfer
 from tests.columns import indices_of
 from tests.layouts import LAYOUTS
-from tests.planning.test_needs import legs_written_out, needs_of, table_of
+from tests.planning.test_demand import demand_of, stages_written_out, table_of
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring, Rows
 
@@ -32,7 +32,7 @@ def test_nothing_moves_that_nobody_sees(route: str, ring: Ring) -> None:
         held = [Cols()] * ring.world_size
         for i, found in enumerate(after):
             (held[i],) = {x.cols for x in found.steps[1:] if x.source == source} or {Cols()}
-        expected = list(needed) if is_straight(plans) else legs_written_out(needed)
+        expected = list(needed) if is_straight(plans) else stages_written_out(needed)
         assert held == expected, f"of source {source}"
     for schedule in plans:
         assert schedule.num_steps == plans[0].num_steps
@@ -98,8 +98,8 @@ def test_keys_that_come_are_those_that_are_seen(
     Around, a seventh more may come along.
     """
     for world_size in (3, 4):
-        dealt = layout or Balanced(mask, 48, world_size, documents, 4)
-        ring = Ring(dealt, world_size, 48, mask, documents)
+        sharded = layout or Balanced(mask, 48, world_size, documents, 4)
+        ring = Ring(sharded, world_size, 48, mask, documents)
         seen, ranks = ring.visible().any(0), range(world_size)
         positions = [ring.positions(rank) for rank in ranks]
         sees = [set(seen[rows].any(0).nonzero()[:, 0].tolist()) for rows in positions]
@@ -184,9 +184,9 @@ def test_packets_stay_whole_where_all_see_all(layout: Layout, mask: Mask) -> Non
     """No copy and no message more than a ring has."""
     for world_size in (2, 3, 8):
         ring = Ring(layout, world_size, 96 * world_size, mask)
-        needs = needs_of(ring)
-        assert {len(legs) for legs in needs.legs} <= {0, 1}
-        assert not needs.direct_is_lighter
+        demand = demand_of(ring)
+        assert {len(stages) for stages in demand.stages} <= {0, 1}
+        assert not demand.direct_is_lighter
 
 
 def test_a_window_costs_its_width() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.route import Hop, Transfer
 from tests.columns import cols_of, indices_of
-from tests.planning.test_needs import Table, legs_written_out
+from tests.planning.test_demand import Table, stages_written_out
 
 
 def around(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
     """Sources, and hops of shards and sums, of a rank of a ring, written out from the table."""
     size = len(table)
-    held = [[*legs_written_out(row), Cols()] for row in table]
-    reach = max((i for row in held for i, cols in enumerate(row) if cols), default=0)
-    sources, shards, sums = [(rank - i) % size for i in range(1 + reach)], [], []
+    held = [[*stages_written_out(row), Cols()] for row in table]
+    last_hops = max((i for row in held for i, cols in enumerate(row) if cols), default=0)
+    sources, shards, sums = [(rank - i) % size for i in range(1 + last_hops)], [], []
     before, after = (rank - 1) % size, (rank + 1) % size
     for step, source in enumerate(sources):
         coming = (rank - 1 - step) % size

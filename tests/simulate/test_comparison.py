@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask, compare_strategies
-from dtensor_ring.all_to_all.plan import exchange_of
-from dtensor_ring.all_to_all.run import TensorShape, exchange_tensors, traded
+from dtensor_ring.all_to_all.plan import all_to_all_plan
+from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Launch
 from dtensor_ring.compute.kernels.reference import Reference
@@ -89,17 +89,17 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     transport.__class__ = Counting
     assert isinstance(transport, Counting)
     size, strategy = ring.world_size, as_strategy(ring.route, ring.world_size)
-    dealt = as_layout(layout)
-    exchange = exchange_of(dealt, dealt, strategy.heads, rank, size, SEQ_LEN)
+    sharded = as_layout(layout)
+    exchange = all_to_all_plan(sharded, sharded, strategy.heads, rank, size, SEQ_LEN)
 
     def trade(tensors: list[Tensor], num_heads: list[int], is_back: bool = False) -> list[Tensor]:
         if strategy.heads == 1:
             return tensors
         shapes = tuple(map(TensorShape.of, tensors))
-        plan = traded(exchange, tuple(num_heads), HEADS[1], shapes, is_back)
-        return exchange_tensors(tensors, plan, transport, Label("exchange", 0, rank))
+        plan = messages_of(exchange, tuple(num_heads), HEADS[1], shapes, is_back)
+        return run_all_to_all(tensors, plan, transport, Label("exchange", 0, rank))
 
-    positions = torch.tensor(dealt.positions(rank, size, SEQ_LEN))
+    positions = torch.tensor(sharded.positions(rank, size, SEQ_LEN))
     shards = [local(x, positions).contiguous() for x in (*case.inputs(), *case.grads())]
     plan, scores = ring.plans()[rank], Scores(ring.mask, 0.5, 0.0, None, None)
     heads = [HEADS[0], HEADS[1], HEADS[1]]
@@ -198,8 +198,8 @@ def test_memory_is_a_reason(strategy: str) -> None:
     assert re.match("the busiest rank would hold .* MB backward, more than .*", refused.why_not)
 
 
-def test_no_exchange_is_planned_where_nothing_is_traded() -> None:
-    with patch.object(comparison, "exchange_of", side_effect=AssertionError):
+def test_no_all_to_all_is_planned_without_ulysses() -> None:
+    with patch.object(comparison, "all_to_all_plan", side_effect=AssertionError):
         found = compare_strategies(Mask.causal(), 64, 4, strategies=tuple(ROUTES))
     assert all(row.forward.sent for row in found.rows)
 
@@ -207,6 +207,6 @@ def test_no_exchange_is_planned_where_nothing_is_traded() -> None:
 def test_what_cannot_be() -> None:
     found = compare_strategies(Mask.causal(), 64, 4, heads=(2, 1), strategies=("ring", "ulysses"))
     assert found.rows[0].why_not is None
-    assert str(found).splitlines()[-1].startswith("ulysses:4  2 query heads cannot be dealt to")
+    assert str(found).splitlines()[-1].startswith("ulysses:4  2 query heads cannot be sharded over")
     with pytest.raises(ValueError, match="do not divide the 4 of the axis"):
         compare_strategies(Mask.causal(), 64, 4, strategies=("ulysses:3",))

@@ -24,7 +24,7 @@ from dtensor_ring import (
     describe_schedule,
 )
 from dtensor_ring.planning.plan import plan
-from tests.planning.test_layout import dealings
+from tests.planning.test_layout import shard_tables
 
 
 def test_contiguous_grid() -> None:
@@ -137,7 +137,7 @@ def test_documents_in_any_form(cu_seqlens: object) -> None:
     assert schedule.areas == [[6 + 1, 0], [10, 4]]
 
 
-@given(dealings(), st.sampled_from([Mask.causal(), Mask.full(), Mask.sliding(3)]))
+@given(shard_tables(), st.sampled_from([Mask.causal(), Mask.full(), Mask.sliding(3)]))
 def test_shares_sum_to_all_work(dealing: tuple, mask: Mask) -> None:
     layout, world_size, seq_len = dealing
     schedule = describe_schedule(layout, mask, seq_len, world_size)

@@ -167,17 +167,17 @@ def _swap(is_kernel: bool) -> str:
     given = _metadata() if is_kernel else Documents(torch.tensor([0, 16], dtype=torch.int32))
     inputs = (q if is_kernel else q[None],) * 3
     order = layers if dist.get_rank() else layers[::-1]
-    with pytest.raises(RingError) as told:
+    with pytest.raises(RingError) as reported:
         [layer(*inputs, attention_masks=given) for layer in order]
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize("is_kernel", [False, True])
 def test_another_order_of_layers(pool: Pool, is_kernel: bool) -> None:
-    for told in pool.run(2, _on_cpu, _swap, is_kernel):
-        assert re.search(r"layer: \w+ (0 on rank 1, \w+ 1 on rank 0|1 on rank 0, \w+ 0)", told), (
-            told
-        )
+    for reported in pool.run(2, _on_cpu, _swap, is_kernel):
+        assert re.search(
+            r"layer: \w+ (0 on rank 1, \w+ 1 on rank 0|1 on rank 0, \w+ 0)", reported
+        ), reported
 
 
 def _refuse() -> None:

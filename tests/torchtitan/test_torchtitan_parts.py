@@ -60,7 +60,7 @@ def test_documents_stay_on_the_cpu(pool: Pool) -> None:
 
 
 def same_order(one: str, other: str, world_size: int) -> bool:
-    """Short sequences are dealt alike by some layouts."""
+    """Short sequences are sharded alike by some layouts."""
     if "balanced" in (one, other):
         return False
     positions = (
@@ -86,9 +86,9 @@ def _deal(layout: str) -> None:
             found = gather_documents(local, as_layout(other), dist.group.WORLD)
             assert found.cu_seqlens.tolist() == CU_SEQLENS
         else:
-            with pytest.raises(ValueError, match=f"were not dealt {other}"):
+            with pytest.raises(ValueError, match=f"were not sharded {other}"):
                 gather_documents(local, as_layout(other), dist.group.WORLD)
-    with pytest.raises(ValueError, match="were not dealt balanced"):
+    with pytest.raises(ValueError, match="were not sharded balanced"):
         gather_documents(local, as_layout("balanced"), dist.group.WORLD)
 
 

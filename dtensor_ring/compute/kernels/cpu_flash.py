@@ -27,7 +27,7 @@ from dtensor_ring.planning.tile import CAUSAL, FULL
 aten = torch.ops.aten
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """Sizes for cutting bands and causal squares; smaller cuts score fewer hidden pairs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     huge: int
 
 
-COARSE, FINE = Sizes(192, 192, 256, 768, 768), Sizes(64, 128, 192, 2048, 16384)
+COARSE, FINE = BlockSizes(192, 192, 256, 768, 768), BlockSizes(64, 128, 192, 2048, 16384)
 
 # The smallest number of heads per thread for which small launches keep all threads busy.
 FINE_FROM = 5
@@ -155,7 +155,7 @@ def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
     return out.unflatten(2, shape).flatten(1, 2), lse.unflatten(2, shape).flatten(1, 2)
 
 
-def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Sizes) -> None:
+def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: BlockSizes) -> None:
     """Write the results of a causal square: those of its halves, then merge the full tile."""
     num_rows = inputs[0].shape[2]
     if num_rows < sizes.large:
@@ -262,7 +262,7 @@ def _backward_band(
             grad[:, :, cols] = x
 
 
-def _sizes(query: Tensor) -> Sizes:
+def _sizes(query: Tensor) -> BlockSizes:
     """Return the sizes that are fastest for these queries."""
     # Matrix products of 16 bits need large blocks, and so do few heads on many threads.
     num_heads = query.shape[0] * query.shape[1]

@@ -95,7 +95,7 @@ class FlashAttn3(VarlenKernel):
             # They wait for counters that builds before September 2025 do not set, and hang.
             return (
                 "deterministic gradients of grouped-query keys hang in builds before September "
-                "2025, which cannot be told from later ones"
+                "2025, which cannot be distinguished from later ones"
             )
         return None
 

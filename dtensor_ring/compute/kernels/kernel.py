@@ -121,7 +121,7 @@ class Saved:
     lse: Tensor
     grad_lse: Tensor | None = None
 
-    def at(self, rows: Region) -> Saved:
+    def region(self, rows: Region) -> Saved:
         """Return views of a region of the rows."""
         grad_out, out, lse = (part_of(x, rows) for x in (self.grad_out, self.out, self.lse))
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)

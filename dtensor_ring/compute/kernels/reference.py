@@ -58,8 +58,8 @@ class Reference(Kernel):
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
             parts = _backward(_of_tile(saved, rows), *tile, launch.mask, scores)
-            for grad, part, at in zip(grads, parts, (rows, cols, cols), strict=True):
-                grad[at] = part[0].transpose(0, 1)
+            for grad, part, region in zip(grads, parts, (rows, cols, cols), strict=True):
+                grad[region] = part[0].transpose(0, 1)
         return grads
 
 

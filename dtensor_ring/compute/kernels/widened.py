@@ -20,7 +20,7 @@ from dtensor_ring.compute.memory import empty, order_of
 # The number of extra columns. Head dims that are multiples of 8 remain multiples of 8.
 COLUMNS = 8
 
-# The number of 16-bit parts that hold one float32.
+# The number of 16-bit partials that hold one float32.
 PARTS = 3
 
 # Bounds of the unit of a row: powers of two that every dtype holds.

@@ -35,7 +35,7 @@ NONE, FULL, PARTIAL = 0, 1, 2
 MaskFunction = Callable[..., Tensor]
 
 
-class Blocks(NamedTuple):
+class MaskBlocks(NamedTuple):
     """The parts of a `BlockMask` that decide what queries see.
 
     Attributes:
@@ -58,14 +58,14 @@ class Blocks(NamedTuple):
     function: MaskFunction
 
     @classmethod
-    def of(cls, parts: tuple[Any, ...]) -> Blocks:
+    def of(cls, parts: tuple[Any, ...]) -> MaskBlocks:
         """Make the blocks from `BlockMask.as_tuple()`; its transposed tables are not needed."""
         num_queries, num_keys, counts, indices, full_counts, full_indices, *_ = parts
         *_, height, width, function = parts
         tables = counts, indices, full_counts, full_indices
         return cls((num_queries, num_keys), *tables, (height, width), function)
 
-    def on_host(self) -> Blocks:
+    def on_host(self) -> MaskBlocks:
         """Return the blocks with counts and indices copied to the CPU."""
         return self._replace(
             partial_counts=self.partial_counts.cpu(),
@@ -102,10 +102,10 @@ def slices_of_block_mask(block_mask: BlockMask) -> Slices:
         raise TypeError(
             f"block_mask must be a BlockMask of FlexAttention, got {type(block_mask).__name__}"
         )
-    return slices_of_blocks(Blocks.of(block_mask.as_tuple()))
+    return slices_of_blocks(MaskBlocks.of(block_mask.as_tuple()))
 
 
-def slices_of_blocks(blocks: Blocks) -> Slices:
+def slices_of_blocks(blocks: MaskBlocks) -> Slices:
     """Convert the parts of a `BlockMask` to slices.
 
     Raises:
@@ -134,7 +134,7 @@ def slices_of_blocks(blocks: Blocks) -> Slices:
     return found
 
 
-def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
+def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:
     """Return the ranges of all queries of a batch row; the function runs on `device`."""
     grid = _grid(blocks, row)
     edges = [_edges_of_blocks(blocks, grid), *_edges_of_partial_blocks(blocks, grid, row, device)]
@@ -155,7 +155,7 @@ def _row(blocks: Blocks, row: int, device: torch.device) -> Ranges:
     return result[0], result[1]
 
 
-def _grid(blocks: Blocks, row: int) -> Tensor:
+def _grid(blocks: MaskBlocks, row: int) -> Tensor:
     """Return what is seen of each block, `(query blocks, key blocks + 2)`, NONE at both ends."""
     sizes = zip(blocks.lengths, blocks.block_size, strict=True)
     height, width = (-(-length // size) for length, size in sizes)
@@ -172,7 +172,7 @@ def _grid(blocks: Blocks, row: int) -> Tensor:
     return grid[:, : width + 2]
 
 
-def _edges_of_blocks(blocks: Blocks, grid: Tensor) -> Edges:
+def _edges_of_blocks(blocks: MaskBlocks, grid: Tensor) -> Edges:
     """Return the edges between full and empty blocks, which all queries of a block share."""
     left, right = grid[:, :-1], grid[:, 1:]
     return (
@@ -181,7 +181,7 @@ def _edges_of_blocks(blocks: Blocks, grid: Tensor) -> Edges:
     )
 
 
-def _of_all_queries(blocks: Blocks, is_edge: Tensor) -> Tensor:
+def _of_all_queries(blocks: MaskBlocks, is_edge: Tensor) -> Tensor:
     """Return the edges at the begin of key blocks, for all queries of the query blocks."""
     (height, width), (num_queries, num_keys) = blocks.block_size, blocks.lengths
     block, column = is_edge.nonzero(as_tuple=True)
@@ -191,7 +191,7 @@ def _of_all_queries(blocks: Blocks, is_edge: Tensor) -> Tensor:
 
 
 def _edges_of_partial_blocks(
-    blocks: Blocks, grid: Tensor, row: int, device: torch.device
+    blocks: MaskBlocks, grid: Tensor, row: int, device: torch.device
 ) -> Iterator[Edges]:
     """Yield the edges within partial blocks and on both sides of them, in chunks of blocks."""
     height, width = (min(x) for x in zip(blocks.block_size, blocks.lengths, strict=True))
@@ -219,7 +219,7 @@ def _beside(kinds: Tensor, seen: Tensor) -> Tensor:
     return torch.where(kinds == PARTIAL, seen, kinds == FULL)
 
 
-def _changes(blocks: Blocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Edges:
+def _changes(blocks: MaskBlocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Edges:
     """Return the edges where a seen key follows an unseen one, and where an unseen follows."""
     num_queries, num_keys = blocks.lengths
     now, then = whole[..., 1:], whole[..., :-1]
@@ -231,7 +231,9 @@ def _changes(blocks: Blocks, whole: Tensor, queries: Tensor, keys: Tensor) -> Ed
     return edges[0], edges[1]
 
 
-def _asked(blocks: Blocks, row: int, queries: Tensor, keys: Tensor, device: torch.device) -> Tensor:
+def _asked(
+    blocks: MaskBlocks, row: int, queries: Tensor, keys: Tensor, device: torch.device
+) -> Tensor:
     """Return whether queries see keys, `(blocks, queries, keys)`; keys past the end are not seen.
 
     Args:

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from dtensor_ring.dtensor.arguments import scores_of
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.dispatch import arguments_of
-from dtensor_ring.dtensor.flex.block_mask import Blocks
+from dtensor_ring.dtensor.flex.block_mask import MaskBlocks
 from dtensor_ring.dtensor.flex.mask_function import leaves_scores, shows_all
 from dtensor_ring.dtensor.flex.mask_table import table_of
 from dtensor_ring.dtensor.placement import BATCH, SEQUENCE, describe, on_annotated_axis
@@ -95,7 +95,7 @@ def _ring_attention(
     batch = Batch()
     if not _has_shapes_only(query):
         _refuse(score_mod, kernel_options)
-        batch = Batch(slices=_slices(query, key, Blocks.of(block_mask), mask_captured))
+        batch = Batch(slices=_slices(query, key, MaskBlocks.of(block_mask), mask_captured))
     call = Call(batch, scores_of(query, FULL, scale, 0.0, None, None), ON_DTENSORS)
     out, lse = attend(query, key, value, call, bool(kernel_options.get("OUTPUT_LOGSUMEXP", True)))
     unused = torch.empty(0, device=query.device)
@@ -128,7 +128,9 @@ def _refuse(score_mod: Callable[..., Tensor], kernel_options: dict[str, Any]) ->
         )
 
 
-def _slices(query: Tensor, key: Tensor, blocks: Blocks, captured: tuple[Any, ...]) -> Tensor | None:
+def _slices(
+    query: Tensor, key: Tensor, blocks: MaskBlocks, captured: tuple[Any, ...]
+) -> Tensor | None:
     """Return the slices that queries see, `None` if they see everything."""
     if blocks.block_size[0] >= MIN_EMPTY_BLOCK and shows_all(blocks.function):
         return None

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtensor_ring.dtensor.flex.block_mask import (
     MAX_SLICES,
-    Blocks,
+    MaskBlocks,
     MaskFunction,
     slices_of_blocks,
 )
@@ -36,7 +36,7 @@ torch.library.define(
 block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
 
 
-class _Known(NamedTuple):
+class _KnownMask(NamedTuple):
     """Slices of a block mask, and the inputs that they were made from.
 
     Attributes:
@@ -68,7 +68,7 @@ def _is_same(known: Tensor | None, x: Tensor | None) -> bool:
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def table_of(blocks: Blocks, captured: tuple[Any, ...]) -> Tensor:
+def table_of(blocks: MaskBlocks, captured: tuple[Any, ...]) -> Tensor:
     """Convert a block mask to the slices that `ring_attention` takes, also while tracing.
 
     Args:
@@ -118,7 +118,7 @@ def _block_mask_slices(
     rest = iter(numbers)
     arguments = [next(rest) if x is None else x for x in captured]
     sizes = (lengths[0], lengths[1]), (block_size[0], block_size[1])
-    blocks = Blocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
+    blocks = MaskBlocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
     found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
     num_slices, capacity = found.shape[-2], _capacity(lengths[0])
     if num_slices > capacity:
@@ -133,18 +133,18 @@ def _block_mask_slices(
 
 
 def _known(
-    blocks: Blocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
+    blocks: MaskBlocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
 ) -> np.ndarray:
     """Return the slices of blocks, made once; see Note [Known block masks]."""
     known = _KNOWN.get(blocks.partial_indices)
     if known is None or not known.is_of(tensors, others):
         contents = tuple(None if x is None else x.detach().clone() for x in tensors)
-        known = _Known(contents, others, _numbers(blocks))
+        known = _KnownMask(contents, others, _numbers(blocks))
         _KNOWN[blocks.partial_indices] = known
     return known.numbers
 
 
-def _numbers(blocks: Blocks) -> np.ndarray:
+def _numbers(blocks: MaskBlocks) -> np.ndarray:
     """Return the slices of blocks, from within an op."""
     # In a compiled graph the dispatch key of `vmap`, which runs the mask function, is excluded.
     included = torch._C._dispatch_tls_local_include_set()

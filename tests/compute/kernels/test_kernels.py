@@ -78,14 +78,14 @@ def test_backward_of_a_part_of_the_keys(
     grad_lse = [torch.randn(1, 2, 12)] if with_grad_lse else []
     saved = Saved(*(x.to(device) for x in (grad_out, out, lse, *grad_lse)))
     query, key, value = (x.to(device) for x in (query, key, value))
-    parts = []
+    partials = []
     for cols in (slice(0, 5), slice(5, 12)):
         tensors = query, key[:, :, cols], value[:, :, cols]
-        parts.append(able.backward(saved, *tensors, Case().launch, Case().scores))
+        partials.append(able.backward(saved, *tensors, Case().launch, Case().scores))
     expected = whole.backward(grad_out, *grad_lse)
-    assert_near(parts[0][0] + parts[1][0], expected[0], eps, "gradient of query")
+    assert_near(partials[0][0] + partials[1][0], expected[0], eps, "gradient of query")
     for index, name in ((1, "key"), (2, "value")):
-        joined = torch.cat([parts[0][index], parts[1][index]], 2)
+        joined = torch.cat([partials[0][index], partials[1][index]], 2)
         assert_near(joined, expected[index], eps, f"gradient of {name}")
 
 

@@ -52,8 +52,8 @@ def test_before_another() -> None:
     assert select_kernel(None, PROBLEM).name == "cpu_flash", "which is remembered"
     before = list(KERNELS)
     register_kernel(Mine(), before="cpu_flash")
-    at = before.index("cpu_flash")
-    assert list(KERNELS) == [*before[:at], "mine", *before[at:]]
+    region = before.index("cpu_flash")
+    assert list(KERNELS) == [*before[:region], "mine", *before[region:]]
     assert select_kernel(None, PROBLEM).name == "mine"
     register_kernel(Yours(), before="mine")
     assert select_kernel(None, PROBLEM).name == "yours"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dtensor_ring import RingError
-from dtensor_ring.ops.parts import gather_parts_op, sum_parts_op, sum_ranks_op
+from dtensor_ring.ops.rows_op import gather_rows_op, sum_ranks_op, sum_rows_op
 from tests.pool import Pool
 
 WIDTH = 3
@@ -29,10 +29,10 @@ def both_ways(rows: list[int]) -> list[float]:
     weights = torch.randn(len(rows), sum(rows), WIDTH, dtype=torch.float64)
     rank, name = place()
     own = parts[rank].clone().requires_grad_()
-    whole = gather_parts_op(own, rows, rank, name)
+    whole = gather_rows_op(own, rows, rank, name)
     (grad,) = torch.autograd.grad((whole * weights[rank]).sum(), own)
     summed = weights[rank].clone().requires_grad_()
-    back = sum_parts_op(summed, rows, rank, name)
+    back = sum_rows_op(summed, rows, rank, name)
     (of_sum,) = torch.autograd.grad((back * own.detach()).sum(), summed)
     expected = weights.sum(0).split(rows)[rank]
     pairs: list[tuple[Tensor, Tensor]] = [
@@ -53,12 +53,12 @@ def differing(what: str) -> str:
     rows = [2, 1 + rank] if what == "rows" else [2, 1]
     width = WIDTH + rank if what == "width" else WIDTH
     with pytest.raises(RingError) as error:
-        gather_parts_op(torch.zeros(rows[rank], width), rows, rank, name)
+        gather_rows_op(torch.zeros(rows[rank], width), rows, rank, name)
     return str(error.value)
 
 
 @pytest.mark.parametrize("what", ["rows", "width"])
-def test_ranks_that_differ_are_told(pool: Pool, what: str) -> None:
+def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
     for text in pool.run(2, differing, what):
         assert f"differ in {what}" in text
 
@@ -66,11 +66,11 @@ def test_ranks_that_differ_are_told(pool: Pool, what: str) -> None:
 def short() -> str:
     rank, name = place()
     with pytest.raises((ValueError, RingError)) as error:
-        gather_parts_op(torch.zeros(2 - rank, WIDTH), [2, 2], rank, name)
+        gather_rows_op(torch.zeros(2 - rank, WIDTH), [2, 2], rank, name)
     return str(error.value)
 
 
-def test_a_part_that_is_too_short_is_told_to_all(pool: Pool) -> None:
+def test_a_part_that_is_too_short_is_reported_to_all(pool: Pool) -> None:
     for text in pool.run(2, short):
         assert "a part of 1 rows came where 2 were announced" in text
 
@@ -79,8 +79,8 @@ def check_ops() -> None:
     # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     x = torch.randn(2, WIDTH, requires_grad=True)
-    opcheck(gather_parts_op, (x, [2], *place()))
-    opcheck(sum_parts_op, (x, [2], *place()))
+    opcheck(gather_rows_op, (x, [2], *place()))
+    opcheck(sum_rows_op, (x, [2], *place()))
     for given in (x, x.detach(), x.sum(), torch.ones(3, dtype=torch.int32)):
         opcheck(sum_ranks_op, (given, dist.group.WORLD.group_name))
 
@@ -91,7 +91,7 @@ def test_ops(pool: Pool) -> None:
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (3,), (0, 2), (2, 20_000)]
-"""The last one is larger than what may follow a word in its message."""
+"""The last one is larger than what may follow a record in its message."""
 
 
 def sums(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Attention for which tokens are traded for heads, against dense attention in float64."""
+"""Attention for which tokens are exchanged for heads, against dense attention in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Slices, Striped, ZigZag
-from dtensor_ring.all_to_all.ulysses import traded_attention, traded_backward
+from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_backward
 from dtensor_ring.planning.run_table import RunTable
 from tests.dense import largest
 from tests.ops.test_op import errors
@@ -81,19 +81,19 @@ CASES = {
 
 
 def run_case(case: Case, group: PlayedGroup) -> list[torch.Tensor]:
-    """Results, and gradients by autograd, which are those of the backward that trades anew."""
-    # What a rank has before anything is traded.
+    """Results, and gradients by autograd, which are those of the backward that trades again."""
+    # What a rank has before anything is exchanged.
     before = replace(case, ring=replace(case.ring, route="ring"))
     query, key, value, *sinks = inputs = before.shards(group.rank())
     given = [x[:, :, before.ring.positions(group.rank())] for x in case.grads()]
     call = case.call(*sinks or [None], group_name=group.group_name)
-    results = traded_attention(query, key, value, call)
+    results = ulysses_attention(query, key, value, call)
     grads = torch.autograd.grad(results[: len(given)], inputs, given)
     grad_out, grad_lse = (*given, None)[:2]
     for keep in (False, True):  # what was exchanged
         with torch.no_grad():
-            out, lse = traded_attention(query, key, value, call, keep=keep)
-            again = traded_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+            out, lse = ulysses_attention(query, key, value, call, keep=keep)
+            again = ulysses_backward(grad_out, grad_lse, query, key, value, out, lse, call)
         for one, other in zip(grads, again, strict=False):  # that of no sinks is empty
             assert torch.equal(one, other)
     return [x.detach() for x in (*results, *grads)]
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(name: str, strateg
             patch.object(group.transport, "start", side_effect=AssertionError),
             pytest.raises(ValueError, match=match),
         ):
-            traded_attention(*shards, wrong.call(group_name=group.group_name))
+            ulysses_attention(*shards, wrong.call(group_name=group.group_name))
 
     play_group(4, run)
 
@@ -174,7 +174,7 @@ def test_autocast_is_before_the_exchange() -> None:
         ):
             shards = replace(half, ring=replace(half.ring, route="ring")).shards(group.rank())
             call = half.call(group_name=group.group_name)
-            out, _ = traded_attention(*shards, call, with_lse=False)
+            out, _ = ulysses_attention(*shards, call, with_lse=False)
         assert out.dtype == torch.bfloat16
         return sum(message.flat.numel() for message in sent)
 

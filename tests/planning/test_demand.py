@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning import demand
-from dtensor_ring.planning import demand as needs_module
-from dtensor_ring.planning.demand import Cols, Leg, Needs, PairedNeeds, Reach, Sights
+from dtensor_ring.planning import demand as demand_module
+from dtensor_ring.planning.demand import (
+    Cols,
+    KeyDemand,
+    LastHop,
+    PacketStage,
+    PairwiseDemand,
+    Visibility,
+)
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import checked_slices
-from dtensor_ring.planning.run_table import RunTable, deal
+from dtensor_ring.planning.run_table import RunTable, shard_table
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.sweep import SweptNeeds, WaveletMatrix
+from dtensor_ring.planning.sweep import SortedDemand, WaveletMatrix
 from tests.columns import cols_of, indices_of, union
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
@@ -28,7 +35,7 @@ Table = tuple[tuple[Cols, ...], ...]
 """By source, then by distance: the columns that the rank so many ranks on sees."""
 
 
-class TableNeeds(Needs):
+class TableDemand(KeyDemand):
     """Needs written out."""
 
     def __init__(self, table: Table) -> None:
@@ -45,28 +52,28 @@ class TableNeeds(Needs):
         seen = {rank: self.cols(source, rank) for rank in range(self.world_size)}
         return {rank: cols for rank, cols in seen.items() if cols}
 
-    def sights_by(self, rank: int) -> Sights:
-        return sights_of({(source, rank): cols for source, cols in self.seen_by(rank).items()})
+    def visible_to(self, rank: int) -> Visibility:
+        return visibility_of({(source, rank): cols for source, cols in self.seen_by(rank).items()})
 
-    def sights_of(self, source: int) -> Sights:
-        return sights_of({(source, rank): cols for rank, cols in self.seen_of(source).items()})
+    def visibility_of(self, source: int) -> Visibility:
+        return visibility_of({(source, rank): cols for rank, cols in self.seen_of(source).items()})
 
     @property
-    def reach(self) -> Reach:
+    def last_hops(self) -> LastHop:
         rows = []
         for source, row in enumerate(self.table):
             furthest = {i: distance for distance, cols in enumerate(row) for i in indices_of(cols)}
             rows += [(source, i, i + 1, furthest[i]) for i in sorted(furthest)]
-        return Reach(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+        return LastHop(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
-    def sights(self) -> Iterator[Sights]:
-        return map(self.sights_of, range(self.world_size))
+    def visibility(self) -> Iterator[Visibility]:
+        return map(self.visibility_of, range(self.world_size))
 
 
-def sights_of(seen: dict[tuple[int, int], Cols]) -> Sights:
+def visibility_of(seen: dict[tuple[int, int], Cols]) -> Visibility:
     """What is seen, by source and viewer."""
     rows = [(*pair, *span) for pair, cols in seen.items() for span in cols.spans]
-    return Sights(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+    return Visibility(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def written_out(seen: np.ndarray, queries: list[list[int]], keys: list[list[int]]) -> Table:
@@ -88,7 +95,9 @@ def table_of(ring: Ring) -> Table:
     return written_out(ring.visible().any(0).numpy(), *sides)
 
 
-def needs_of(ring: Ring, kind: type[SweptNeeds] | type[PairedNeeds] | None = None) -> Needs:
+def demand_of(
+    ring: Ring, kind: type[SortedDemand] | type[PairwiseDemand] | None = None
+) -> KeyDemand:
     """As the planner makes them, or by the given way to find them."""
     documents, key_documents = (
         as_documents(rows, keep_empty=True) for rows in (ring.documents, ring.key_documents)
@@ -96,26 +105,32 @@ def needs_of(ring: Ring, kind: type[SweptNeeds] | type[PairedNeeds] | None = Non
     slices = checked_slices(
         *(ring.mask, ring.world_size, ring.seq_lens, documents, key_documents, ring.slices)
     )
-    queries, keys = (deal(ring.layout, ring.world_size, seq_len) for seq_len in ring.seq_lens)
-    chosen = SweptNeeds if queries.stride == keys.stride == 1 else PairedNeeds
+    queries, keys = (
+        shard_table(ring.layout, ring.world_size, seq_len) for seq_len in ring.seq_lens
+    )
+    chosen = SortedDemand if queries.stride == keys.stride == 1 else PairwiseDemand
     return (kind or chosen)(queries, keys, slices)
 
 
-def everything(needs: Needs) -> tuple:
+def everything(demand: KeyDemand) -> tuple:
     """All that routes may ask."""
-    ranks = range(needs.world_size)
-    sights = [row for block in needs.sights() for row in zip(*(x.tolist() for x in block))]  # noqa: B905
+    ranks = range(demand.world_size)
+    visibility = [
+        row
+        for block in demand.visibility()
+        for row in zip(*(x.tolist() for x in block))  # noqa: B905
+    ]
     return (
-        [needs.seen_by(rank) for rank in ranks],
-        [needs.seen_of(rank) for rank in ranks],
-        (one_by_one(needs.reach), sorted(sights)),
-        (needs.ring_load, needs.direct_is_lighter),
+        [demand.seen_by(rank) for rank in ranks],
+        [demand.seen_of(rank) for rank in ranks],
+        (one_by_one(demand.last_hops), sorted(visibility)),
+        (demand.ring_load, demand.direct_is_lighter),
     )
 
 
-def one_by_one(reach: Reach) -> list[tuple[int, int, int]]:
+def one_by_one(last_hops: LastHop) -> list[tuple[int, int, int]]:
     """Source, column and distance of each column; no column comes twice."""
-    rows = zip(*(x.tolist() for x in reach), strict=True)
+    rows = zip(*(x.tolist() for x in last_hops), strict=True)
     found = [(source, i, distance) for source, *span, distance in rows for i in range(*span)]
     assert len({x[:2] for x in found}) == len(found)
     assert found == sorted(found)
@@ -124,19 +139,21 @@ def one_by_one(reach: Reach) -> list[tuple[int, int, int]]:
 
 @settings(deadline=None, max_examples=500)
 @given(rings() | cross_rings(), st.sampled_from([1, 30, 2**20]))
-def test_needs_are_what_is_visible(ring: Ring, block: int) -> None:
-    expected = everything(TableNeeds(table_of(ring)))
-    blocks, needs_module.BLOCK = needs_module.BLOCK, block
+def test_demand_is_what_is_visible(ring: Ring, block: int) -> None:
+    expected = everything(TableDemand(table_of(ring)))
+    blocks, demand_module.BLOCK = demand_module.BLOCK, block
     try:
-        assert everything(needs_of(ring)) == expected
-        assert everything(needs_of(ring, PairedNeeds)) == expected, "in pairs, whatever the stride"
+        assert everything(demand_of(ring)) == expected
+        assert everything(demand_of(ring, PairwiseDemand)) == expected, (
+            "in pairs, whatever the stride"
+        )
     finally:
-        needs_module.BLOCK = blocks
+        demand_module.BLOCK = blocks
 
 
 @st.composite
 def run_tables(draw: st.DrawFn, world_size: int) -> RunTable:
-    """Tokens dealt in blocks to any rank, from any position on."""
+    """Tokens sharded in blocks to any rank, from any position on."""
     block, begin = draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([0, 0, 5]))
     ranks = st.integers(0, world_size - 1)
     owners = draw(st.lists(ranks, min_size=world_size, max_size=5 * world_size))
@@ -160,26 +177,26 @@ def narrow_bands(draw: st.DrawFn, seq_lens: tuple[int, int]) -> Slices:
 
 @settings(deadline=None, max_examples=500)
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 30, 2**20]))
-def test_needs_of_sides_that_are_dealt_differently(
+def test_demand_of_sides_that_are_sharded_differently(
     data: st.DataObject, world_size: int, block: int
 ) -> None:
     """Long runs of keys between short ones of queries are seen with gaps, under narrow bands."""
     layouts = [data.draw(run_tables(world_size)) for _ in range(2)]
     seq_lens = layouts[0].end, layouts[1].end
-    dealings = [deal(x, world_size, n) for x, n in zip(layouts, seq_lens, strict=True)]
+    shard_tables = [shard_table(x, world_size, n) for x, n in zip(layouts, seq_lens, strict=True)]
     held = [
         [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
         for layout, seq_len in zip(layouts, seq_lens, strict=True)
     ]
     given = data.draw(slices(seq_lens, data.draw(st.integers(1, 2)), 4) | narrow_bands(seq_lens))
     seen = np.any([shown(table, seq_lens) for table in given], axis=0)
-    expected = everything(TableNeeds(written_out(seen, *held)))
-    blocks, needs_module.BLOCK = needs_module.BLOCK, block
+    expected = everything(TableDemand(written_out(seen, *held)))
+    blocks, demand_module.BLOCK = demand_module.BLOCK, block
     try:
-        for kind in (SweptNeeds, PairedNeeds):
-            assert everything(kind(*dealings, given)) == expected
+        for kind in (SortedDemand, PairwiseDemand):
+            assert everything(kind(*shard_tables, given)) == expected
     finally:
-        needs_module.BLOCK = blocks
+        demand_module.BLOCK = blocks
 
 
 GAPS = {
@@ -193,8 +210,8 @@ GAPS = {
 
 @pytest.mark.parametrize("ring", GAPS.values(), ids=list(GAPS))
 def test_gaps_are_not_seen(ring: Ring) -> None:
-    expected = everything(TableNeeds(table_of(ring)))
-    assert everything(needs_of(ring)) == everything(needs_of(ring, PairedNeeds)) == expected
+    expected = everything(TableDemand(table_of(ring)))
+    assert everything(demand_of(ring)) == everything(demand_of(ring, PairwiseDemand)) == expected
 
 
 @settings(deadline=None)
@@ -203,16 +220,18 @@ def test_too_many_pairs_count_more_as_seen_on_both_sides(ring: Ring) -> None:
     exact, most = table_of(ring), demand.MAX_PAIRS
     demand.MAX_PAIRS = 0
     try:
-        found = needs_of(ring, PairedNeeds)
+        found = demand_of(ring, PairwiseDemand)
         ranks = range(found.world_size)
         table = tuple(
             tuple(found.seen_by((source + i) % len(ranks)).get(source, Cols()) for i in ranks)
             for source in ranks
         )
-        assert everything(found) == everything(TableNeeds(table))
+        assert everything(found) == everything(TableDemand(table))
     finally:
         demand.MAX_PAIRS = most
-    num_runs = [len(shard) for shard in deal(ring.layout, ring.world_size, ring.seq_len).shards]
+    num_runs = [
+        len(shard) for shard in shard_table(ring.layout, ring.world_size, ring.seq_len).shards
+    ]
     for source, row in enumerate(table):
         for i, cols in enumerate(row):
             needed = exact[source][i]
@@ -222,12 +241,12 @@ def test_too_many_pairs_count_more_as_seen_on_both_sides(ring: Ring) -> None:
             assert len(cols.spans) <= num_pairs * ring.batch, "one for each pair of runs and row"
 
 
-def test_needs_of_a_batch_without_rows() -> None:
-    dealt = deal(Striped(), 2, 8)
-    for kind in (SweptNeeds, PairedNeeds):
-        needs = kind(dealt, dealt, Slices.of_tables(()))
-        assert needs.legs == [(), ()]
-        assert needs.seen_by(0) == needs.seen_of(0) == {}
+def test_demand_of_a_batch_without_rows() -> None:
+    sharded = shard_table(Striped(), 2, 8)
+    for kind in (SortedDemand, PairwiseDemand):
+        demand = kind(sharded, sharded, Slices.of_tables(()))
+        assert demand.stages == [(), ()]
+        assert demand.seen_by(0) == demand.seen_of(0) == {}
 
 
 @st.composite
@@ -239,7 +258,7 @@ def tables(draw: st.DrawFn) -> Table:
     return tuple((Cols(), *row) for row in rows)
 
 
-def legs_written_out(row: tuple[Cols, ...]) -> list[Cols]:
+def stages_written_out(row: tuple[Cols, ...]) -> list[Cols]:
     """What the packet of a source holds, by distance: an eighth that nobody needs is left."""
     held = [Cols()]
     for distance in range(1, len(row)):
@@ -251,34 +270,36 @@ def legs_written_out(row: tuple[Cols, ...]) -> list[Cols]:
 
 @given(tables())
 def test_packets_leave_behind_what_nobody_further_on_sees(table: Table) -> None:
-    needs = TableNeeds(table)
+    demand = TableDemand(table)
     for source, row in enumerate(table):
-        held = legs_written_out(row)
+        held = stages_written_out(row)
         for distance, cols in enumerate(held[1:], 1):
-            leg = needs.leg(source, distance)
-            assert leg.cols == cols
+            stage = demand.stage(source, distance)
+            assert stage.cols == cols
             if not cols:
-                assert leg == Leg()
+                assert stage == PacketStage()
                 continue
-            later = held[leg.last + 1] if leg.last + 1 < len(row) else Cols()
+            later = held[stage.last + 1] if stage.last + 1 < len(row) else Cols()
             assert later != cols
-            assert not {*indices_of(leg.ending)} & {*indices_of(later)}
-            assert union([leg.ending, later]) == cols
-        assert needs.leg(source, len(row)) == Leg()
+            assert not {*indices_of(stage.ending)} & {*indices_of(later)}
+            assert union([stage.ending, later]) == cols
+        assert demand.stage(source, len(row)) == PacketStage()
 
 
 @given(tables())
 def test_loads_are_those_of_all_hops_summed(table: Table) -> None:
-    needs, ranks = TableNeeds(table), range(len(table))
-    around = [sum(len(legs_written_out(table[rank - i])[i]) for i in ranks if i) for rank in ranks]
+    demand, ranks = TableDemand(table), range(len(table))
+    around = [
+        sum(len(stages_written_out(table[rank - i])[i]) for i in ranks if i) for rank in ranks
+    ]
     received, sent = (
         [sum(map(len, seen(rank).values())) for rank in ranks]
-        for seen in (needs.seen_by, needs.seen_of)
+        for seen in (demand.seen_by, demand.seen_of)
     )
     ring_load = max(around) + Fraction(sum(around), len(table))
-    assert needs.ring_load == ring_load
+    assert demand.ring_load == ring_load
     direct_load = max(received + sent) + Fraction(sum(received), len(table))
-    assert needs.direct_is_lighter == (5 * direct_load < 4 * ring_load)
+    assert demand.direct_is_lighter == (5 * direct_load < 4 * ring_load)
 
 
 @given(st.data(), st.integers(1, 40))

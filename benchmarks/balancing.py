@@ -1,6 +1,6 @@
-"""How the balanced layout deals packed documents: balance, makespan, what travels, milliseconds.
+"""How the balanced layout shards packed documents: balance, makespan, what travels, milliseconds.
 
-    python benchmarks/dealing.py
+    python benchmarks/balancing.py
 
 One process, no tensors. What is needed is counted position by position from the definition of the
 mask, not by the planner. With ``--quick`` it takes seconds and writes to ``out``.
@@ -49,7 +49,7 @@ BEFORE = {
         (31_802_032, 4_129_922, 1.01, 2.35, 2.35, 141.3),
     ),
 }
-"""The layout that traded blocks, commit 15b09e2: by tokens and ranks, then by seed.
+"""The layout that swapped blocks, commit 15b09e2: by tokens and ranks, then by seed.
 
 Tokens moved and needed, imbalance, makespan, that if neighbours always wait, milliseconds.
 """
@@ -57,7 +57,7 @@ Tokens moved and needed, imbalance, makespan, that if neighbours always wait, mi
 
 @dataclass(frozen=True)
 class Dealt:
-    """One batch of documents, dealt."""
+    """One batch of documents, sharded."""
 
     seq_len: int
     world_size: int
@@ -73,7 +73,7 @@ class Dealt:
     lockstep: float
     """The same, if a rank waits for both neighbours at every step, with a message or without."""
     milliseconds: float
-    """Of the processor to deal, the median."""
+    """Of the processor to shard, the median."""
     num_runs: int
     num_tiles: int
 
@@ -115,7 +115,7 @@ def measure(seq_len: int, world_size: int, seed: int, repeats: int) -> Dealt:
     layout = Balanced(CAUSAL, seq_len, world_size, ends)
     times = []
     for _ in range(repeats):
-        for cache in (balanced._deal, slices_of, plan):
+        for cache in (balanced._balanced_runs, slices_of, plan):
             cache.clear()
         begin = process_time()
         layout.runs(0, world_size, seq_len)
@@ -137,8 +137,8 @@ def report(console: Console, found: list[Dealt]) -> None:
         "together, in\nthousands, as the plans move them and as they are needed; the work of the "
         "busiest rank and the\nmakespan (`span`), over the mean work of a rank; `sync` is the "
         "makespan if ranks waited for both\nneighbours at every step, with a message or without; "
-        "milliseconds of the processor to deal; runs and\ntiles of a rank, at most. `old` is the "
-        "layout that traded blocks.\n"
+        "milliseconds of the processor to shard; runs and\ntiles of a rank, at most. `old` is the "
+        "layout that swapped blocks.\n"
     )
     numbers = ("moved, old", "moved", "needed", "of old", "busiest", "span, old")
     numbers += ("span", "sync, old", "sync", "ms, old", "ms", "runs", "tiles")
@@ -161,7 +161,7 @@ def main() -> None:
     sizes = list(BEFORE)[:1] if quick else list(BEFORE)
     found = [measure(*size, seed, 1 if quick else 15) for size in sizes for seed in range(4)]
     show = partial(report, found=found)
-    publish("dealing", "Dealing", quick, about, {"dealt": [asdict(one) for one in found]}, show)
+    publish("balancing", "Balancing", quick, about, {"dealt": [asdict(one) for one in found]}, show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All ways to trade tokens for heads, and what each of them sends and keeps."""
+"""All ways to exchange tokens for heads, and what each of them sends and keeps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
-from dtensor_ring.all_to_all import ulysses as traded_module
-from dtensor_ring.all_to_all.ulysses import Exchanged
+from dtensor_ring.all_to_all import ulysses as ulysses_module
+from dtensor_ring.all_to_all.ulysses import RingTensors
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
@@ -173,13 +173,13 @@ def _lives() -> None:
     SequenceAxis(mesh, "zigzag", strategy="ulysses")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
     made: list[ref[Tensor]] = []
-    exchanged = traded_module.Exchanged
+    exchanged = ulysses_module.RingTensors
 
-    def seen(*tensors: Tensor) -> Exchanged:
+    def seen(*tensors: Tensor) -> RingTensors:
         made.extend(map(ref, tensors))
         return exchanged(*tensors)
 
-    with patch.object(traded_module, "Exchanged", seen):
+    with patch.object(ulysses_module, "RingTensors", seen):
         for needs_grad, goes_back in ((False, False), (True, False), (True, True)):
             for x in inputs:
                 x.requires_grad_(needs_grad)
@@ -233,7 +233,7 @@ def _too_few_heads() -> None:
         query, key = torch.randn(1, num_heads, 4, 8), torch.randn(1, num_key_heads, 4, 8)
         with pytest.raises(ValueError, match="the query heads must be a multiple of the key heads"):
             ring_attention(query, key, key, mesh=mesh["cp"])
-    match = "the strategy 'ulysses:2' cannot run this attention: 1 query heads cannot be dealt"
+    match = "the strategy 'ulysses:2' cannot run this attention: 1 query heads cannot be sharded"
     x = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=match):
         ring_attention(x, x, x, mesh=mesh["cp"])

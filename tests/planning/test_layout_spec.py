@@ -38,7 +38,7 @@ def test_specs() -> None:
 
 
 def test_layouts_of_a_batch() -> None:
-    """By name they stand for any of them, which deals nothing; by value they are themselves."""
+    """By name they stand for any of them, which shards nothing; by value they are themselves."""
     layout = as_layout("balanced")
     assert (layout, layout.per_batch, layout.spec) == (PerBatch(), True, "balanced")
     with pytest.raises(ValueError, match=BELONGS_TO_BATCH):

@@ -1,4 +1,4 @@
-"""Compiled attention that trades tokens for heads."""
+"""Compiled attention that exchanges tokens for heads."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ RUNS = {
 def test_compiled_code_has_groups_of_equal_lengths(pool: Pool) -> None:
     """A compiler cannot look at runs; where they are others than it was told, all ranks say so."""
     for name, (table, is_compiled, why_not) in RUNS.items():
-        for told, error in pool.run(4, _with_runs, table, is_compiled):
-            assert (told is None) == (why_not is None), (name, told)
-            assert told is None or re.search(why_not or "", told), (name, told)
+        for reported, error in pool.run(4, _with_runs, table, is_compiled):
+            assert (reported is None) == (why_not is None), (name, reported)
+            assert reported is None or re.search(why_not or "", reported), (name, reported)
             assert error < 1e-5, name
 
 

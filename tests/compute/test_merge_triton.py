@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, empty, region
-from dtensor_ring.compute.merge import put_together
-from dtensor_ring.compute.sums import Part, Sum
+from dtensor_ring.compute.merge import accumulate_sums
+from dtensor_ring.compute.partials import Accumulation, Partial
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -44,29 +44,29 @@ class Case:
     head_dims: tuple[int, ...] = (0,)
     """Added to that of the shape, for each sum."""
 
-    def sums(self, device: str) -> list[Sum]:
+    def sums(self, device: str) -> list[Accumulation]:
         torch.manual_seed(0)
         return [self._sum(more, device) for more in self.head_dims]
 
-    def _sum(self, more: int, device: str) -> Sum:
+    def _sum(self, more: int, device: str) -> Accumulation:
         shape = (*self.shape[:3], self.shape[3] + more)
-        parts = [self._part(number, shape, device) for number in range(len(self.regions))]
+        partials = [self._part(number, shape, device) for number in range(len(self.regions))]
         if self.target is None:
-            target, lse = parts[0].x, parts[0].lse
+            target, lse = partials[0].x, partials[0].lse
         else:
             target = self._filled(shape, self.target, self.orders[0], device)
             wide = torch.promote_types(self.dtypes[0], F32)
             lse = torch.full(shape[:3], torch.nan, dtype=wide).to(device) if self.is_mean else None
         sinks = torch.linspace(-3, 3, shape[1]).to(device) if self.has_sinks else None
-        return Sum(target, parts, lse, sinks)
+        return Accumulation(target, partials, lse, sinks)
 
-    def _part(self, number: int, shape: tuple[int, ...], device: str) -> Part:
-        at = self.regions[number]
-        rows = torch.empty(shape[:3])[at].shape
+    def _part(self, number: int, shape: tuple[int, ...], device: str) -> Partial:
+        region = self.regions[number]
+        rows = torch.empty(shape[:3])[region].shape
         dtype, order = (x[min(number, len(x) - 1)] for x in (self.dtypes, self.orders))
         x = self._filled((*rows, shape[3]), dtype, order, device)
         if not self.is_mean:
-            return Part(at, x)
+            return Partial(region, x)
         lse = 30 * torch.randn(*rows[:2], rows[2] + 5)
         lse[:, :, 5 + 10 * number : 25 + 10 * number] = -torch.inf
         lse = lse.to(device, torch.promote_types(dtype, F32))[:, :, 5:]
@@ -75,7 +75,7 @@ class Case:
         first = 33 + 5 * number
         x[:, :, first : first + 5, 0] = (-1) ** number * torch.inf
         lse[:, :, 33:] = 1.0 + number
-        return Part(at, x, lse)
+        return Partial(region, x, lse)
 
     @staticmethod
     def _filled(shape: Sequence[int], dtype: torch.dtype, order: Order, device: str) -> Tensor:
@@ -120,10 +120,10 @@ CASES |= {
 
 
 def check(case: Case, device: str) -> None:
-    from dtensor_ring.compute.merge_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 
     expected, actual = case.sums("cpu"), case.sums(device)
-    put_together(*expected)
+    accumulate_sums(*expected)
     fused(*actual)
     for one, wanted in zip(actual, expected, strict=True):
         close = {"rtol": 1e-5, "atol": 1e-5} if wanted.target.dtype != BF16 else {}
@@ -185,11 +185,11 @@ def compiling(capability: int) -> Iterator[Compiling]:
 
     from dtensor_ring.compute import merge_triton
 
-    found = Compiling(merge_triton._put_together)
+    found = Compiling(merge_triton._accumulate_sums)
     found.kernel.device_caches.clear()
     with (
         patch.object(driver, "_active", NoDriver(capability)),
-        patch.object(merge_triton, "_put_together", found),
+        patch.object(merge_triton, "_accumulate_sums", found),
         patch.object(torch.cuda, "device_of", lambda x: nullcontext()),
     ):
         yield found
@@ -208,7 +208,7 @@ COMPILED = Case((1, 2, 70, 128), regions=(WHOLE, LATER, WHOLE), target=BF16)
 )
 def test_compiles_for_gpus(case: Case, capability: int) -> None:
     """Without one: down to machine code, with loads of 16 bytes."""
-    from dtensor_ring.compute.merge_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 
     with compiling(capability) as found:
         fused(*case.sums("cpu"))
@@ -229,7 +229,7 @@ def test_compiles_for_gpus(case: Case, capability: int) -> None:
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_lengths_compile_nothing_new(is_mean: bool) -> None:
     """Those of a batch of documents differ from any other's."""
-    from dtensor_ring.compute.merge_triton import put_together as fused
+    from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 
     with compiling(90) as found:
         for rows, first in ((4096, 2048), (4097, 1), (16, 3), (33, 17), (1, 0)):
@@ -242,15 +242,15 @@ def test_lengths_compile_nothing_new(is_mean: bool) -> None:
         assert found.number == 1, "three parts are compiled as four"
 
 
-def sum_of(case: Case) -> list[Sum]:
+def sum_of(case: Case) -> list[Accumulation]:
     """Of memory as kernels return it, not of regions of larger memory."""
     sums = case.sums("cpu")
     return [
         replace(
             x,
-            parts=[
-                part if part.lse is None else replace(part, lse=part.lse.contiguous())
-                for part in x.parts
+            partials=[
+                partial if partial.lse is None else replace(partial, lse=partial.lse.contiguous())
+                for partial in x.partials
             ],
             target=torch.empty(x.target.transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
         )
@@ -262,7 +262,7 @@ def sum_of(case: Case) -> list[Sum]:
 def test_by_the_interpreter() -> None:
     """In a process of its own: Triton decides when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "error", "-m", "tests.compute.test_together_triton"]
+    command = [sys.executable, "-W", "error", "-m", "tests.compute.test_merge_triton"]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
 
 

@@ -20,43 +20,49 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring.agreement.error import RingError
-from dtensor_ring.agreement.record import Inbox
+from dtensor_ring.agreement.record import RecvBuffer
 
 T = TypeVar("T")
 
 # The time limit for an answer of the store, whose host may be gone, in seconds.
-ANSWER = 0.25
+STORE_TIMEOUT = 0.25
 
 # The time limit for its first answer, when nothing has failed yet, in seconds.
-FIRST = 5.0
+FIRST_TIMEOUT = 5.0
 
 # How long a rank waits for the others to raise, in seconds: all know of a failure within a second.
-OTHERS = 0.5
+OTHERS_TIMEOUT = 0.5
 
 
-class Board:
+class FailureStore:
     """The store of a group. Only failing calls use it, with short time limits.
 
     Args:
         group: the group whose ranks read and write the store.
-        generation: of the group, see `generation_of`: an earlier group may have used the store.
+        epoch: of the group, see `epoch_of`: an earlier group may have used the store.
     """
 
-    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, epoch: int) -> None:
         self._store, self._size = _store_of(group), group.size()
-        self._prefix = f"dtensor_ring/{generation}"
+        self._prefix = f"dtensor_ring/{epoch}"
 
     def first_cause(self, text: str) -> str:
         """Return the cause that any rank wrote first; if there is none, write `text`."""
-        found = _answer(lambda: self._store.compare_set(f"{self._prefix}/first", "", text), ANSWER)
+        found = _with_time_limit(
+            lambda: self._store.compare_set(f"{self._prefix}/first", "", text), STORE_TIMEOUT
+        )
         return text if found is None else found.decode()
 
     def all_raised(self, where: str) -> bool:
-        """Return whether all ranks call this with the same `where` within `OTHERS` seconds."""
-        return bool(_answer(lambda: self._verdict(f"{self._prefix}/{where}"), OTHERS + ANSWER))
+        """Return whether all ranks pass the same `where` within `OTHERS_TIMEOUT` seconds."""
+        return bool(
+            _with_time_limit(
+                lambda: self._verdict(f"{self._prefix}/{where}"), OTHERS_TIMEOUT + STORE_TIMEOUT
+            )
+        )
 
     def _verdict(self, key: str) -> bool:
-        num_raised, end = self._store.add(key, 1), time.monotonic() + OTHERS
+        num_raised, end = self._store.add(key, 1), time.monotonic() + OTHERS_TIMEOUT
         while num_raised < self._size and time.monotonic() < end:
             time.sleep(0.005)
             num_raised = self._store.add(key, 0)
@@ -65,9 +71,9 @@ class Board:
         return self._store.compare_set(f"{key}/verdict", "", mine) == b"all"
 
 
-def generation_of(group: dist.ProcessGroup) -> int:
+def epoch_of(group: dist.ProcessGroup) -> int:
     """Count the groups that used this store before; each rank of a group calls this once."""
-    found = _answer(lambda: _store_of(group).add("dtensor_ring/sessions", 1), FIRST)
+    found = _with_time_limit(lambda: _store_of(group).add("dtensor_ring/groups", 1), FIRST_TIMEOUT)
     return 0 if found is None else (found - 1) // group.size()
 
 
@@ -76,21 +82,21 @@ def _store_of(group: dist.ProcessGroup) -> Any:
     return distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
-def _answer(ask: Callable[[], T], seconds: float) -> T | None:
+def _with_time_limit(ask: Callable[[], T], seconds: float) -> T | None:
     """Return the answer of `ask`, or `None` if it fails or takes longer than `seconds`."""
-    answers: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         try:
-            answers.append(ask())
+            results.append(ask())
         except (RuntimeError, AttributeError):  # the store or its host is gone
             return
 
     # A store has one timeout of minutes for all requests, so a thread asks, which may hang.
-    thread = Thread(target=run, name="dtensor_ring board", daemon=True)
+    thread = Thread(target=run, name="dtensor_ring store", daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else None
+    return results[0] if results else None
 
 
 # Seconds between two checks of the waits.
@@ -174,24 +180,24 @@ THREADS = (
 )
 
 
-class Session:
+class GroupState:
     """Counts the calls of a group on this rank, and remembers the cause of its end.
 
     Args:
         ranks: the global ranks of the group.
-        has_words: whether the group can send call records.
-        generation: of the group, see `generation_of`.
+        sends_records: whether the group can send call records.
+        epoch: of the group, see `epoch_of`.
     """
 
-    def __init__(self, ranks: tuple[int, ...], has_words: bool, generation: int = 0) -> None:
-        self.ranks, self.has_words, self.generation = ranks, has_words, generation
+    def __init__(self, ranks: tuple[int, ...], sends_records: bool, epoch: int = 0) -> None:
+        self.ranks, self.sends_records, self.epoch = ranks, sends_records, epoch
         self.cause: str | None = None
         self.is_announced = False
         self.number = 0
         self._lock = Lock()
-        self._origins: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._max_origins = 16
-        self._inboxes: list[Inbox] = []
+        self._forward_calls: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._max_forward_calls = 16
+        self._recv_buffers: list[RecvBuffer] = []
 
     def begin(self) -> int:
         """Begin a call, and return its number, counted from 1.
@@ -223,40 +229,40 @@ class Session:
         """End the current call."""
         self._lock.release()
 
-    def inbox(self, index: int) -> Inbox:
+    def recv_buffer(self, index: int) -> RecvBuffer:
         """Return the buffer for a peer's record; calls reuse it one after the other."""
-        while index >= len(self._inboxes):
-            self._inboxes.append(Inbox())
-        return self._inboxes[index]
+        while index >= len(self._recv_buffers):
+            self._recv_buffers.append(RecvBuffer())
+        return self._recv_buffers[index]
 
     def remember(self, lse: Tensor) -> None:
         """Store the number of the last call under the memory of its log-sum-exp."""
-        origins, storage = self._origins, lse.untyped_storage()
-        origins[storage._cdata] = StorageWeakRef(storage), self.number
-        if len(origins) > self._max_origins:
+        calls, storage = self._forward_calls, lse.untyped_storage()
+        calls[storage._cdata] = StorageWeakRef(storage), self.number
+        if len(calls) > self._max_forward_calls:
             # The limit is twice the live entries, so sweeps cost each call constant time.
-            self._origins = {x: kept for x, kept in origins.items() if not kept[0].expired()}
-            self._max_origins = 2 * len(self._origins) + 16
+            self._forward_calls = {x: kept for x, kept in calls.items() if not kept[0].expired()}
+            self._max_forward_calls = 2 * len(self._forward_calls) + 16
 
-    def origin_of(self, lse: Tensor) -> int:
+    def forward_call_of(self, lse: Tensor) -> int:
         """Return the number of the call that made a log-sum-exp; 0 if the tensor is a copy."""
         # No other storage can have this address while the weak reference keeps it.
-        return self._origins.get(lse.untyped_storage()._cdata, (None, 0))[1]
+        return self._forward_calls.get(lse.untyped_storage()._cdata, (None, 0))[1]
 
 
-def session_of(group: dist.ProcessGroup) -> Session:
-    """Return the session of a group; the first call creates it."""
-    found = _SESSIONS.get(group)
+def group_state_of(group: dist.ProcessGroup) -> GroupState:
+    """Return the state of a group; the first call creates it."""
+    found = _GROUP_STATES.get(group)
     if found is None:
         ranks = tuple(dist.get_process_group_ranks(group))
-        has_words = _has_words(group)
-        generation = generation_of(group) if has_words else 0
+        sends_records = _sends_records(group)
+        epoch = epoch_of(group) if sends_records else 0
         WATCH.start()
-        found = _SESSIONS.setdefault(group, Session(ranks, has_words, generation))
+        found = _GROUP_STATES.setdefault(group, GroupState(ranks, sends_records, epoch))
     return found
 
 
-def _has_words(group: dist.ProcessGroup) -> bool:
+def _sends_records(group: dist.ProcessGroup) -> bool:
     """Return whether the group has gloo for CPU tensors; pure NCCL and fake groups do not."""
     try:
         return group._get_backend(torch.device("cpu")).name() == "gloo"
@@ -264,5 +270,5 @@ def _has_words(group: dist.ProcessGroup) -> bool:
         return False
 
 
-# A session ends with its group.
-_SESSIONS: WeakKeyDictionary[dist.ProcessGroup, Session] = WeakKeyDictionary()
+# A state ends with its group.
+_GROUP_STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

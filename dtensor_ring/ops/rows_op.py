@@ -18,9 +18,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_ring.agreement.checked_transport import TransportContext, agreed_transport
-from dtensor_ring.agreement.record import Word
-from dtensor_ring.agreement.session import session_of
+from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.record import CallRecord
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.nodes import (
@@ -34,22 +34,22 @@ from dtensor_ring.ops.nodes import (
 )
 from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
 
-GATHER = "dtensor_ring::gather_parts"
-SUM = "dtensor_ring::sum_parts"
+GATHER = "dtensor_ring::gather_rows"
+SUM = "dtensor_ring::sum_rows"
 SUM_RANKS = "dtensor_ring::sum_ranks"
 
 torch.library.define(GATHER, "(Tensor part, int[] rows, int rank, str group_name) -> Tensor")
 torch.library.define(SUM, "(Tensor whole, int[] rows, int rank, str group_name) -> Tensor")
 torch.library.define(
-    SUM_RANKS, "(Tensor local, str group_name, bool is_back=False, int origin=0) -> Tensor"
+    SUM_RANKS, "(Tensor local, str group_name, bool is_back=False, int forward_call=0) -> Tensor"
 )
-gather_parts_op = torch.ops.dtensor_ring.gather_parts.default
-sum_parts_op = torch.ops.dtensor_ring.sum_parts.default
+gather_rows_op = torch.ops.dtensor_ring.gather_rows.default
+sum_rows_op = torch.ops.dtensor_ring.sum_rows.default
 sum_ranks_op = torch.ops.dtensor_ring.sum_ranks.default
 
 
 @torch.library.impl(GATHER, "CompositeExplicitAutograd")
-def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
+def gather_rows(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     """Concatenate the parts of all ranks in rank order, `(T, H)` on each rank.
 
     Args:
@@ -64,7 +64,7 @@ def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) 
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     whole = part.new_empty(sum(rows), part.shape[1])
     parts, part = whole.split(list(rows)), part.contiguous()
-    with _agreed(group, "gather_parts", part, rows) as transport:
+    with _checked(group, "gather_rows", part, rows) as transport:
         if len(part) != rows[rank]:  # within the context, which reports it to the others
             raise ValueError(f"a part of {len(part)} rows came where {rows[rank]} were announced")
         _move(transport, rank, parts, [part] * len(rows))
@@ -73,7 +73,7 @@ def gather_parts(part: Tensor, rows: Sequence[int], rank: int, group_name: str) 
 
 
 @torch.library.impl(SUM, "CompositeExplicitAutograd")
-def sum_parts(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
+def sum_rows(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     """Sum a tensor over the ranks and return this rank's rows of it, `(rows[rank], H)`.
 
     Args:
@@ -90,21 +90,23 @@ def sum_parts(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) ->
     parts = whole.split(list(rows))
     found = whole.new_empty(len(rows), *parts[rank].shape)
     found[rank].copy_(parts[rank])
-    with _agreed(group, "sum_parts", whole, rows) as transport:
+    with _checked(group, "sum_rows", whole, rows) as transport:
         _move(transport, rank, found.unbind(), parts)
     # Summing in rank order makes runs reproducible; 16-bit dtypes are rounded once.
     wide = torch.promote_types(whole.dtype, torch.float32)
     return found.sum(0, dtype=wide).to(whole.dtype)
 
 
-def sum_ranks(local: Tensor, group_name: str, is_back: bool = False, origin: int = 0) -> Tensor:
+def sum_ranks(
+    local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
+) -> Tensor:
     """Sum a tensor over the ranks and return the sum on each rank.
 
     Args:
         local: this rank's summand, with the same shape on all ranks.
         group_name: the process group.
         is_back: whether backward makes this call.
-        origin: the number of the forward call that this is the backward of; 0 if unknown.
+        forward_call: the number of the forward call that this is the backward of; 0 if unknown.
 
     Raises:
         RingError: on every rank, if they differ in the number of elements or in the dtype.
@@ -115,7 +117,7 @@ def sum_ranks(local: Tensor, group_name: str, is_back: bool = False, origin: int
     found = local.new_empty(size, *local.shape)
     found[rank].copy_(local)
     flat = [part.view(-1) for part in found.unbind()]
-    with _agreed_sum(group, local, is_back, origin) as transport:
+    with _checked_sum(group, local, is_back, forward_call) as transport:
         _move(transport, rank, flat, [flat[rank]] * size)
     # All ranks sum in the same order, so their results are bitwise equal.
     return found.sum(0)
@@ -124,7 +126,9 @@ def sum_ranks(local: Tensor, group_name: str, is_back: bool = False, origin: int
 torch.library.impl(SUM_RANKS, "CompositeExplicitAutograd")(sum_ranks)
 
 
-def _agreed_sum(group: ProcessGroup, x: Tensor, is_back: bool, origin: int) -> TransportContext:
+def _checked_sum(
+    group: ProcessGroup, x: Tensor, is_back: bool, forward_call: int
+) -> TransportContext:
     """Return the transport of a sum over ranks; it checks that all ranks make the same call."""
     transport = transport_of(group)
     if group.size() == 1:
@@ -138,17 +142,19 @@ def _agreed_sum(group: ProcessGroup, x: Tensor, is_back: bool, origin: int) -> T
         "dtypes": str(x.dtype),
         "head dims": str([x.numel()]),
     }
-    how = {"origin": origin, "where": CALLER.where, "first_bytes": x.nbytes}
-    return agreed_transport(group, Word(fields), direction, x.device, **how)
+    how = {"forward_call": forward_call, "call_site": CALLER.site, "first_bytes": x.nbytes}
+    return checked_transport(group, CallRecord(fields), direction, x.device, **how)
 
 
-def _agreed(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> TransportContext:
+def _checked(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> TransportContext:
     """Return the transport of a call; it checks that all ranks make the same call."""
     if group.size() == 1:
         return nullcontext(transport_of(group))  # nobody to agree with
     facts = {"op": op, "dtype": x.dtype, "device": x.device.type, "width": x.shape[1]}
     fields = {name: str(value) for name, value in (facts | {"rows": tuple(rows)}).items()}
-    return agreed_transport(group, Word({"direction": "forward"} | fields), "forward", x.device)
+    return checked_transport(
+        group, CallRecord({"direction": "forward"} | fields), "forward", x.device
+    )
 
 
 def _move(
@@ -180,11 +186,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return sum_parts_op(grad, *ctx.place), None, None, None
+    return sum_rows_op(grad, *ctx.place), None, None, None
 
 
 def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return gather_parts_op(grad, *ctx.place), None, None, None
+    return gather_rows_op(grad, *ctx.place), None, None, None
 
 
 register_gradient(GATHER, _sum_gradient, _keep)
@@ -193,7 +199,7 @@ register_gradient(SUM, _gather_gradient, _keep)
 
 @torch.library.register_fake(SUM_RANKS)
 def _fake_sum_ranks(
-    local: Tensor, group_name: str, is_back: bool = False, origin: int = 0
+    local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
 ) -> Tensor:
     return local.new_empty(1, *local.shape).sum(0)
 
@@ -212,22 +218,22 @@ class _SumFunction(_SingleLevelFunction):
         ctx.place = group_name, place, 0
         if is_plain_call(keyset):  # a compiler only traces: there is no call, and no number of it
             group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
-            ctx.place = group_name, place, session_of(group).number
+            ctx.place = group_name, place, group_state_of(group).number
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        group_name, (is_back, origin), number = ctx.place
-        total = sum_ranks_op(grads[0], group_name, not is_back, 0 if origin else number)
+        group_name, (is_back, forward_call), number = ctx.place
+        total = sum_ranks_op(grads[0], group_name, not is_back, 0 if forward_call else number)
         return total, None, None, None, None
 
 
 def _recorded_sum(
-    keyset: Any, local: Tensor, group_name: str, is_back: bool = False, origin: int = 0
+    keyset: Any, local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
 ) -> Tensor:
     if forward_ad._current_level >= 0:
         refuse_tangents((local,))
-    place = group_name, is_back, origin
+    place = group_name, is_back, forward_call
     if torch.is_grad_enabled() and local.requires_grad:
         return recorded(_SumFunction, local, keyset, *place)
     return below_autograd(sum_ranks_op, sum_ranks, keyset, local, *place)

@@ -54,7 +54,7 @@ def _differ() -> tuple[Found, Found]:
     return error_of(call), error_of(call)
 
 
-def test_no_messages_but_words(pool: Pool) -> None:
+def test_no_messages_but_records(pool: Pool) -> None:
     """Documents within shards: nothing else travels, and ranks still agree."""
     for text, _ in pool.run(2, _differ_alone):
         assert "they differ in softcap" in text
@@ -85,7 +85,7 @@ def _turn_around() -> Found:
 
 def test_calls_in_another_order(pool: Pool) -> None:
     for text, _ in pool.run(2, _call_in_another_order):
-        assert "they differ in place of the call: test_agreed.py:" in text
+        assert "they differ in call site: test_agreed.py:" in text
 
 
 def _call_in_another_order() -> Found:

@@ -1,4 +1,4 @@
-"""Layouts are dealt as they promise: broken promises are refused."""
+"""Layouts are sharded as they promise: broken promises are refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dtensor_ring import Mask
 from dtensor_ring.planning.layout import Layout, Run, shard_length
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.run_table import deal
-from tests.planning.test_layout import dealings, positions
+from dtensor_ring.planning.run_table import shard_table
+from tests.planning.test_layout import positions, shard_tables
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Written(Layout):
         return self.shards[rank]
 
 
-@given(dealings())
-def test_deal_has_all_runs(dealing: tuple[Layout, int, int]) -> None:
-    layout, world_size, seq_len = dealing
-    dealt = deal(layout, world_size, seq_len)
-    assert deal(layout, world_size, seq_len) is dealt, "once"
-    columns = zip(dealt.starts, dealt.lengths, dealt.owners, dealt.cols, strict=True)
+@given(shard_tables())
+def test_shard_table_has_all_runs(sharding: tuple[Layout, int, int]) -> None:
+    layout, world_size, seq_len = sharding
+    sharded = shard_table(layout, world_size, seq_len)
+    assert shard_table(layout, world_size, seq_len) is sharded, "once"
+    columns = zip(sharded.starts, sharded.lengths, sharded.owners, sharded.cols, strict=True)
     for start, run_length, owner, col in columns:
-        expected = [start + i * dealt.stride for i in range(run_length)]
+        expected = [start + i * sharded.stride for i in range(run_length)]
         held = layout.positions(owner, world_size, seq_len)
         assert held[col : col + run_length] == expected
-    assert sum(dealt.lengths) == seq_len
-    assert [dealt.num_local(rank) for rank in range(world_size)] == [
+    assert sum(sharded.lengths) == seq_len
+    assert [sharded.num_local(rank) for rank in range(world_size)] == [
         shard_length(rank, world_size, seq_len) for rank in range(world_size)
     ]
 
@@ -67,7 +67,7 @@ BROKEN = [
 def test_broken_promises(shards: list[list[tuple[int, ...]]], message: str) -> None:
     layout = Written(tuple(tuple(Run(*run) for run in shard) for shard in shards))
     for refuse in (
-        lambda: deal(layout, 2, 8),
+        lambda: shard_table(layout, 2, 8),
         lambda: plan(layout, Mask.causal(), 0, 2, 8),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -78,16 +78,16 @@ def test_broken_promises(shards: list[list[tuple[int, ...]]], message: str) -> N
 
 @given(st.data())
 def test_no_broken_promise_passes(data: st.DataObject) -> None:
-    """Runs drawn at random either deal every position once, in order, or are refused."""
+    """Runs drawn at random either shard every position once, in order, or are refused."""
     stride = data.draw(st.integers(1, 3))
     run = st.builds(Run, st.integers(-1, 9), st.integers(0, 4), st.just(stride))
     shards = data.draw(st.lists(st.lists(run, max_size=3).map(tuple), min_size=2, max_size=2))
     layout = Written(tuple(shards))
-    dealt = positions(layout, 2, 6)
+    sharded = positions(layout, 2, 6)
     lasts = [(a.last, b.start) for shard in shards for a, b in pairwise(shard)]
     keeps = (
-        sorted(chain.from_iterable(dealt)) == list(range(6))
-        and [len(shard) for shard in dealt] == [3, 3]
+        sorted(chain.from_iterable(sharded)) == list(range(6))
+        and [len(shard) for shard in sharded] == [3, 3]
         and all(run.length for shard in shards for run in shard)
         and all(last < start for last, start in lasts)
     )
@@ -96,7 +96,7 @@ def test_no_broken_promise_passes(data: st.DataObject) -> None:
 
 def is_accepted(layout: Layout) -> bool:
     try:
-        deal(layout, 2, 6)
+        shard_table(layout, 2, 6)
     except ValueError:
         return False
     return True

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
-from parallel_plans.huggingface.versions import cache_name
+from parallel_plans.huggingface.core.versions import cache_name
 
 WORLD_SIZE = 2
 HEADS, KEY_HEADS, HEAD_DIM, LAYERS = 16, 8, 64, 2

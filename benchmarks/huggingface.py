@@ -13,7 +13,7 @@ from pathlib import Path
 
 from docs.marked import table_row, write_part
 from dtensor_ring import Mask
-from parallel_plans.huggingface.patterns import LayerMask, read_patterns
+from parallel_plans.huggingface.core.patterns import LayerMask, read_patterns
 from tests.dense import largest
 from tests.families import FAMILIES, small_model
 from tests.huggingface.test_families import LAYOUTS, compare

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from parallel_plans.huggingface.cross_entropy import projected_cross_entropy
+from parallel_plans.huggingface.losses.cross_entropy import projected_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

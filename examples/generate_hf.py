@@ -33,7 +33,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
-from parallel_plans.huggingface.versions import cache_name
+from parallel_plans.huggingface.core.versions import cache_name
 
 RESULT = "generated.json"
 TRAINED_LENGTH = 512

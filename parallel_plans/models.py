@@ -36,7 +36,7 @@ def load(spec: str, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
         )
     try:
         # Imported here, as it subclasses classes of torchtitan, which is optional.
-        meta = import_module("parallel_plans.torchtitan.meta")
+        meta = import_module("parallel_plans.torchtitan.decoder")
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{spec} is a config of torchtitan, which is not installed ({error}): "

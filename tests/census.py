@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from docs.marked import table_row
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.eligibility import check_model
-from parallel_plans.huggingface.patterns import LayerMask
-from parallel_plans.huggingface.sharding import shardings_of
-from parallel_plans.huggingface.stateful import stateful_layers
+from parallel_plans.huggingface.core.patterns import LayerMask
+from parallel_plans.huggingface.probing.eligibility import check_model
+from parallel_plans.huggingface.sharding.sharding import shardings_of
+from parallel_plans.huggingface.states.stateful import stateful_layers
 from tests.model_images import images_of
 from tests.model_types import (
     KINDS,

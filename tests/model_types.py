@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from parallel_plans.huggingface.twin import small_config
+from parallel_plans.huggingface.probing.twin import small_config
 from tests.model_images import IMAGE_TOKENS, Images
 
 KINDS = {

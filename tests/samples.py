@@ -21,52 +21,57 @@ SEAMS = {
         "test_ten_steps_of_fsdp_equal_one_process",
         "test_tensor_parallelism_beside_it",
     ],
-    "huggingface/test_generate.py": [
+    "huggingface/generation/test_generate.py": [
         "test_greedy_tokens_of_all_families",
         "test_turns_equal_one_forward",
         "test_ways_to_generate",
     ],
-    "huggingface/test_generate_images.py": [
+    "huggingface/generation/test_generate_images.py": [
         "test_refused_on_every_rank",
         "test_tokens_after_images",
         "test_ways_to_generate",
     ],
-    "huggingface/test_generate_ranks.py": ["test_ranks_that_begin_differently"],
-    "huggingface/test_hf_cache.py": ["test_cache", "test_layers_that_keep_something_else"],
-    "huggingface/test_hf_cached.py": ["test_calls"],
-    "huggingface/test_hf_classification.py": ["test_heads_equal_one_process"],
-    "huggingface/test_hf_given.py": ["test_trains_as_one_process"],
+    "huggingface/generation/test_generate_ranks.py": ["test_ranks_that_begin_differently"],
+    "huggingface/generation/test_hf_cache.py": [
+        "test_cache",
+        "test_layers_that_keep_something_else",
+    ],
+    "huggingface/generation/test_hf_cached.py": ["test_calls"],
+    "huggingface/core/test_hf_classification.py": ["test_heads_equal_one_process"],
+    "huggingface/core/test_hf_given.py": ["test_trains_as_one_process"],
     "huggingface/test_hf_meta.py": ["test_sharded_and_loaded_equals_one_process"],
-    "huggingface/test_hf_restore.py": ["test_is_as_before"],
-    "huggingface/test_hf_router.py": ["test_router_outputs_equal_one_process"],
-    "huggingface/test_hf_versions.py": ["test_a_forward_that_names_none_hands_on_its_parts_name"],
+    "huggingface/core/test_hf_restore.py": ["test_is_as_before"],
+    "huggingface/losses/test_hf_router.py": ["test_router_outputs_equal_one_process"],
+    "huggingface/core/test_hf_versions.py": [
+        "test_a_forward_that_names_none_hands_on_its_parts_name"
+    ],
     "huggingface/test_huggingface.py": ["test_outputs_of_all_input_forms"],
-    "huggingface/test_hybrids.py": [
+    "huggingface/states/test_hybrids.py": [
         "test_compiled_as_a_whole",
         "test_hybrid_equals_the_stock_model",
         "test_layers_go_on_from_their_states",
     ],
-    "huggingface/test_hybrids_packed.py": [
+    "huggingface/states/test_hybrids_packed.py": [
         "test_checkpointing_repeats_a_layer_with_its_own_documents",
         "test_packed_documents_are_as_alone",
     ],
-    "huggingface/test_images.py": [
+    "huggingface/vision/test_images.py": [
         "test_images_equal_the_stock_model",
         "test_ten_steps_of_fsdp_equal_one_process",
     ],
-    "huggingface/test_images_compiled.py": ["test_whole_model_in_one_graph"],
-    "huggingface/test_images_dealt.py": ["test_equals_one_process"],
-    "huggingface/test_trainer.py": [
+    "huggingface/vision/test_images_compiled.py": ["test_whole_model_in_one_graph"],
+    "huggingface/vision/test_images_dealt.py": ["test_equals_one_process"],
+    "huggingface/trainers/test_trainer.py": [
         "test_predictions_under_prompt_tuning",
         "test_survives_what_accelerate_unwraps",
         "test_trains_evaluates_and_resumes_as_one_process",
     ],
-    "huggingface/test_trainer_mesh.py": [
+    "huggingface/trainers/test_trainer_mesh.py": [
         "test_mesh_of_a_config",
         "test_mixed_precision_and_saving",
     ],
-    "huggingface/test_trainer_steps.py": ["test_ten_steps_equal_one_process"],
-    "huggingface/test_trl.py": [
+    "huggingface/trainers/test_trainer_steps.py": ["test_ten_steps_equal_one_process"],
+    "huggingface/trainers/test_trl.py": [
         "test_head_projects_own_tokens_only",
         "test_trains_and_reports_as_one_process",
     ],
@@ -127,7 +132,7 @@ OLDEST = {
         "test_forward_mode_is_refused",
         "test_second_derivatives_are_refused",
     ],
-    "ops/test_parts.py": ["test_ops"],
+    "ops/test_rows_op.py": ["test_ops"],
     "ops/test_state.py": ["test_gradcheck", "test_ops"],
     "ops/test_transforms.py": [
         "test_transform[module-ulysses]",
@@ -176,8 +181,8 @@ OLDEST = {
         "test_one_node_per_attention",
         "test_ring_attention_inside",
     ],
-    "all_to_all/test_traded.py": ["test_as_dense[zigzag, causal, ulysses of 2]"],
-    "all_to_all/test_traded_compiled.py": [
+    "all_to_all/test_ulysses.py": ["test_as_dense[zigzag, causal, ulysses of 2]"],
+    "all_to_all/test_ulysses_compiled.py": [
         "test_one_node_for_each_exchange_and_five_batches_compile_once"
     ],
     "dtensor/test_varlen.py": ["test_compiled", "test_every_window[2-contiguous]"],
@@ -189,7 +194,7 @@ OLDEST = {
     "huggingface/test_families_trained.py": [
         "test_ten_steps_of_fsdp_equal_one_process[none-calls0]"
     ],
-    "huggingface/test_generate.py": ["test_ways_to_generate[Llama-2]"],
+    "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],
     "decode/test_decode_compile.py": [
         "test_a_hundred_steps_compile_twice_at_most",
         "test_opcheck[runs and rows]",
@@ -201,7 +206,7 @@ OLDEST = {
         "test_ring_of_large_messages[zigzag-1]",
     ],
     "test_public.py": ["test_import_loads_nothing_else"],
-    "agreement/test_agreed.py": [
+    "agreement/test_checked_transport.py": [
         "test_a_difference_is_named_on_every_rank",
         "test_two_threads_on_one_group",
     ],

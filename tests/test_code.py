@@ -24,6 +24,9 @@ LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run"
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "simulate", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
+FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "vision")
+FOLDERS += ("trainers",)
+"""Of `huggingface/`, in the order of their imports; its other files stand above them."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
@@ -32,12 +35,15 @@ OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "
 SUBCLASSES = (
     "parallel_plans.huggingface.grpo",
     "parallel_plans.huggingface.trainer",
-    "parallel_plans.huggingface.trainer_mesh",
+    "parallel_plans.huggingface.trainers.trainer_mesh",
     "parallel_plans.huggingface.trl",
     "parallel_plans.torchtitan",
 )
 """Of classes of an optional package, which they import first: nobody imports them but users."""
-ON_FIRST_USE = {"dtensor_ring.compute.merge_triton", "parallel_plans.huggingface.cache"}
+ON_FIRST_USE = {
+    "dtensor_ring.compute.merge_triton",
+    "parallel_plans.huggingface.generation.context_parallel_cache",
+}
 """Need an optional package, and are imported in functions only."""
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -146,6 +152,21 @@ def test_folders_within_layers_import_one_way() -> None:
         if name.startswith("dtensor_ring."):
             graph.setdefault(_part(name), set()).update(ours - {_part(name)})
     TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def _floor(module: str) -> int:
+    """The place of a module of `huggingface/` among its folders."""
+    folder = module.split(".")[2]
+    return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+
+
+def test_folders_of_huggingface_import_one_way() -> None:
+    package = "parallel_plans.huggingface."
+    for name, tree in TREES.items():
+        if name.startswith(package):
+            ours = [x for x in _imports(tree) if x.startswith(package)]
+            assert all(_floor(imported) <= _floor(name) for imported in ours), (name, ours)
+    assert {x.split(".")[2] for x in TREES if x.startswith(package)} >= set(FOLDERS)
 
 
 def _subclasses(module: str) -> bool:

@@ -37,8 +37,8 @@ def test_docstrings() -> None:
 def _modules() -> list[ModuleType]:
     """All but what needs torchtitan or triton, which their own tests import."""
     found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
-    for package in (parallel_plans, huggingface):
-        found += pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    found += pkgutil.iter_modules(parallel_plans.__path__, "parallel_plans.")
+    found += pkgutil.walk_packages(huggingface.__path__, "parallel_plans.huggingface.")
     others = ("parallel_plans.torchtitan", "dtensor_ring.compute.merge_triton")
     names = [info.name for info in found if info.name not in others]
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]

@@ -13,8 +13,8 @@ import pytest
 
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.compute.kernels.registry import unregister_kernel
-from tests.huggingface.test_trainer import under_torchrun
-from tests.huggingface.trl_runs import harmless
+from tests.huggingface.trainers.test_trainer import under_torchrun
+from tests.huggingface.trainers.trl_runs import harmless
 from tests.pool import Pool
 from tests.test_public import ROOT
 

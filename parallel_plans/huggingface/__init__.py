@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from parallel_plans.huggingface.checkpoint import ring_checkpoint_contexts
+from parallel_plans.huggingface.core.attention_function import ring_checkpoint_contexts
+from parallel_plans.huggingface.core.restore import restore_model, stock_model
 from parallel_plans.huggingface.plan import context_parallel_plan
-from parallel_plans.huggingface.restore import restore_model, stock_model
 
 if TYPE_CHECKING:
-    from parallel_plans.huggingface.cache import ContextParallelCache
+    from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
 __all__ = [
     "ContextParallelCache",
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     """Import `ContextParallelCache` on first use, because it imports transformers."""
     if name != "ContextParallelCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from parallel_plans.huggingface.cache import ContextParallelCache
+    from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
     return ContextParallelCache

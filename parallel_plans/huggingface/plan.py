@@ -13,33 +13,43 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.extension import Layout, as_layout, check_axis_options, name_layer
-from parallel_plans.huggingface.around import install_around
-from parallel_plans.huggingface.attention import IMPLEMENTATION, attention
-from parallel_plans.huggingface.cached import asks_cache, forward_with_cache
-from parallel_plans.huggingface.classification import backbone_of, join_behind, linear_head
-from parallel_plans.huggingface.dropout import check_dropout
-from parallel_plans.huggingface.eligibility import check_model, without_adapters
-from parallel_plans.huggingface.generate import install_generate
-from parallel_plans.huggingface.given import mask_of
-from parallel_plans.huggingface.head import (
+from parallel_plans.huggingface.core.attention_function import (
+    IMPLEMENTATION,
+    attention,
+    check_dropout,
+)
+from parallel_plans.huggingface.core.given_masks import mask_of
+from parallel_plans.huggingface.core.language_model import (
+    backbone_of,
+    join_behind,
+    language_model_of,
+    linear_head,
+)
+from parallel_plans.huggingface.core.patterns import LayerMasks, read_patterns, with_strategies
+from parallel_plans.huggingface.core.restore import changing, origin
+from parallel_plans.huggingface.generation.cached import asks_cache, forward_with_cache
+from parallel_plans.huggingface.generation.generate import install_generate
+from parallel_plans.huggingface.losses.head import (
     Tail,
     find_tail,
     give_labels,
     install_head,
     take_losses,
 )
-from parallel_plans.huggingface.language_model import language_model_of
-from parallel_plans.huggingface.layout import DEFAULT, compared_layouts
-from parallel_plans.huggingface.locality import check_head, check_locality
-from parallel_plans.huggingface.loss import Loss, other_loss, predicts_next
-from parallel_plans.huggingface.patterns import LayerMasks, read_patterns, with_strategies
-from parallel_plans.huggingface.relay import AxisRelay, StateSpecs, check_layout, specs_of
-from parallel_plans.huggingface.restore import changing, origin
-from parallel_plans.huggingface.router import other_balance
-from parallel_plans.huggingface.sharding import Sharding, forward_by_name, shardings_of
-from parallel_plans.huggingface.stateful import attention_layers, relay_states, stateful_layers
-from parallel_plans.huggingface.tower import check_dealing
-from parallel_plans.huggingface.twin import small_twin
+from parallel_plans.huggingface.losses.loss import Loss, other_balance, other_loss, predicts_next
+from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
+from parallel_plans.huggingface.probing.probe import check_head, check_locality
+from parallel_plans.huggingface.probing.twin import small_twin
+from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
+from parallel_plans.huggingface.states.default_layout import DEFAULT, compared_layouts
+from parallel_plans.huggingface.states.relay import AxisRelay, StateSpecs, check_layout, specs_of
+from parallel_plans.huggingface.states.stateful import (
+    attention_layers,
+    relay_states,
+    stateful_layers,
+)
+from parallel_plans.huggingface.vision.around import install_around
+from parallel_plans.huggingface.vision.tower import check_dealing
 from parallel_plans.strategies import Given, Strategies
 from parallel_plans.tested import warn_untested
 

@@ -20,21 +20,23 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from parallel_plans.huggingface.classification import backbone_of
+from parallel_plans.huggingface.core.language_model import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
-from parallel_plans.huggingface.sharding import shardings_of, whole_outputs
-from parallel_plans.huggingface.shared_state import as_launched, forget_earlier, fsdp_plugin
-from parallel_plans.huggingface.trainer_mesh import (
+from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
+from parallel_plans.huggingface.trainers.trainer_mesh import (
     DATA_AXES,
     MeshConfig,
     flattened,
     mesh_config,
     trainer_mesh,
 )
-from parallel_plans.huggingface.trainer_options import (
+from parallel_plans.huggingface.trainers.trainer_options import (
+    as_launched,
     check_launch,
     check_options,
     check_weights,
+    forget_earlier,
+    fsdp_plugin,
 )
 from parallel_plans.tested import warn_untested
 

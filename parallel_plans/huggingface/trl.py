@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
-from parallel_plans.huggingface.sharding import Sharding, shardings_of
+from parallel_plans.huggingface.sharding.sharding import Sharding, shardings_of
 from parallel_plans.huggingface.trainer import ContextParallelTrainer, base_of
 from parallel_plans.tested import warn_untested
 

@@ -6,12 +6,11 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from parallel_plans.torchtitan.attention import RingAttention
-from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
 from parallel_plans.torchtitan.decoder import use_ring
-from parallel_plans.torchtitan.documents import Documents
-from parallel_plans.torchtitan.kernel import ring_kernel, ring_strategy
-from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
+from parallel_plans.torchtitan.inner_attention import RingAttention, RingSelectiveAC
+from parallel_plans.torchtitan.packed_batch import Documents
+from parallel_plans.torchtitan.training import RingTrainer, RingValidator
+from parallel_plans.torchtitan.transform_kernel import ring_kernel, ring_strategy
 
 __all__ = [
     "Documents",

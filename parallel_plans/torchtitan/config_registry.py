@@ -19,9 +19,9 @@ from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.trainer import Trainer
 
-from parallel_plans.torchtitan.checkpoint import RingSelectiveAC
 from parallel_plans.torchtitan.decoder import use_ring
-from parallel_plans.torchtitan.trainer import RingTrainer, RingValidator
+from parallel_plans.torchtitan.inner_attention import RingSelectiveAC
+from parallel_plans.torchtitan.training import RingTrainer, RingValidator
 
 
 def with_ring(

@@ -1,25 +1,29 @@
-"""Put ring attention into the layers of torchtitan's models."""
+"""Put ring attention into the layers of torchtitan's models, with or without weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from dtensor_ring.extension import as_layout, check_kernel
+from dtensor_ring import SequenceAxis
+from dtensor_ring.extension import MetaModel, ModelRequest, as_layout, check_kernel
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
-from parallel_plans.torchtitan.attention import UNBOUNDED, RingAttention, mask_of
-from parallel_plans.torchtitan.documents import CUDA_GRAPHS, gather_documents
+from parallel_plans.torchtitan.inner_attention import UNBOUNDED, RingAttention, mask_of
+from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, Documents, gather_documents
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 
@@ -160,3 +164,55 @@ def _owner(config_type: type[Decoder.Config]) -> Any:
     """Return the class that a config builds."""
     assert config_type._owner is not None
     return config_type._owner
+
+
+def model_of_function(
+    module: str, function: str, mesh: DeviceMesh, asked: ModelRequest
+) -> MetaModel:
+    """Build the model of a config function on the meta device, with its sequence over a mesh.
+
+    Args:
+        module: name of the module that has the function.
+        function: name of a function that returns a training config.
+        mesh: mesh of the ranks that share the sequence.
+        asked: what the model is to be run on.
+
+    Raises:
+        ValueError: if there is no such function, or a ring cannot serve its model.
+    """
+    config = _config(module, function)
+    use_ring(config, asked.layout, strategy=asked.strategy)
+    with torch.device("meta"):
+        model: Any = config.build()
+    if asked.dtype is not None:
+        model.to(asked.dtype)
+    for part in model.modules():
+        if isinstance(part, RingAttention):
+            part.axis = SequenceAxis(mesh, part.layout, kernel=part.kernel, policy=part.policy)
+    rank, size = mesh.get_local_rank(), mesh.size()
+    num_local = as_layout(asked.layout).num_tokens(rank, size, asked.seq_len)
+    return MetaModel(type(model).__name__, model, lambda: _loss(model, asked, num_local))
+
+
+def _config(module: str, function: str) -> Any:
+    """Return the config of the model.
+
+    Raises:
+        ValueError: if the function does not return one.
+    """
+    try:
+        found = getattr(import_module(module), function)
+        return found().model_spec.model
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{module}:{function} is not a config function of torchtitan, such as "
+            f"parallel_plans.torchtitan.config_registry:llama3_8b_ring_128k ({error})"
+        ) from error
+
+
+def _loss(model: Any, asked: ModelRequest, num_local: int) -> Tensor:
+    """Compute the loss of this rank's tokens, as torchtitan does."""
+    tokens = torch.zeros(asked.batch, num_local, dtype=torch.long, device="meta")
+    documents = Documents(torch.tensor([0, asked.seq_len], dtype=torch.int32))
+    logits = model(tokens, positions=tokens, attention_masks=documents)
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())

@@ -93,7 +93,7 @@ Action = Callable[[], object]
 
 
 def from_hugging_face(family: str) -> tuple[Action, Action]:
-    from tests.huggingface.hybrids import planned
+    from tests.huggingface.states.hybrids import planned
 
     model, tokens = planned(family), torch.arange(2, 14).view(1, -1)
     names = dict(model.named_modules())

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import transformers
 
-from parallel_plans.huggingface.attention import attention
+from parallel_plans.huggingface.core.attention_function import attention
 from tests.census import PAGE, Verdict, page, rows_of, verdict
 from tests.model_types import KINDS, types_of
 from tests.pool import Pool

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.patterns import MARKER
+from parallel_plans.huggingface.core.patterns import MARKER
 from tests.huggingface.test_huggingface import parallel_model
 from tests.pool import Pool
 

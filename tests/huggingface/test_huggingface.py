@@ -19,7 +19,7 @@ from train_hf import average_gradients, batch_of, inputs_of
 
 from dtensor_ring import unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.eligibility import check_model
+from parallel_plans.huggingface.probing.eligibility import check_model
 from tests.dense import largest
 from tests.pool import Pool
 

@@ -71,7 +71,7 @@ def same_order(one: str, other: str, world_size: int) -> bool:
 
 
 def _deal(layout: str) -> None:
-    from parallel_plans.torchtitan.documents import deal, gather_documents
+    from parallel_plans.torchtitan.packed_batch import deal, gather_documents
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
@@ -104,7 +104,7 @@ def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
 
     from parallel_plans.torchtitan import RingSelectiveAC, RingTrainer, RingValidator
     from parallel_plans.torchtitan import config_registry as registry
-    from parallel_plans.torchtitan.trainer import ring_layout
+    from parallel_plans.torchtitan.training import ring_layout
 
     found = {}
     for name in [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]:
@@ -146,8 +146,8 @@ def _refuse_configs() -> None:
 
     from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
-    from parallel_plans.torchtitan.documents import deal
-    from parallel_plans.torchtitan.trainer import ring_layout
+    from parallel_plans.torchtitan.packed_batch import deal
+    from parallel_plans.torchtitan.training import ring_layout
 
     class Masking(Llama3Model):
         @dataclass(kw_only=True, slots=True)
@@ -185,7 +185,7 @@ def _refuse_configs() -> None:
         with_ring(llama3_debugmodel_ring())
     captured = llama3_debugmodel_ring()
     captured.training.disable_cuda_graphs = False
-    on_gpus = patch("parallel_plans.torchtitan.trainer.device_type", "cuda")
+    on_gpus = patch("parallel_plans.torchtitan.training.device_type", "cuda")
     with on_gpus, pytest.raises(ValueError, match=r"give --training\.disable_cuda_graphs"):
         RingTrainer(captured)
     for names in (["input"], ["input", "pixels", "positions"]):

@@ -1,0 +1,1 @@
+"""What every part of the plan uses: masks, documents, and the attention function."""

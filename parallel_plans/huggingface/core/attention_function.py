@@ -1,0 +1,223 @@
+"""The attention implementation named `ring`: no dropout, and checkpointing keeps its results."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import dtensor_ring  # noqa: F401 - registers the op
+from dtensor_ring.extension import within_layer
+from parallel_plans.huggingface.core.frames import Frame, Pieces
+from parallel_plans.huggingface.core.given_masks import GivenMask, ModelMask
+from parallel_plans.huggingface.core.patterns import (
+    LayerMask,
+    LayerMasks,
+    Pattern,
+    first_attention,
+    is_pattern,
+    pattern_of,
+    two_tokens,
+)
+
+IMPLEMENTATION = "ring"
+BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
+
+
+class RingInputs(NamedTuple):
+    """What attention needs to know of the batch, passed down as the keyword `ring`.
+
+    Attributes:
+        frames: one per layer, or one for all layers if there is no cache.
+        indices: positions in the batch of this rank's tokens, `(L,)`.
+        layer_masks: the mask of each pattern.
+        given: what all layers see, if a model around this one says it.
+        past: number of tokens cached before this batch.
+        pieces: pieces of the sequence, for layers with a state.
+    """
+
+    frames: tuple[Frame, ...]
+    indices: Tensor
+    layer_masks: LayerMasks
+    given: GivenMask | None = None
+    past: int = 0
+    pieces: Pieces | None = None
+
+    def frame(self, module: Any) -> Frame:
+        """Return the frame of a layer."""
+        return self.frames[0] if len(self.frames) == 1 else self.frames[module.layer_idx]
+
+
+def check_implementation(config: Any) -> None:
+    """Refuse a model whose attention implementation was changed after the plan was applied.
+
+    Raises:
+        ValueError: naming its implementation.
+    """
+    chosen = config._attn_implementation
+    if chosen != IMPLEMENTATION:
+        raise ValueError(
+            f"attention was set to {chosen!r} after the plan, and would see this rank's tokens "
+            f"only; model.set_attn_implementation({IMPLEMENTATION!r}) brings the ring back"
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ring: RingInputs | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`."""
+    if ring is None:
+        raise ValueError(
+            'attention "ring" needs the model to be called as a whole: parallelize_module with '
+            "context_parallel_plan on the module that you call"
+        )
+    frame = ring.frame(module)
+    _refuse(module, query, key, dropout, others, frame)
+    query = at_positions(module, query, ring.indices, ring.past)
+    scores = {"sinks": s_aux, "scale": scaling, "softcap": softcap or 0.0}
+    seen = _seen(module, attention_mask, ring, frame)
+    with within_layer(module):
+        out = frame.attend(query, key, value, **scores, **seen)
+    return out.transpose(1, 2), None
+
+
+def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame) -> dict[str, Any]:
+    """Return what the layer's tokens see, as arguments of attention."""
+    given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
+    if given is not None:
+        return {"slices": given.slices(frame.begin)}
+    layer_mask = _layer_mask(module, attention_mask, ring)
+    cu_seqlens, mask = frame.documents.of(layer_mask)
+    return {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": layer_mask.strategy}
+
+
+def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:
+    """Return the mask of the layer's pattern."""
+    name = type(module).__name__
+    if isinstance(attention_mask, ModelMask):
+        attention_mask = attention_mask.pattern
+    if not is_pattern(attention_mask):
+        what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+        raise ValueError(
+            f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
+            "mask of its own, only those that transformers.masking_utils composes"
+        )
+    found = ring.layer_masks.get(attention_mask, "it was not seen when the plan was applied")
+    if isinstance(found, str):
+        raise ValueError(
+            f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "
+            f"by a ring: {found}"
+        )
+    return found
+
+
+def _described(pattern: Pattern) -> str:
+    _, causal, size, added = pattern
+    words = ["causal" if causal else "bidirectional"]
+    words += [] if size is None else [f"of {size} tokens"]
+    words += ["with a mask function of the model's own"] if added else []
+    return " ".join(words)
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    dropout: float,
+    others: dict[str, Any],
+    frame: Frame,
+) -> None:
+    if dropout:
+        raise ValueError(f"{type(module).__name__}: {no_dropout(module, dropout)}")
+    if query.shape[2] != key.shape[2] and frame.key_runs is None:
+        raise ValueError(
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
+            "cross attention of Hugging Face models is not supported over a sharded sequence"
+        )
+    for name in BIASES:
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
+
+
+def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
+    """Rescale queries that a layer has scaled by their position in the shard.
+
+    Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
+    2501.19399). They count it in the tensor they see, after the cached tokens. `indices`, `(L,)`,
+    are the true positions.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    # One factor undoes the layer's scale and applies that of the true position.
+    here = past + torch.arange(query.shape[2], device=query.device)
+    wanted, applied = (
+        torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        for x in (indices, here)
+    )
+    return (query * (wanted / applied).view(1, 1, -1, 1)).to(query.dtype)
+
+
+def check_dropout(model: Any) -> None:
+    """Refuse a model that drops attention weights in training, in whatever mode it is now.
+
+    Raises:
+        ValueError: naming the option of its config.
+    """
+    tokens = two_tokens(model)
+    module = first_attention(model, pattern_of, input_ids=tokens).module
+    # Set this module only: in training, other modules may skip layers at random.
+    was, module.training = module.training, True
+    try:
+        dropout = first_attention(model, pattern_of, input_ids=tokens).dropout
+    finally:
+        module.training = was
+    if dropout:
+        raise ValueError(
+            f"no context-parallel plan for {type(model).__name__}: {no_dropout(model, dropout)}"
+        )
+
+
+def no_dropout(module: Any, dropout: float) -> str:
+    """Return why this dropout is refused, and how to turn it off by its name in the config."""
+    config = getattr(module, "config", None)
+    options = config.to_dict() if config is not None else {}
+    names = [name for name, x in options.items() if "drop" in name and x == dropout]
+    of_attention = [name for name in names if "att" in name]
+    name = (of_attention or names or ["attention_dropout"])[0]
+    return (
+        f"a ring has no attention dropout, and {name} is {dropout}; make the model with {name}=0, "
+        f"as by from_pretrained(..., {name}=0)"
+    )
+
+
+RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
+
+
+def ring_checkpoint_contexts() -> tuple[Any, Any]:
+    """Return contexts for `torch.utils.checkpoint` that recompute everything but attention.
+
+    A layer runs ring attention once in forward and once in backward, as without checkpointing. It
+    keeps the output of its attention, `(B, N, L, H)`, beside its input.
+
+    Example:
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model.activation_checkpointing_enable(
+        ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
+        ... )
+    """
+    return create_selective_checkpoint_contexts([RING_ATTENTION])

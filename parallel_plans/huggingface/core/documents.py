@@ -1,0 +1,218 @@
+"""Finds where the documents of a batch begin and end, by the rules of transformers' own masks."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import Mask
+from parallel_plans.cu_seqlens import boundaries
+from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT, LayerMask
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
+
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+
+    Attributes:
+        packed: boundaries for layers whose masks restart where positions do, see `LayerMask`.
+        others: boundaries for all other layers.
+        chunks: boundaries of chunks, by chunk size; chunks count from the start of a document.
+        runs: the runs of each rank, see `sequence_runs`, if the layout belongs to the batch.
+        has_axes: whether the documents were found in positions of several axes.
+    """
+
+    packed: Tensor | None = None
+    others: Tensor | None = None
+    chunks: dict[int, Tensor] = field(default_factory=dict)
+    runs: Tensor | None = None
+    has_axes: bool = False
+
+    def of(self, layer_mask: LayerMask) -> tuple[Tensor | None, Mask]:
+        """Return boundaries and mask for a layer."""
+        mask = layer_mask.mask
+        # These boundaries separate the chunks already, so the mask must not do it again.
+        if mask.chunk in self.chunks:
+            return self.chunks[mask.chunk], Mask(mask.left, mask.right)
+        return (self.packed if layer_mask.starts_anew(self.has_axes) else self.others), mask
+
+    def bounded(self, seq_len: int) -> Documents:
+        """Return the documents of a batch that was padded after `seq_len` tokens."""
+        # Tokens after the last boundary see nothing, as padding should.
+        whole = torch.tensor([0, seq_len], dtype=torch.int32)
+        packed, others = (whole if x is None else x for x in (self.packed, self.others))
+        return replace(self, packed=packed, others=others)
+
+
+def find_documents(
+    seq_len: int,
+    chunks: Set[int],
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+) -> Documents:
+    """Return the documents of a batch of `seq_len` tokens, by its arguments.
+
+    `cu_seq_lens_q` holds for all layers, as in flash attention. Without it, an `attention_mask`
+    makes padding a document of its own. Without both, documents begin where `position_ids` do not
+    continue, in layers whose own masks follow positions.
+
+    Raises:
+        ValueError: if an attention mask has more than one stretch of tokens in a row, or the
+            boundaries are not one row.
+    """
+    positions, has_axes = _text_positions(position_ids)
+    if cu_seq_lens_q is not None:
+        if attention_mask is not None:
+            _require(
+                attention_mask.bool().all(),
+                "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
+                "leave one of them out",
+            )
+        return _by_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_len, chunks)
+    elif attention_mask is not None:
+        starts = _starts_by_padding(attention_mask)
+    elif positions is not None:
+        starts = _starts_by_positions(positions)
+    else:
+        return Documents()
+    bounds = boundaries(starts)
+    # Masks by padding hold in all layers, masks by positions in some.
+    by_positions = attention_mask is None
+    within = _within(starts, chunks, positions if by_positions else None)
+    others = None if by_positions else bounds
+    return Documents(bounds, others, within, has_axes=has_axes)
+
+
+def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
+    """Return positions that count tokens, `(B, S)`, and whether `positions` has several axes."""
+    has_axes = positions is not None and positions.ndim > 2
+    if positions is None or not has_axes:
+        return positions, False
+    return (positions[0] if len(positions) == AXES_WITH_TEXT else None), True
+
+
+def cached_documents(
+    left_padding: Tensor | None, begin: int, end: int, chunks: Set[int]
+) -> Documents:
+    """Return the documents of positions `begin ... end - 1` of a cache, counted from `begin`.
+
+    Args:
+        left_padding: number of padding tokens before each row, `(B,)`, `None` without padding.
+        begin: the first position that is kept.
+        end: the end of the positions; later ones see nothing.
+        chunks: sizes of chunks, which count from the first token of a row.
+    """
+    # Without padding one row serves all.
+    padding = torch.zeros((), dtype=torch.int64) if left_padding is None else left_padding
+    padding = padding.unsqueeze(-1)
+
+    def bounded(*starts: Tensor) -> Tensor:
+        ends = [torch.full_like(padding, x) for x in (0, end - begin)]
+        found = torch.cat([ends[0], *(x - begin for x in starts), ends[1]], -1)
+        return found.clamp(0, end - begin).int()
+
+    bounds = bounded(padding)
+    steps = {chunk: chunk * torch.arange(-(-end // chunk) + 1) for chunk in chunks}
+    within = {chunk: bounded(padding + x) for chunk, x in steps.items()}
+    return Documents(bounds, bounds, within)
+
+
+def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
+    """Return the left padding of each row of a cached sequence, `(B,)` on the CPU, or `None`.
+
+    Raises:
+        ValueError: if the mask does not cover all tokens, cached and new, or has other holes.
+    """
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    is_token = attention_mask.bool().cpu()
+    padding = is_token.int().argmax(-1)
+    _require(
+        (is_token.sum(-1) == num_tokens - padding).all(),
+        "attention_mask must have no padding but on the left of each row, if there is a cache: "
+        'tokenizer.padding_side = "left"; generate takes tokens of the pad id for padding, unless '
+        "it is given an attention_mask",
+    )
+    return padding if padding.any() else None
+
+
+def _by_boundaries(
+    given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
+) -> Documents:
+    """Return the given boundaries; tokens after the last one become a document, too."""
+    if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
+            f"{tuple(given.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
+        )
+    _require(
+        (given[0] == 0) & (given[-1] <= seq_len) & (given.diff() >= 0).all(),
+        f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",
+    )
+    if of_keys is not None:
+        _require((of_keys == given).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
+    # One more boundary makes tokens after the last one a document.
+    bounds = torch.nn.functional.pad(given, (0, 1), value=seq_len).int().cpu()
+    within = {}
+    if chunks:
+        # One longer than the batch: the last boundary may be its end.
+        starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
+        starts = starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
+        within = _within(starts, chunks, None)
+    return Documents(bounds, bounds, within)
+
+
+def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:
+    """Return boundaries of documents and of chunks within them, by the size of the chunks."""
+    return {chunk: boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks}
+
+
+def _starts_by_padding(attention_mask: Tensor) -> Tensor:
+    is_token = attention_mask.bool()
+    before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
+    _require(
+        ((is_token & ~before).sum(-1) <= 1).all(),
+        "attention_mask must be one stretch of tokens in each row, with padding before or after "
+        "it; for packed documents leave it out, and give position_ids that start again",
+    )
+    return _with_first(is_token[:, 1:] != is_token[:, :-1])
+
+
+def _starts_by_positions(position_ids: Tensor) -> Tensor:
+    return _with_first(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def _with_first(changes: Tensor) -> Tensor:
+    """Prepend the first token of each row, which always starts a document."""
+    return torch.nn.functional.pad(changes, (1, 0), value=True)
+
+
+def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -> Tensor:
+    """Return where chunks start: they count from a document's start, or by packed positions."""
+    index = torch.arange(starts.shape[1], device=starts.device)
+    # The start of a token's document is the last start up to it.
+    position = index - torch.where(starts, index, 0).cummax(-1).values
+    if position_ids is not None:
+        # A single document may begin at any position; its chunks count from its first token.
+        is_packed = (starts.sum(-1) > 1).any()
+        position = torch.where(is_packed, position_ids, position)
+    return starts | (position % chunk == 0)
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise unless the condition holds; a compiled graph asserts it when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)

@@ -1,0 +1,183 @@
+"""Describes how layers attend in one forward: the queries and keys of a rank, in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import SequenceAxis, decode_attention
+from parallel_plans.huggingface.core.documents import Documents
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Attention with sharded queries and keys: keys and values travel, as in training.
+
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+
+    Attributes:
+        axis: the axis that shards the sequence.
+        seq_len: tokens of all ranks, with the layout's padding; `None` with `key_runs`.
+        documents: where documents begin and end.
+        runs: runs of each rank's queries, `(W, R, 2)`, if they differ from the axis's layout.
+        key_runs: runs of each rank's keys, if a cache has more keys than there are queries.
+        begin: the position in the sequence from which documents and runs count.
+    """
+
+    axis: SequenceAxis
+    seq_len: int | None
+    documents: Documents
+    runs: Tensor | None = None
+    key_runs: Tensor | None = None
+    begin: int = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
+        """Return the outputs of this rank's queries, `(B, N, L, H)`."""
+        where = {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
+        return self.axis.attention(query, key, value, **where, **scores)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Attention with the same few queries on all ranks, and keys that are sharded or replicated.
+
+    Attributes:
+        axis: the axis that shards the sequence.
+        documents: where documents begin and end.
+        key_runs: runs of the keys of each rank, `(W, R, 2)`, or of this rank, `(1, R, 2)`.
+        query_starts: the position of the first query, `(1,)`.
+        num_columns: number of keys on this rank; later columns are ignored, see
+            `CacheMemory.append`.
+        mesh: the mesh of the ranks that share the keys; `None` if each rank has all keys.
+        agree: integers that must be the same on all ranks.
+        begin: the position in the sequence from which documents and runs count.
+    """
+
+    axis: SequenceAxis
+    documents: Documents
+    key_runs: Tensor
+    query_starts: Tensor
+    num_columns: int
+    mesh: DeviceMesh | None
+    agree: Tensor | None = None
+    begin: int = 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
+    ) -> Tensor:
+        """Return the outputs of queries `(B, N, M, H)`; both are the same on all ranks.
+
+        Keys stay where they are, so `strategy` is ignored.
+
+        Raises:
+            ValueError: if the layer has fewer keys than its cache.
+        """
+        if key.shape[2] < self.num_columns:
+            raise ValueError(
+                f"a layer attends to {key.shape[2]} keys per rank where its cache has "
+                f"{self.num_columns}, which is not supported over a sharded sequence; generate "
+                "with use_cache=False"
+            )
+        if key.shape[2] > self.num_columns:
+            key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
+        return decode_attention(
+            query,
+            key,
+            value,
+            key_runs=self.key_runs,
+            query_starts=self.query_starts,
+            kernel=self.axis.kernel,
+            mesh=self.mesh,
+            agree=self.agree,
+            **scores,
+        )
+
+
+Frame = Dealt | Decoded
+
+
+class Piece(NamedTuple):
+    """A contiguous range of tokens of one row and one document.
+
+    Attributes:
+        begin: local index of the first token.
+        end: local index after the last token.
+        is_first: whether the document begins here, so that there is no state before it.
+    """
+
+    begin: int
+    end: int
+    is_first: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What stateful layers need to know about a batch.
+
+    This is not a tuple, because fully_shard moves tensors in a layer's tuples to the device.
+
+    Attributes:
+        length: tokens of a row on this rank.
+        starts: local indices at which documents begin, for each row; a single row serves all.
+        padding: attention mask of the local tokens, `(B, L)`, if the batch has one.
+        batch: boundaries and attention mask of the tokens of all ranks.
+    """
+
+    length: int
+    starts: tuple[tuple[int, ...], ...]
+    padding: Tensor | None
+    batch: tuple[Tensor | None, Tensor | None]
+
+    @classmethod
+    @torch.compiler.disable
+    def of(
+        cls,
+        boundaries: Tensor | None,
+        length: int,
+        mask: Tensor | None,
+        rank: int,
+        world_size: int,
+    ) -> Pieces:
+        """Return the pieces of one rank. Each rank has a contiguous shard of the same length.
+
+        Args:
+            boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
+            length: tokens of a row on all ranks, with padding.
+            mask: the attention mask of all tokens without that padding, `(B, S)`.
+            rank: index of the rank on the axis.
+            world_size: number of ranks of the axis.
+        """
+        shard = length // world_size
+        begin, end = rank * shard, (rank + 1) * shard
+        padding = None
+        if mask is not None:
+            padding = nn.functional.pad(mask, (0, length - mask.shape[1]))[:, begin:end]
+        rows = [[0]] if boundaries is None else boundaries.reshape(-1, boundaries.shape[-1])
+        # The last boundary is the end of a row, where no document begins; it may be repeated.
+        found = [sorted({int(x) - begin for x in row if begin <= x < end}) for row in rows]
+        return cls(shard, tuple(map(tuple, found)), padding, (boundaries, mask))
+
+    def same_batch(self, other: Pieces) -> bool:
+        """Return whether both batches have equal boundaries and masks on all ranks."""
+        return all(
+            x is y or (x is not None and y is not None and torch.equal(x, y))
+            for x, y in zip(self.batch, other.batch, strict=True)
+        )
+
+    def of_row(self, row: int) -> list[Piece]:
+        """Return the pieces of a row in order."""
+        starts = self.starts[row if len(self.starts) > 1 else 0]
+        cuts = sorted({0, *starts, self.length})
+        return [Piece(x, y, x in starts) for x, y in pairwise(cuts)]
+
+    def mask(self, row: int, piece: Piece) -> Tensor | None:
+        """Return the attention mask of a piece, `(1, L)`; `None` without a mask."""
+        if self.padding is None:
+            return None
+        row = row if len(self.padding) > 1 else 0
+        return self.padding[row : row + 1, piece.begin : piece.end]

@@ -1,0 +1,206 @@
+"""Turns masks that a model around the sharded one made into the keys that each token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring import Slices
+from dtensor_ring.extension import visible_pairs
+from parallel_plans.huggingface.core.patterns import (
+    MaskFunction,
+    Pattern,
+    cut,
+    is_pattern,
+    pattern_of,
+)
+
+# Up to this many tokens, all pairs are checked: each query must see one range of keys.
+FEW = 512
+
+# With more tokens, this many keys are checked per query; the odd factor scatters them.
+NUM_SAMPLES, SCATTER = 64, 40_503
+
+
+class ModelMask:
+    """A mask as transformers composes it: a function of (batch, head, query, key), and padding.
+
+    Queries are the new tokens, which follow `past` cached ones; keys are all tokens.
+
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        function: MaskFunction,
+        shape: tuple[int, int],
+        padding: Tensor | None,
+        past: int = 0,
+    ) -> None:
+        self.pattern, self.shape, self.padding = pattern, shape, padding
+        self._function, self._past = function, past
+
+    def __getitem__(self, index: Any) -> ModelMask:
+        """Return the mask that a model cuts from this one."""
+        return cut(self, index)
+
+    def given(self) -> GivenMask:
+        """Return the keys that each token of the batch sees.
+
+        Raises:
+            ValueError: if a token sees more than one range of keys.
+        """
+        begins, ends = self._edge(-1), self._edge(1) + 1
+        self._check(begins, ends)
+        # Cached tokens are not queries: their ranges are empty.
+        return GivenMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
+
+    @property
+    def _queries(self) -> Tensor:
+        """Positions of the queries, `(T,)`."""
+        device = None if self.padding is None else self.padding.device
+        return torch.arange(self._past, self._past + self.shape[1], device=device)
+
+    def _edge(self, step: int) -> Tensor:
+        """Return the furthest key before (-1) or after (1) each query up to which it sees all keys.
+
+        A query that does not see itself gets an edge that makes its range empty.
+        """
+        query = self._queries.expand(self.shape)
+        # Bisection: each query is checked about log2(length) times.
+        near, far = torch.zeros_like(query), query if step < 0 else query[:, -1:] - query
+        while (near < far).any():
+            middle = (near + far + 1) // 2
+            is_seen = self._sees(query + step * middle)
+            near, far = torch.where(is_seen, middle, near), torch.where(is_seen, far, middle - 1)
+        sees_itself = self._sees(query)
+        return torch.where(sees_itself, query + step * near, query - int(step > 0))
+
+    def _sees(self, key: Tensor, head: int = 0) -> Tensor:
+        """Return whether each query sees its key in `key`, `(B, S)`."""
+        query = self._queries.expand(self.shape)
+        row = torch.arange(len(key), device=key.device).unsqueeze(1).expand_as(key)
+        seen = self._function(row, torch.full_like(row, head), query, key)
+        seen = torch.as_tensor(seen, device=key.device).expand(key.shape)
+        return seen if self.padding is None else seen & self.padding.bool().gather(1, key)
+
+    def _check(self, begins: Tensor, ends: Tensor) -> None:
+        is_token = None if self.padding is None else self.padding[:, self._past :].bool()
+        for keys in _samples(self._queries):
+            key = keys.expand(begins.shape)
+            # Ranges came from head 0; head 1 must agree, because all heads share the slices.
+            wrong = self._sees(key, head=1) != ((begins <= key) & (key < ends))
+            # Padding sees nothing here, whatever the mask says: nobody reads its outputs.
+            if (wrong if is_token is None else wrong & is_token).any():
+                raise ValueError(
+                    "a mask that the model made for this batch shows some tokens keys that do not "
+                    "follow one another; supported are masks in which each token sees one range"
+                )
+
+
+def _samples(query: Tensor) -> Iterator[Tensor]:
+    """Yield one key per query at a time: all keys if they are few, else near and far ones."""
+    num_tokens = int(query[-1]) + 1
+    if num_tokens <= FEW:
+        yield from ((query + distance) % num_tokens for distance in range(num_tokens))
+        return
+    yield from ((query + 2**power) % num_tokens for power in range(num_tokens.bit_length()))
+    # Distances differ between queries, so neighbours are checked at different ones.
+    scattered = query * SCATTER
+    for part in range(NUM_SAMPLES):
+        yield (scattered + part * num_tokens // NUM_SAMPLES) % num_tokens
+
+
+def mask_of(
+    *,
+    mask_function: MaskFunction | None = None,
+    batch_size: int = 1,
+    q_length: int = 0,
+    attention_mask: Tensor | None = None,
+    q_offset: int = 0,
+    **kwargs: Any,
+) -> Pattern | ModelMask:
+    """Implement the mask interface named `ring`.
+
+    A sharded model needs the pattern of a mask only. A model around it asks for masks of the whole
+    batch, which may differ from batch to batch.
+    """
+    pattern = pattern_of(**kwargs)
+    if mask_function is None or torch.compiler.is_compiling():
+        return pattern  # a compiler cannot trace objects that hold functions
+    return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask, q_offset)
+
+
+class GivenMask:
+    """The range of keys that each position of a layer sees, `(B, S)`."""
+
+    def __init__(self, begins: Tensor, ends: Tensor) -> None:
+        self._ranges = begins, ends
+        self._slices: dict[int, Slices] = {}
+
+    def slices(self, origin: int = 0) -> Slices:
+        """Return the ranges as slices of positions from `origin`, made once for all layers."""
+        if origin not in self._slices:
+            ranges = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
+            self._slices[origin] = Slices.per_query(*ranges)
+        return self._slices[origin]
+
+
+def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False) -> Any:
+    """Return what tokens see by a mask from outside, or by each mask of a dict by layer type.
+
+    Args:
+        mask: one mask, or a dict of masks.
+        seq_len: number of queries.
+        of: suffix that names the mask in errors.
+        keeps_plain: return masks unchanged if the model added nothing to them: layers know these
+            by their pattern.
+
+    Raises:
+        ValueError: if a mask is dense, was made for a part of the batch, or does not show ranges.
+    """
+    if isinstance(mask, dict) and mask:
+        return {
+            name: given_masks(x, seq_len, f" for {name}", keeps_plain) for name, x in mask.items()
+        }
+    if is_pattern(mask):
+        raise ValueError(
+            f"an attention_mask that a model makes for each batch{of} cannot be read while the "
+            "model is compiled; compile the sharded model alone"
+        )
+    if not isinstance(mask, ModelMask):
+        what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+        raise ValueError(
+            f"attention_mask must be one tensor (B, S), got {what}{of}; if the model around this "
+            'one made it, set its config.text_config._attn_implementation = "ring", so that it '
+            "makes masks that a ring can read"
+        )
+    if mask.shape[1] != seq_len:
+        raise ValueError(f"an attention_mask of {mask.shape[1]} tokens came with {seq_len} tokens")
+    return mask if keeps_plain and not mask.pattern.is_extended else mask.given()
+
+
+def padding_of(mask: Any) -> Tensor | None:
+    """Return the attention mask `(B, S)` of the batch for which these masks were made."""
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    return next((x.padding for x in masks if isinstance(x, ModelMask)), None)
+
+
+def largest(given: Any) -> Slices:
+    """Return the slices with the most visible pairs among the results of `given_masks`."""
+    masks = given.values() if isinstance(given, dict) else [given]
+    every = [x.slices() for x in masks]
+    num_queries = max(int(table[:, 1].max(initial=0)) for x in every for table in x)
+    return max(every, key=lambda x: visible_pairs(x, (0, num_queries)))
+
+
+def is_given(mask: Any) -> bool:
+    """Return whether an attention mask was made by a model around the sharded one."""
+    if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
+        return True
+    # The shape of a nested tensor cannot be read.
+    return isinstance(mask, Tensor) and not mask.is_nested and mask.ndim == 4

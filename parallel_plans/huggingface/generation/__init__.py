@@ -1,0 +1,1 @@
+"""Forwards with a sharded cache, and `generate`."""

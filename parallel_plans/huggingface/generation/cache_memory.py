@@ -1,0 +1,179 @@
+"""Holds a rank's cached keys and values: its own columns, and every window in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import SequenceAxis, ShardedCache
+from dtensor_ring.extension import CacheUsage, Layout, as_layout
+from parallel_plans.huggingface.core.frames import Decoded, Frame
+from parallel_plans.huggingface.generation.turn import Pair, Turn, Window
+
+
+class CacheMemory:
+    """The keys and values of all layers, for a fixed number of rows.
+
+    Args:
+        axis: the axis that shards the tokens.
+        sizes: the window of each layer in tokens; 0 if it sees everything.
+        kept: the layers that keep keys and values.
+        chunks: sizes of the chunks that layers see.
+        decode_tokens: the largest number of later tokens that are replicated, not sharded.
+        block: number of tokens by which memory grows.
+    """
+
+    def __init__(
+        self,
+        axis: SequenceAxis,
+        sizes: Sequence[int],
+        kept: Sequence[int],
+        chunks: frozenset[int],
+        decode_tokens: int,
+        block: int,
+    ) -> None:
+        self.axis, self.seq_len, self.batch = axis, 0, -1
+        self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
+        self._layout = _dealing_runs(axis)
+        self._turn: Turn | None = None
+        full = [i for i in kept if not sizes[i]]
+        self._shards = ShardedCache(axis.mesh, len(full), self._layout, block) if full else None
+        self._layers = dict(zip(full, self._shards or (), strict=True))
+        self._windows = {i: Window(size) for i in kept if (size := sizes[i])}
+
+    def usage(self) -> CacheUsage:
+        """Return the bytes on each rank. They are computed locally, without a message."""
+        window = sum(x.num_bytes for x in self._windows.values())
+        none = (0,) * self.axis.mesh.size()
+        held, used = (none, none) if self._shards is None else self._shards.usage()
+        return CacheUsage(*(tuple(x + window for x in by_rank) for by_rank in (held, used)))
+
+    @contextmanager
+    def turn(
+        self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
+    ) -> Iterator[tuple[Turn, tuple[Frame, ...]]]:
+        """Open a context in which each layer appends new tokens once; an error removes them again.
+
+        Args:
+            tokens: token ids or embeddings, `(B, T, ...)`, whole on each rank.
+            left_padding: number of padding tokens of each row.
+            num_kept: number of last tokens whose logits are requested. All of them but one can be
+                cropped later. 0 stands for the tokens of a decode step.
+
+        Raises:
+            ValueError: if the number of rows differs from that of the cache.
+        """
+        rows, num_tokens = tokens.shape[:2]
+        if self.batch not in (-1, rows):
+            raise ValueError(
+                f"a cache of {self.batch} rows got {rows}; cache.reset() forgets what is cached, "
+                "or make another ContextParallelCache"
+            )
+        is_sharded = not self.seq_len or num_tokens > self._decode_tokens
+        dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_sharded else 0
+        num_kept = num_kept or min(num_tokens, self._decode_tokens)
+        length = self.seq_len, num_tokens, dealt
+        turn = Turn(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
+        if self._shards is not None:
+            self._shards.begin(dealt or num_tokens, dealt=is_sharded)
+        self._turn = turn
+        try:
+            yield turn, self._frames(turn, tokens)
+            self._commit(turn, rows)
+        except BaseException:
+            self._take_back(turn)
+            raise
+        finally:
+            self._turn = None
+
+    def _frames(self, turn: Turn, tokens: Tensor) -> tuple[Frame, ...]:
+        """Return a frame for each layer; layers with the same window share one."""
+        of_size: dict[int, Frame] = {}
+        for window in self._windows.values():
+            if window.size not in of_size:
+                of_size[window.size] = turn.window(window.num_held)
+        if self._shards is not None:
+            of_size[0] = turn.full(self._shards)
+        frames = [of_size[size] for size in self._sizes]
+        first = of_size.get(0)
+        if isinstance(first, Decoded) and not tokens.is_floating_point():
+            # The first layer that sends a message compares the tokens.
+            frames[min(self._layers)] = replace(first, agree=tokens.long())
+        return tuple(frames)
+
+    def _commit(self, turn: Turn, rows: int) -> None:
+        # Compute all windows before any is updated, so that an error leaves all unchanged.
+        appended = [window.appended() for window in self._windows.values()]
+        # The padding that the layout needs has the last positions.
+        if self._shards is not None and turn.dealt_length > turn.num_tokens:
+            self._shards.crop(turn.end)
+        self._hold(appended)
+        self.seq_len, self.batch = turn.end, rows
+
+    def _take_back(self, turn: Turn) -> None:
+        if self._shards is not None:
+            self._shards.crop(turn.past)
+        for window in self._windows.values():
+            window.take_back()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is running on new tokens."""
+        return self._turn is not None
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """Append new tokens of a layer, and return this rank's past and new columns."""
+        assert self._turn is not None, "outside of a forward"
+        if layer in self._windows:
+            return self._windows[layer].append(key, value, self._turn)
+        keys, values = self._layers[layer].append(key, value)
+        if keys.shape[2]:
+            return keys, values
+        # Models that expand latents cannot view an empty tensor; attention ignores this column.
+        return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
+
+    def crop(self, num_tokens: int) -> None:
+        """Remove the last tokens.
+
+        Raises:
+            ValueError: if a window no longer holds tokens that it would see; nothing changes then.
+        """
+        for window in self._windows.values():
+            window.check_crop(num_tokens, self.seq_len)
+        for window in self._windows.values():
+            window.crop(num_tokens)
+        self.seq_len -= num_tokens
+        if self._shards is not None:
+            self._shards.crop(self.seq_len)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        selected = [window.selected(rows) for window in self._windows.values()]
+        if self._shards is not None:
+            self._shards.select(rows)
+        self._hold(selected)
+        self.batch = len(rows)
+
+    def _hold(self, pairs: list[Pair | None]) -> None:
+        for window, pair in zip(self._windows.values(), pairs, strict=True):
+            window.hold(pair)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        if self._shards is not None:
+            self._shards.reset()
+        for window in self._windows.values():
+            window.hold(None)
+        self.seq_len, self.batch = 0, -1
+
+
+def _dealing_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:
+    """Return the axis's layout if it gives ranks runs of tokens for any batch, else `other`."""
+    layout, size = axis.layout, axis.mesh.size()
+    if layout.per_batch or any(run.stride > 1 for run in layout.runs(0, size, 2 * size)):
+        return as_layout(other)
+    return layout

@@ -1,0 +1,207 @@
+"""A cache of transformers whose keys and values are sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from dtensor_ring.extension import MAX_QUERIES, CacheUsage
+from parallel_plans.huggingface.generation.cache_memory import CacheMemory
+from parallel_plans.huggingface.generation.turn import Pair
+from parallel_plans.huggingface.sharding.sharding import shardings_of
+
+
+class ContextParallelCache(Cache):
+    """Keys and values of a model under a `context_parallel_plan`, for several turns.
+
+    In layers that see everything, each rank of the axis keeps 1/W of the tokens. In layers with a
+    window or chunks, each rank keeps the last tokens. `generate` makes a cache by itself; pass your
+    own to continue from what was generated:
+
+        chat = ContextParallelCache(model)
+        answer = model.generate(prompt, cache=chat)
+        answer = model.generate(torch.cat([answer, question], 1), cache=chat)
+
+    A forward by hand takes it as `cache=`, and `use_cache=True` returns a new one; then logits and
+    hidden states are whole, plain tensors on every rank. Both also take the cache by its name in
+    transformers before 5.24, `past_key_values=`. All ranks must make the same calls: they compare
+    the tokens of each sharded turn, and the tokens of a decode step in the message of a layer, if
+    some layer sees everything.
+
+    Args:
+        model: the model that the plan was applied to.
+        decode_tokens: the largest number of new tokens after cached ones that each rank computes
+            whole; more tokens are sharded, and go through the ring.
+        block: number of tokens that memory grows by, see `ShardedCache`.
+
+    Raises:
+        ValueError: if the model has no plan, a number is out of range, or a layer keeps anything
+            other than keys and values.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
+        >>> chat = ContextParallelCache(model)
+        >>> answer = model.generate(torch.ones(1, 5, dtype=int), cache=chat, max_length=8)
+        >>> chat.get_seq_length()
+        7
+    """
+
+    def __init__(self, model: Any, *, decode_tokens: int = MAX_QUERIES, block: int = 256) -> None:
+        found = shardings_of(model)
+        if len(found) != 1:
+            raise ValueError(
+                f"a cache is for one model under a context_parallel_plan, got {len(found)} in "
+                f"{type(model).__name__}"
+            )
+        if type(decode_tokens) is not int or not 1 <= decode_tokens <= MAX_QUERIES:
+            raise ValueError(
+                f"decode_tokens must be from 1 to {MAX_QUERIES}, got {decode_tokens!r}"
+            )
+        self.sharding = found[0]
+        config = model.config.get_text_config(decoder=True)
+        stock = DynamicCache(config=config).layers
+        sizes = _window_sizes(stock, getattr(config, "layer_types", None) or ())
+        kept = [i for i, x in enumerate(stock) if not isinstance(x, DummyLayer)]
+        axis, chunks = self.sharding.axis, self.sharding.chunks
+        self.memory = CacheMemory(axis, sizes, kept, chunks, decode_tokens, block)
+        layers: list[Any] = [
+            x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i])
+            for i, x in enumerate(stock)
+        ]
+        super().__init__(layers=layers)
+
+    def usage(self) -> CacheUsage:
+        """Return the bytes on each rank; they are computed, and nothing is sent."""
+        return self.memory.usage()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens on all ranks together, without those of a running forward."""
+        return self.memory.seq_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of tokens after a forward, and the position of the first one."""
+        return self.memory.seq_len + query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache holds tokens."""
+        return self.memory.seq_len > 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; -1 before the first tokens."""
+        return self.memory.batch
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number, as in caches of transformers.
+
+        Raises:
+            ValueError: if the cache has fewer tokens, or layers with a window have forgotten what
+                they would see then. The cache stays as it was.
+        """
+        num_tokens = -tokens_to_remove
+        if not 0 <= num_tokens <= self.memory.seq_len:
+            raise ValueError(
+                f"crop takes 0 to {self.memory.seq_len} tokens away, as a negative number, got "
+                f"{tokens_to_remove}"
+            )
+        self.memory.crop(num_tokens)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows; an empty cache has none."""
+        if self.memory.batch >= 0:
+            self.memory.select(torch.arange(self.memory.batch)[indices.cpu()])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the rows by the rows of these beams."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch; copies of a row are neighbours."""
+        rows = torch.arange(max(0, self.memory.batch))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.memory.reset()
+
+
+class KeptLayer(CacheLayerMixin):
+    """A layer of a `ContextParallelCache`, as models see it."""
+
+    # Assisted decoding reads it. Windows keep the tokens that they see after a crop.
+    is_croppable = True
+
+    def __init__(self, memory: CacheMemory, number: int, size: int) -> None:
+        super().__init__()
+        self._memory, self._number = memory, number
+        self.is_sliding = bool(size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptLayer:
+        if self._memory.is_running:
+            raise ValueError(
+                "the model copies layers of its cache in its forward, as those do that run a layer "
+                "several times, which is not supported over a sharded sequence; generate with "
+                "use_cache=False, or with the stock model"
+            )
+        made = memo[id(self)] = copy(self)
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: memory is allocated with the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Pair:
+        """Append keys and values; return this rank's columns, past and new."""
+        return self._memory.append(self._number, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of tokens after a forward, and the position of the first one."""
+        return self._memory.seq_len + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens cached on all ranks together."""
+        return self._memory.seq_len
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no largest length."""
+        return -1
+
+
+def _window_sizes(layers: list[Any], types: Sequence[str]) -> list[int]:
+    """Return the number of tokens that each layer sees; 0 for all tokens.
+
+    A layer without a cache of its own uses that of the last layer before it of its type.
+    """
+    sizes: list[int] = []
+    of_type: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        kind = types[number] if number < len(types) else ""
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise ValueError(
+                f"layer {number} keeps a {type(layer).__name__}, which is not supported over a "
+                "sharded sequence; generate with use_cache=False, or with the stock model"
+            )
+        if not isinstance(layer, DummyLayer):
+            of_type[kind] = getattr(layer, "sliding_window", 0)
+        sizes.append(of_type.get(kind, 0))
+    return sizes

@@ -1,0 +1,195 @@
+"""Computes losses of a sharded sequence: each rank contributes a part of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isclose, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring.extension import IGNORE_INDEX
+from parallel_plans.huggingface.core.language_model import language_model_of, takes_labels
+from parallel_plans.huggingface.core.patterns import frozen
+from parallel_plans.huggingface.probing.probe import NUM_TOKENS, ROUTER_LOGITS, probe
+
+# Divisor of a probe's loss. It differs from the number of labels, to tell the two apart.
+NUM_ITEMS = 5
+
+
+class Loss(NamedTuple):
+    """The loss function of a model when the plan was applied.
+
+    Attributes:
+        function: the model's `_loss_function`.
+        predicts_next: whether labels are tokens, which each predict the next one.
+        why_not: why shards cannot compute the loss; `None` if they can.
+        why_no_balance: why shards cannot compute the load-balancing loss of routers.
+    """
+
+    function: Any
+    predicts_next: bool
+    why_not: str | None
+    why_no_balance: str | None
+
+    def check(self, model: Any) -> None:
+        """Refuse labels if the loss is not the cross-entropy of tokens."""
+        changed = getattr(model, "_loss_function", None) is not self.function
+        if reason := "loss_function was set after the plan" if changed else self.why_not:
+            raise ValueError(
+                f"{type(model).__name__} cannot take labels over a sharded sequence: {reason}; "
+                "call it without labels, and make the loss of its logits"
+            )
+
+
+def predicts_next(model: Any) -> bool:
+    """Return whether the model's labels are its tokens, which the loss shifts by one."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
+    """Return this rank's part of the mean cross-entropy over all labelled tokens."""
+    total = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return total / count
+
+
+def other_loss(model: Any) -> str | None:
+    """Return why shards cannot compute the loss of a model, or `None` if they can.
+
+    The loss of a few tokens decides. A rank has the logits of its own tokens and shifted labels.
+    """
+    if not takes_labels(model):
+        return None
+    everything = tuple(range(NUM_TOKENS))
+    with frozen(model):
+        logits = probe(model, everything).logits
+        labels = torch.arange(NUM_TOKENS, device=logits.device).unsqueeze(0) * 3 % logits.shape[-1]
+        given: dict[str, Any] = {"labels": labels}
+        if predicts_next(model):
+            given |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
+        try:
+            found = float(probe(model, everything, **given).loss)
+        except Exception as error:  # a custom loss may raise anything
+            return f"its loss takes no labels that are shifted already ({error})"
+    count = given.get("num_items_in_batch", NUM_TOKENS)
+    expected = float(token_loss(logits, given.get("shift_labels", labels), count))
+    if not isfinite(expected) or isclose(found, expected, rel_tol=0.01, abs_tol=1e-6):
+        return None
+    return f"its loss of a few tokens is {found:.4f}, where their cross-entropy is {expected:.4f}"
+
+
+# Outputs that a model adds when router logits are requested.
+OF_ROUTERS = ("aux_loss", "router_logits")
+
+
+class RouterSpec(NamedTuple):
+    """What the load-balancing loss of a batch needs.
+
+    Attributes:
+        weights: 1 for this rank's tokens and 0 for padding, `(B, L)`.
+        top_k: number of experts of each token.
+        coefficient: weight of the load-balancing loss in the loss.
+    """
+
+    weights: Tensor
+    top_k: int
+    coefficient: float
+
+    def by_token(self, logits: Tensor) -> Tensor:
+        """Reshape the logits of a router from `(B * L, E)` to `(B, L, E)`."""
+        return logits.view(*self.weights.shape, logits.shape[-1])
+
+
+def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
+    """Return whether the call, or by default the config, requests router logits.
+
+    Raises:
+        ValueError: if the model has no routers, or `why_not` says that shards cannot compute its
+            load-balancing loss.
+    """
+    default = getattr(model.config.get_text_config(), ROUTER_LOGITS, None)
+    asks = bool(batch.get(ROUTER_LOGITS, default))
+    if asks and default is None:
+        why_not = "it has no routers"
+    if asks and why_not:
+        raise ValueError(
+            f"{type(model).__name__} cannot take {ROUTER_LOGITS}=True over a sharded sequence: "
+            f"{why_not}; leave it out, also in the config"
+        )
+    return asks
+
+
+def router_spec(model: Any, weights: Tensor) -> RouterSpec:
+    """Return what the load-balancing loss needs; a base model returns only router logits."""
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0)
+    return RouterSpec(weights, getattr(model, "num_experts_per_tok", 1), coefficient)
+
+
+def load_balancing_loss(
+    router_logits: tuple[Tensor, ...], spec: RouterSpec, total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the load-balancing loss over all layers and ranks (Fedus et al., 2021, eq. 4 to 6).
+
+    For each expert, the share of tokens that it gets is multiplied by its mean probability. The
+    loss is the sum of these products times the number of experts.
+
+    Args:
+        router_logits: the router logits of each layer, `(B * L, E)`.
+        spec: which tokens count, and how many experts each gets.
+        total: sums a tensor over the ranks.
+    """
+    num_experts, weights = router_logits[0].shape[-1], spec.weights.flatten().float()
+    of_choices = weights.repeat_interleave(spec.top_k)
+    assigned = weights.new_zeros(num_experts)
+    probability = weights.new_zeros(num_experts)
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(spec.top_k, -1).indices.flatten()
+        assigned = assigned.scatter_add(0, chosen, of_choices)
+        probability = probability + weights @ probabilities.float()
+    count = weights.sum().unsqueeze(0) * len(router_logits)
+    # Both are means over tokens, so the ranks add what they sum, in one message.
+    sums = total(torch.cat([assigned, probability, count]))
+    assigned, probability, count = sums.split([num_experts, num_experts, 1])
+    return num_experts * (assigned / count * (probability / count)).sum()
+
+
+def other_balance(model: Any) -> str | None:
+    """Return why shards cannot compute a model's load-balancing loss, or `None` if they can.
+
+    The loss of a few tokens decides, because transformers has several definitions.
+    """
+    if language_model_of(model) is not model:
+        return (
+            "the model around the language model takes the logits of its routers for those of the "
+            "whole batch, and each rank has those of its tokens"
+        )
+    if not hasattr(model.config, ROUTER_LOGITS) or not hasattr(model, "router_aux_loss_coef"):
+        return None
+    labels = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
+    given = {"labels": labels % model.config.vocab_size}
+    if predicts_next(model):
+        given["shift_labels"] = given["labels"].flip(1)
+    with frozen(model):
+        plain = probe(model, tuple(range(NUM_TOKENS)), **given)
+        try:
+            routed = probe(model, tuple(range(NUM_TOKENS)), **given | {ROUTER_LOGITS: True})
+        except Exception as error:  # for example, the model has no layer of experts
+            return f"the stock model fails with it ({type(error).__name__}: {error})"
+    if getattr(routed, "aux_loss", None) is None:
+        return None
+    spec = router_spec(model, labels.new_ones(routed.router_logits[0].shape[0], 1))
+    expected = float(load_balancing_loss(routed.router_logits, spec, lambda x: x))
+    found, added = float(routed.aux_loss), float(routed.loss - plain.loss)
+    term = spec.coefficient * found
+    if not isfinite(expected) or (
+        isclose(found, expected, rel_tol=0.01) and isclose(added, term, rel_tol=0.05, abs_tol=1e-5)
+    ):
+        return None
+    return (
+        f"the load-balancing loss of a few tokens is {found:.4f} and adds {added:.6f} to the loss, "
+        f"where that of the Switch Transformer is {expected:.4f} and would add {term:.6f}"
+    )

@@ -1,0 +1,215 @@
+"""Runs a model on a few tokens, to check that its tokens interact in attention only.
+
+A model's code does not show this, so the model is probed with an attention in which each token sees
+only itself. The output of a token must then not depend on the other tokens. Shards of four tokens
+are compared with all eight, module by module. This finds convolutions, shifts of tokens, means over
+a batch, positions that a model counts itself, and factors that depend on the length or the largest
+position. It does not find effects that begin at a greater length, in training only, or with special
+tokens; in 16 bits, nor those that depend on the number of tokens in all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_plans.huggingface.core.attention_function import at_positions
+from parallel_plans.huggingface.core.language_model import language_model_of
+from parallel_plans.huggingface.core.patterns import PROBE, frozen, pattern_of
+from parallel_plans.huggingface.states.relay import KeptStates, StateSpecs
+from parallel_plans.huggingface.states.stateful import relayed, stateful_layers
+
+NUM_TOKENS = 8
+ROUTER_LOGITS = "output_router_logits"
+
+
+def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
+    """Return the model's output for the tokens at `indices`.
+
+    In 16 bits the row is repeated until there are `NUM_TOKENS` tokens: products of other shapes
+    round differently, and a router could then choose other experts.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    parameter = next(model.parameters())
+    num_rows = 1 if parameter.dtype.itemsize > 2 else NUM_TOKENS // len(indices)
+    index = torch.tensor([indices] * num_rows, device=parameter.device)
+    config = model.config.get_text_config()
+    positions = index % (getattr(config, "max_position_embeddings", None) or NUM_TOKENS)
+    AttentionInterface.register(PROBE, _alone)
+    AttentionMaskInterface.register(PROBE, pattern_of)
+    decoder = language_model_of(model)
+    decoder.set_attn_implementation(PROBE)
+    if hasattr(config, ROUTER_LOGITS):  # a config may request them
+        inputs = {ROUTER_LOGITS: False} | inputs
+
+    def tell(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # This replaces any mask that a model around it has made: each token sees only itself.
+        return args, kwargs | {"ring": index[0], "attention_mask": torch.ones_like(positions)}
+
+    hook = decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        return model(
+            input_ids=index % config.vocab_size,
+            position_ids=positions,
+            attention_mask=torch.ones_like(positions),
+            use_cache=False,
+            **inputs,
+        )
+    finally:
+        hook.remove()
+
+
+def _alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    ring: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return a value that depends on the query, key and value of each token alone."""
+    if ring is None:
+        raise ValueError(
+            f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
+            "cannot know how the sequence is sharded; it has no context-parallel plan"
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    # No product of query and key: it would hide wrong positions that rotate both alike.
+    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
+    return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None
+
+
+# Relative tolerance: above bfloat16 rounding, far below the effect of another token.
+TOLERANCE = 0.02
+
+# Zigzag shards: one has a gap, the other lacks the first and last tokens.
+SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
+
+# Contiguous shards, for models whose layers hand over a state.
+NEIGHBOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+# Outputs by module name and number of the call, in execution order.
+Outputs = dict[tuple[str, int], Tensor]
+
+
+def check_locality(model: Any) -> StateSpecs:
+    """Refuse a model in which tokens interact outside of attention and of states of layers.
+
+    Returns:
+        The states of each stateful layer.
+
+    Raises:
+        ValueError: naming the first module whose output depends on the other tokens, or if the
+            model does not pass the keywords of attention down to it.
+    """
+    layers, states = stateful_layers(model), KeptStates()
+    with frozen(model), relayed(layers, states):
+        whole = _outputs(model, tuple(range(NUM_TOKENS)))
+        states.forget()
+        for shard in NEIGHBOURS if layers else SHARDS:
+            parts = _outputs(model, shard)
+            _check_states(model, layers, states)
+            for (name, call), found in parts.items():
+                if not _agree(found, whole.get((name, call)), shard):
+                    raise ValueError(
+                        f"no context-parallel plan for {type(model).__name__}: the output of "
+                        f"{name or 'the model'} for a token depends on tokens that a rank does not "
+                        "hold, or on how many there are"
+                    )
+    return states.specs(len(layers))
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model whose head combines the tokens of its language model.
+
+    Raises:
+        ValueError: if the output for some hidden states depends on the others.
+    """
+    everything = tuple(range(NUM_TOKENS))
+    with frozen(model):
+        whole = _of_tokens(probe(model, everything))
+        for shard in SHARDS:
+            with _hidden_states(language_model_of(model), shard):
+                found = _of_tokens(probe(model, everything))
+            if found.shape[:2] != (whole.shape[0], len(shard)) or not _agree(found, whole, shard):
+                raise ValueError(
+                    f"no context-parallel plan for {type(model).__name__}: what it makes of the "
+                    "hidden states of its language model depends on tokens that a rank does not "
+                    "hold"
+                )
+
+
+def _of_tokens(output: Any) -> Tensor:
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state if logits is None else logits
+
+
+@contextmanager
+def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]:
+    """Make a language model return the hidden states of the tokens in `shard` only."""
+
+    def cut(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[:, list(shard)]
+        return output
+
+    hook = decoder.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> None:
+    """Refuse a layer that reads its state only when it is called with a single token."""
+    names = {module: name for name, module in model.named_modules()}
+    for number, (kind, _) in states.unused.items():
+        raise ValueError(
+            f"no context-parallel plan for {type(model).__name__}: {names[layers[number]]} goes on "
+            f"from the {kind} state of its cache with a single token only, and begins again with "
+            "several"
+        )
+
+
+def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
+    """Return the output of each module for the tokens at `indices`, with isolated tokens."""
+    outputs: Outputs = {}
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
+    try:
+        probe(model, indices)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
+
+
+def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., None]:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            # A module may run several times, for example when layers share it.
+            calls = sum(name == names[module] for name, _ in outputs)
+            outputs[names[module], calls] = output.detach()
+
+    return record
+
+
+def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
+    """Return whether `found` equals its shard of `whole` up to rounding; dimension 1 is tokens."""
+    # Integers and vectors hold sizes and indices, not values of tokens.
+    if whole is None or found.ndim < 2 or not (found.is_floating_point() or found.is_complex()):
+        return True
+    if whole.shape != (1, NUM_TOKENS, *found.shape[2:]):
+        return True
+    # In 16 bits `probe` repeats the row, so the first one is enough.
+    expected, found = whole[:, list(shard)], found[:1]
+    if found.shape != expected.shape or not expected.isfinite().all():
+        return True
+    difference, scale = (found - expected).float_power(2), expected.float_power(2)
+    return bool(difference.abs().sum() <= (TOLERANCE**2) * scale.abs().sum())

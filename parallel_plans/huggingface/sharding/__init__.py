@@ -1,0 +1,1 @@
+"""The inputs of each rank, and the outputs of all ranks."""

@@ -1,0 +1,433 @@
+"""A batch of a Hugging Face model: checks, padding, the part of each rank, and agreement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring import next_token_labels
+from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
+from parallel_plans.huggingface.core.attention_function import RingInputs
+from parallel_plans.huggingface.core.documents import Documents
+from parallel_plans.huggingface.core.frames import Pieces
+from parallel_plans.huggingface.core.given_masks import GivenMask, given_masks, is_given
+from parallel_plans.huggingface.core.language_model import has_axes
+from parallel_plans.huggingface.losses.loss import Loss
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Positions of several axes have the sequence in the last dim; other inputs have it in dim 1.
+POSITIONS, NUM_AXES = "position_ids", (3, 4)
+SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
+LOGITS_TO_KEEP = "logits_to_keep"
+# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
+IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+NO_ALORA = (
+    "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
+    "alora_invocation_tokens out"
+)
+SAME_BATCH = (
+    "get the same batch (a sampler has to count, and random collators be seeded by, "
+    "data-parallel ranks only) and have the same weights (seeded before the model is made, or "
+    "loaded, and gradients averaged over them)"
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of a call, about all tokens or about those of this rank.
+
+    Attributes:
+        name: the argument that holds the tokens, `input_ids` or `inputs_embeds`.
+        tokens: ids, `(B, S)`, or embeddings, `(B, S, H)`.
+        positions: `(B, S)`, or with several axes `(3, B, S)` or `(4, B, S)`.
+        mask: 1 for tokens and 0 for padding, `(B, S)`.
+        seen: what tokens see if the model around made their masks: one, or one per layer type.
+        labels: what each token should predict, `(B, S)`.
+        num_items: divisor of the loss, the number of labels of the whole batch.
+        cu_seq_lens_q: boundaries of documents in the whole batch, `(D+1,)`.
+        cu_seq_lens_k: the same boundaries for keys.
+        others: the other arguments, passed on by name; tensors have the tokens in dim 1.
+    """
+
+    name: str
+    tokens: Tensor
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    seen: Any = None
+    labels: Tensor | None = None
+    num_items: Any = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch is sharded over the ranks of an axis.
+
+    Attributes:
+        seq_len: tokens of a row, without padding.
+        dealt_length: tokens of a row, with the padding of the layout.
+        layout: the layout of this batch.
+        documents: where documents begin and end.
+        positions: the positions of all tokens, in a shape of `Batch.positions`.
+        indices: which tokens of a padded row this rank has, `(L,)`.
+        pieces: pieces of the sequence, for layers with a state.
+    """
+
+    seq_len: int
+    dealt_length: int
+    layout: Layout
+    documents: Documents
+    positions: Tensor
+    indices: Tensor
+    pieces: Pieces | None
+
+
+def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
+    """Check the arguments of a call, and return them as a batch.
+
+    Raises:
+        ValueError: naming the argument that would be computed wrongly.
+    """
+    others = dict(given)
+    seen = others.pop("attention_mask") if is_given(others.get("attention_mask")) else None
+    cu_seq_lens_q, cu_seq_lens_k, *_ = [others.pop(name, None) for name in BOUNDARIES]
+    num_items = others.pop("num_items_in_batch", None)
+    seq_len = check_batch(model, others)
+    labels, shifted = others.pop("labels", None), others.pop("shift_labels", None)
+    if labels is not None:
+        loss.check(model)
+        if shifted is not None:
+            labels = shifted
+        elif loss.predicts_next:  # shift before sharding: the next token may be on another rank
+            labels = next_token_labels(labels)
+        num_items = (labels != IGNORE_INDEX).sum() if num_items is None else num_items
+    if seen is not None:
+        if cu_seq_lens_q is not None:
+            raise ValueError(
+                "cu_seq_lens_q say where documents are, and the model has made its masks without "
+                "them; give position_ids that start again instead"
+            )
+        seen = given_masks(seen, seq_len)
+    others.pop("ignore_index", None)  # it is the only one that labels may have, see `check_batch`
+    name = "input_ids" if "input_ids" in others else "inputs_embeds"
+    return Batch(
+        name=name,
+        tokens=others.pop(name),
+        positions=others.pop(POSITIONS, None),
+        mask=others.pop("attention_mask", None),
+        seen=seen,
+        labels=labels,
+        num_items=num_items,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        others=others,
+    )
+
+
+def shard(batch: Batch, indices: Tensor, dealt_length: int) -> Batch:
+    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `dealt_length`."""
+    padding = dealt_length - batch.tokens.shape[1]
+
+    def local(x: Tensor | None, dim: int = 1, value: int = 0) -> Any:
+        if x is None:
+            return None
+        if padding:
+            after = (x.ndim - 1 - dim) % x.ndim
+            x = nn.functional.pad(x, (0, 0) * after + (0, padding), value=value)
+        return x.index_select(dim, indices.to(x.device))
+
+    others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
+    if FEATURES in others:
+        is_image = batch.others[IS_IMAGE]
+        rows = local(is_image.flatten().cumsum(0).view(is_image.shape) - 1)[others[IS_IMAGE]]
+        others[FEATURES] = [x.index_select(0, rows.to(x.device)) for x in others[FEATURES]]
+    return replace(
+        batch,
+        tokens=local(batch.tokens),
+        positions=local(batch.positions, dim=-1),
+        mask=local(batch.mask),
+        labels=local(batch.labels, value=IGNORE_INDEX),
+        others=others,
+    )
+
+
+def keywords(
+    batch: Batch, ring: RingInputs, mask: Tensor | None = None, use_cache: bool = False
+) -> dict[str, Any]:
+    """Return the keywords of the model's forward on these tokens.
+
+    Note [A mask of ones]: without an attention mask, transformers takes jumps in positions for
+    packed documents, but the positions of a shard jump anyway. We pass a mask of ones, and find the
+    documents in the whole batch. `mask`, `(B, L)`, replaces the ones.
+    """
+    if mask is None:
+        mask = batch.tokens.new_ones(batch.tokens.shape[:2], dtype=torch.bool)
+    seen = batch.seen
+    # Layers look up their mask in a dict by type; the model would take a single one for a tensor.
+    return batch.others | {
+        batch.name: batch.tokens,
+        POSITIONS: batch.positions,
+        "attention_mask": seen if isinstance(seen, dict) else mask,
+        "ring": ring._replace(given=seen) if isinstance(seen, GivenMask) else ring,
+        "use_cache": use_cache,
+    }
+
+
+def has_content(batch: dict[str, Any]) -> bool:
+    """Return whether the tensors hold real data, which can be compared between ranks."""
+    # A graph cannot raise, and tensors within transforms of torch.func have no memory to read.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    tensors = [x for x in batch.values() if isinstance(x, Tensor)]
+    return detect_fake_mode(tensors) is None and "meta" not in {x.device.type for x in tensors}
+
+
+def described(batch: dict[str, Any]) -> dict[str, str]:
+    """Describe the batch, so that ranks can tell whether they have the same one."""
+    return {name: _described(x) for name, x in batch.items()}
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(_described, x))}]"
+    if not isinstance(x, Tensor):
+        return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{x.layout} {x.dtype}"  # no shape, or no dense content
+    kind = f"{x.dtype} {tuple(x.shape)}"
+    if isinstance(x, DTensor):
+        return f"DTensor {kind}"
+    if x.is_meta or x.is_quantized:  # no content to compare
+        return f"{x.device.type} {kind}"
+    if x.is_floating_point():  # computed values may differ in rounding
+        return kind
+    return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
+
+
+def check_batch(model: Any, given: dict[str, Any]) -> int:
+    """Refuse what would be computed wrongly; return the length of the sequence, in tokens.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    _check_model(model)
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
+    for name in ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask"):
+        x = given.get(name)
+        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+            raise ValueError(
+                f"{name} must be one tensor over a sharded sequence, plain and whole on every "
+                f"rank, got {type(x).__name__}"
+            )
+        if x is not None:
+            check_strided(name, x)
+            _check_dtype(name, x)
+    if given.get("output_attentions"):
+        raise ValueError(
+            "output_attentions is not supported over a sharded sequence, whose scores no rank has; "
+            "leave it out"
+        )
+    _check_kept(given)
+    if given.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+        raise ValueError(
+            f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
+            "give such labels that number"
+        )
+    seq_len = _check_lengths(model, given)
+    _check_range(model, given)
+    return seq_len
+
+
+def _check_model(model: Any) -> None:
+    """Refuse an export, and adapters whose effect on a token depends on other tokens."""
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "torch.export takes one process, and a context-parallel model sends messages; export "
+            "within `with stock_model(model):`"
+        )
+    if has_alora(getattr(model, "peft_config", {}).values()):
+        raise ValueError(NO_ALORA)
+
+
+def has_alora(adapters: Iterable[Any]) -> bool:
+    """Return whether one of these peft configs has adapters that begin at a token."""
+    return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
+
+
+def _check_kept(given: dict[str, Any]) -> None:
+    """Refuse a `logits_to_keep` that is not a number of last tokens, or comes with labels."""
+    kept = given.get(LOGITS_TO_KEEP, 0)
+    if type(kept) is not int or kept < 0:
+        what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
+        raise ValueError(
+            f"{LOGITS_TO_KEEP} must be a number of last tokens over a sharded sequence, got {what}"
+        )
+    if kept and given.get("labels") is not None:
+        raise ValueError(
+            f"labels need the logits of all tokens, and {LOGITS_TO_KEEP}={kept}; leave one out"
+        )
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    """Refuse dtypes that cannot be tokens, positions, labels, embeddings or masks."""
+    is_float = x.is_floating_point()
+    if name in ("input_ids", "labels", "position_ids") and x.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be integers, got {x.dtype}; use .long()")
+    if name == "inputs_embeds" and not is_float:
+        raise ValueError(f"{name} must be floating, got {x.dtype}; or pass them as input_ids")
+    if name == "attention_mask" and (x.is_complex() or x.is_quantized):
+        raise ValueError(f"{name} must be ones and zeros, got {x.dtype}; use .bool()")
+
+
+def _check_range(model: Any, batch: dict[str, Any]) -> None:
+    """Refuse tokens and labels that the model has no row for, on all ranks alike.
+
+    Later, only the rank that holds the token would fail, and the others would wait for it. Tensors
+    on a GPU are not checked, as reading them would synchronize.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    head = model.get_output_embeddings()
+    num_labels = model.config.num_labels if head is None else _num_words(model, head)
+    num_tokens = _num_words(model, model.get_input_embeddings())
+    for name, count in (("input_ids", num_tokens), ("labels", num_labels)):
+        x = batch.get(name)
+        if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+            continue
+        wrong = x[((x < 0) | (x >= count)) & ((x != IGNORE_INDEX) | (name != "labels"))]
+        if wrong.numel():
+            raise ValueError(
+                f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
+                f"{wrong[0].item()}"
+            )
+
+
+def _num_words(model: Any, embeddings: nn.Module) -> int:
+    """Return the number of rows of the weight, or the vocabulary size if a wrapper hides it."""
+    weight = getattr(embeddings, "weight", None)
+    return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
+
+
+def _check_lengths(model: Any, given: dict[str, Any]) -> int:
+    """Refuse inputs of wrong shape or different lengths; return the length."""
+    lengths = {}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            continue
+        _check_shape(model, name, x)
+        lengths[name] = x.shape[-1 if name == POSITIONS else 1]
+    _check_rows(given)
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the inputs of a model must have one length, got {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _check_shape(model: Any, name: str, x: Tensor) -> None:
+    """Refuse an input that has other dims than those of its name, or no tokens."""
+    shape = SHAPES.get(name, "(B, S)")
+    fits = x.ndim == len(shape.split(","))
+    if name == POSITIONS and has_axes(model):
+        shape = " or ".join([shape, *(f"({number}, B, S)" for number in NUM_AXES)])
+        fits = fits or (x.ndim == 3 and len(x) in NUM_AXES)
+    if not fits:
+        raise ValueError(f"{name} must be {shape} over a sharded sequence, got {tuple(x.shape)}")
+    if not x.numel():
+        raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
+
+
+def _check_rows(given: dict[str, Any]) -> None:
+    """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
+    tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    for name, rows in (("attention_mask", 1), (POSITIONS, 1), ("labels", len(tokens))):
+        x = given.get(name)
+        if x is not None and x.shape[-2] not in (rows, len(tokens)):
+            raise ValueError(
+                f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
+            )
+
+
+# Bytes that are summed as one integer.
+WORD = 8
+
+
+class Agreement:
+    """Compares the ranks of an axis in a few forwards of a model.
+
+    Forwards with gradients are checked at numbers 1, 2, 4, 8, ...: the second check finds that
+    gradients of the first were not averaged, later ones find it after accumulation. Without
+    gradients weights do not change, so the first check is enough. A collective in each forward
+    would be slow.
+    """
+
+    def __init__(self) -> None:
+        self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
+
+    def check(self, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh) -> None:
+        """Compare weights and batch with the other ranks, if this forward is one to check.
+
+        Raises:
+            ValueError: on every rank, if their weights or batches differ.
+        """
+        trains = torch.is_grad_enabled()
+        count = self._num_agreed[trains] + 1
+        # Powers of two have one bit.
+        if count.bit_count() == 1 if trains else count == 1:
+            group = axis_group(mesh)
+            here = described(batch) | {"weights": checksum(model, group)}
+            check_agreement(group, here, SAME_BATCH)
+        self._num_agreed[trains] = count
+
+
+def checksum(model: nn.Module, group: ProcessGroup) -> str:
+    """Return a checksum that is equal on two ranks of a group if their weights are equal.
+
+    It combines the sum of the bits of each weight. The bits are summed as integers, so rounding and
+    order have no effect. Each weight is read once, as in a forward of one token. Weights that are
+    sharded over these ranks are left out.
+    """
+    sums = [_sum(x) for x in _comparable(model, group)]
+    if not sums:
+        return "none to compare"
+    # Copy all sums to the host in one transfer.
+    numbers = torch.stack([x.to(sums[0].device) for x in sums]).tolist()
+    return f"checksum {crc32(repr(numbers).encode()):08x}"
+
+
+def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
+    """Return this rank's weights that should be equal on each rank of the group."""
+    others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
+    for x in model.parameters():
+        if isinstance(x, DTensor):
+            if others & set(x.device_mesh.mesh.flatten().tolist()):
+                continue
+            x = x.to_local()
+        # A tensor subclass, such as a quantized one, may not store its values as plain bits.
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_quantized:
+            found.append(x.detach())
+    return found
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, eight bytes at a time; it may overflow."""
+    flat = x.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    end = flat.numel() // WORD * WORD
+    # A sum of smaller integers would first convert the whole tensor to int64.
+    return flat[:end].view(torch.int64).sum() + flat[end:].sum()

@@ -1,0 +1,125 @@
+"""Joins the outputs of a model whose sequence is sharded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring import Balanced, SequenceAxis, unshard_sequence
+from dtensor_ring.extension import from_local_tokens
+from parallel_plans.huggingface.core.positions import LastTokens
+from parallel_plans.huggingface.losses.loss import (
+    OF_ROUTERS,
+    RouterSpec,
+    load_balancing_loss,
+    token_loss,
+)
+from parallel_plans.huggingface.sharding.batch import BatchPlan
+
+
+class OutputSpec(NamedTuple):
+    """What joining the outputs of a batch needs.
+
+    Attributes:
+        plan: how the batch is sharded.
+        labels: labels that the plan takes the loss of.
+        head_labels: labels that the head computes losses from, see `LossHead`.
+        num_items: divisor of the loss, the number of labelled tokens.
+        has_logits: whether the outputs include logits.
+        router: what the load-balancing loss needs, if it is requested.
+        kept: the tokens that have logits; `None` for all.
+        of_tokens: names of the outputs that are sharded; `None` for all.
+    """
+
+    plan: BatchPlan
+    labels: Tensor | None
+    head_labels: Tensor | None
+    num_items: Any
+    has_logits: bool
+    router: RouterSpec | None
+    kept: LastTokens | None = None
+    of_tokens: frozenset[str] | None = None
+
+
+class Outputs:
+    """Joins the outputs of the ranks of an axis.
+
+    Note [Gradients of compiled outputs]: the backward of a compiled graph needs a gradient for each
+    output that is a DTensor, but autograd has none for unused outputs. A caller that requests a
+    loss uses the loss, so the other outputs are detached then.
+    """
+
+    def __init__(self, axis: SequenceAxis, unshard_outputs: bool) -> None:
+        self.axis, self.unshards = axis, unshard_outputs
+
+    def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
+        """Return the loss over all ranks, and other outputs as sharded DTensors or whole.
+
+        A head that computes the loss of each token passes these as `losses`.
+        """
+        parts = dict(output.items())
+        if losses is not None:
+            parts = {"loss": losses.sum() / spec.num_items} | parts
+        elif spec.labels is not None:
+            loss = token_loss(output.logits, spec.labels, spec.num_items)
+            parts = {"loss": loss} | parts
+        if not spec.has_logits:
+            del parts["logits"]
+        # See Note [Gradients of compiled outputs].
+        detaches = "loss" in parts and torch.compiler.is_compiling()
+        results = {}
+        for name, x in parts.items():
+            if name == "loss":
+                results[name] = self.axis.sum(x)
+            elif spec.of_tokens is not None and name not in spec.of_tokens:
+                results[name] = x  # computed from the whole batch on every rank
+            elif spec.router is None or name not in OF_ROUTERS:
+                results[name] = self._output(name, x, spec, detaches)
+        if spec.router is not None:
+            results |= self._of_routers(parts, spec.router, spec, detaches)
+            if {"loss", "aux_loss"} <= results.keys():
+                # Whole on every rank, so it is added once, after the sum.
+                results["loss"] = results["loss"] + spec.router.coefficient * results["aux_loss"]
+        return type(output)(**results)
+
+    def _of_routers(
+        self, parts: dict[str, Any], router: RouterSpec, spec: OutputSpec, detaches: bool
+    ) -> dict[str, Any]:
+        """Return the load-balancing loss over all ranks, and the router logits by token."""
+        results: dict[str, Any] = {}
+        if "aux_loss" in parts:
+            results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
+        if "router_logits" in parts:
+            by_token = tuple(router.by_token(x) for x in parts["router_logits"])
+            logits = self._output("router_logits", by_token, spec, detaches)
+            # Whole router logits have the shape of the model, (B * S, E).
+            whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards else logits
+            results["router_logits"] = whole
+        return results
+
+    def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._output(name, part, spec, detaches) for part in x)
+        if not isinstance(x, Tensor):
+            return x
+        if name == "logits" and spec.kept is not None:
+            return spec.kept.join(x, 1)
+        num_tokens = len(spec.plan.indices)
+        if x.ndim < 3 or x.shape[1] != num_tokens:
+            raise ValueError(
+                f"the model's output {name}, {tuple(x.shape)}, has no token for each of the "
+                f"{num_tokens} of this rank: what is made of the whole sequence is "
+                "not supported; leave it out"
+            )
+        local = x.detach() if detaches else x
+        if self.unshards:
+            return self.whole(local, spec.plan)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.plan.dealt_length)
+
+    def whole(self, local: Tensor, plan: BatchPlan) -> Tensor:
+        """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""
+        layout = plan.layout if isinstance(plan.layout, Balanced) else None
+        sharded = from_local_tokens(local, self.axis.mesh, 1, plan.dealt_length)
+        return unshard_sequence(sharded, 1, layout)[:, : plan.seq_len]

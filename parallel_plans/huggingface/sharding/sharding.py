@@ -1,0 +1,297 @@
+"""Shards the inputs of a model along the sequence and joins its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from inspect import signature
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
+from dtensor_ring.extension import Layout, axis_group, checked_barrier, local_tokens
+from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
+from parallel_plans.huggingface.core.documents import Documents, find_documents
+from parallel_plans.huggingface.core.frames import Dealt
+from parallel_plans.huggingface.core.given_masks import largest
+from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
+from parallel_plans.huggingface.core.positions import LargestPosition, LastTokens, counter_of
+from parallel_plans.huggingface.core.restore import NO_PICKLE
+from parallel_plans.huggingface.losses.head import loss_head, pops_logits
+from parallel_plans.huggingface.losses.loss import Loss, asks_router_logits, router_spec
+from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.sharding.batch import (
+    LOGITS_TO_KEEP,
+    Agreement,
+    Batch,
+    BatchPlan,
+    described,
+    has_content,
+    keywords,
+    parse,
+    shard,
+)
+from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec
+from parallel_plans.huggingface.states.relay import AxisRelay
+
+
+class Sharding:
+    """Shards a batch over the ranks of the axis, and joins their outputs.
+
+    A batch goes through four steps: `parse` checks it and names its parts, `plan` decides where its
+    tokens go, `shard` takes this rank's tokens, and `call` makes the keywords of the forward.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        axis: SequenceAxis,
+        layer_masks: LayerMasks,
+        loss: Loss,
+        unshard_outputs: bool,
+        relay: AxisRelay | None = None,
+    ) -> None:
+        self.axis, self.layer_masks, self.loss, self.relay = axis, layer_masks, loss, relay
+        self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
+        self.largest = LargestPosition(model)
+        self.returns_logits = False  # together with a loss, even if the call does not request them
+        self.generates = False  # in a call of `generate`
+        self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
+        known = [x for x in layer_masks.values() if isinstance(x, LayerMask)]
+        self.chunks = frozenset(x.mask.chunk for x in known if x.mask.chunk)
+        self._known_masks, self._counts = known, counter_of(model)
+        self._names = list(signature(model.forward).parameters)
+        self._spec: OutputSpec | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """Return itself: copies of a model share the forward that calls it."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickling: the plan put functions into the model that refer to process groups."""
+        raise TypeError(NO_PICKLE)
+
+    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call that are not `None`, by name."""
+        check_implementation(model.config)
+        found = named_arguments(self._names, args, kwargs)
+        if "cache_position" not in self._names:
+            found.pop("cache_position", None)  # of transformers 4
+        if "labels" not in self._names and model.get_output_embeddings() is None:
+            found.pop("labels", None)  # they belong to the model around a base model
+        return found
+
+    def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
+        """Return the keywords of the forward on this rank, and what joining its outputs needs."""
+        has_logits = pops_logits(model, given) or self.returns_logits
+        self.agree(model, given)
+        batch = parse(model, given, self.loss)
+        plan = self.plan(batch)
+        self.largest.set(plan.positions)
+        batch = replace(batch, positions=plan.positions)
+        local = shard(batch, plan.indices, plan.dealt_length)
+        return self.call(model, local, plan, has_logits)
+
+    def plan(self, batch: Batch) -> BatchPlan:
+        """Decide how a batch is sharded, and find its documents and positions."""
+        layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
+        documents = find_documents(
+            seq_len,
+            self.chunks,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            cu_seq_lens_q=batch.cu_seq_lens_q,
+            cu_seq_lens_k=batch.cu_seq_lens_k,
+        )
+        if self.relay is None:
+            length, pieces = layout.dealt_length(seq_len, mesh.size()), None
+        else:
+            # Stateful layers ignore a state for a single token, so each rank gets at least two.
+            length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
+            pieces = self.relay.begin(self._boundaries(batch, documents), length, batch.mask)
+        if length > seq_len:
+            documents = documents.bounded(seq_len)
+        if layout.per_batch:
+            layout = self._balanced(documents, length, batch.seen)
+            documents = replace(documents, runs=sequence_runs(layout))
+        indices = torch.arange(length, device=batch.tokens.device)
+        indices, positions = local_tokens(indices, mesh, 0, layout), self.positions(batch)
+        return BatchPlan(seq_len, length, layout, documents, positions, indices, pieces)
+
+    def _boundaries(self, batch: Batch, documents: Documents) -> Tensor | None:
+        """Return the document boundaries for stateful layers, which mask padding themselves."""
+        known = self._known_masks
+        starts_anew = not known or any(x.starts_anew(documents.has_axes) for x in known)
+        is_packed = starts_anew and batch.mask is None
+        return documents.packed if is_packed or batch.cu_seq_lens_q is not None else None
+
+    def _balanced(self, documents: Documents, seq_len: int, seen: Any) -> Balanced:
+        """Return a layout with equal work for the documents and the most frequent mask."""
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "the balanced layout shards each batch by its documents, which a graph cannot: "
+                "compile the model with another layout"
+            )
+        # One layout serves all layers: of given masks the largest decides, else the most frequent.
+        if seen is not None:
+            return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(seen))
+        masks = [x.mask for x in self._known_masks]
+        mask = max(masks, key=masks.count, default=Mask.causal())
+        return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
+
+    def positions(self, batch: Batch, past: int = 0, mask: Tensor | None = None) -> Tensor:
+        """Return the given positions, or count them as the model does, by default from zero.
+
+        Args:
+            batch: the batch of new tokens.
+            past: number of cached tokens before them.
+            mask: the attention mask of all tokens, if it is not in the batch.
+        """
+        if batch.positions is not None:
+            return batch.positions
+        tokens, num_tokens = batch.tokens, batch.tokens.shape[1]
+        if self._counts is None:
+            return torch.arange(past, past + num_tokens, device=tokens.device).unsqueeze(0)
+        mask = batch.mask if mask is None else mask
+        if past and mask is None:
+            mask = tokens.new_ones(len(tokens), past + num_tokens)
+        found = self._counts(tokens, mask)
+        return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
+
+    def call(
+        self, model: Any, batch: Batch, plan: BatchPlan, has_logits: bool
+    ) -> tuple[dict[str, Any], OutputSpec]:
+        """Return the keywords of the forward, and what joining its outputs needs.
+
+        The model does not get the labels: the plan takes the loss, or a head that has them.
+        """
+        frame = Dealt(self.axis, plan.dealt_length, plan.documents, plan.documents.runs)
+        ring = RingInputs((frame,), plan.indices, self.layer_masks, pieces=plan.pieces)
+        # Layers with a state mask their own padding.
+        how = keywords(batch, ring, None if self.relay is None else batch.mask)
+        router = None
+        if asks_router_logits(model, batch.others, self.loss.why_no_balance):
+            is_token = plan.indices < plan.seq_len
+            weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
+            router, how[ROUTER_LOGITS] = router_spec(model, weights), True
+        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.dealt_length)
+        in_head = not has_logits and loss_head(model) is not None
+        labels = (None, batch.labels) if in_head else (batch.labels, None)
+        return how, OutputSpec(plan, *labels, batch.num_items, has_logits, router, kept)
+
+    def keep_logits(
+        self, how: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
+    ) -> LastTokens | None:
+        """Return the tokens whose logits are requested, if not all; set them in the keywords."""
+        if not how.get(LOGITS_TO_KEEP):
+            return None
+        kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, how[LOGITS_TO_KEEP])
+        how[LOGITS_TO_KEEP] = kept.local_indices(how["ring"].indices.device)
+        return kept
+
+    def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Check in some forwards that all ranks have the same batch and weights."""
+        if has_content(batch):
+            self.agreement.check(model, batch, self.axis.mesh)
+
+    def meet(self, batch: dict[str, Any], what: str) -> None:
+        """Check in every forward that all ranks have the same batch; `what` names it in errors.
+
+        Raises:
+            RingError: on every rank, if they differ.
+        """
+        if has_content(batch):
+            with checked_barrier(axis_group(self.axis.mesh), what, described(batch)):
+                pass
+
+    def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
+        """Join the outputs of a batch; `losses` come from a head that computes them."""
+        self.finish(spec)
+        if self.relay is not None:
+            self.relay.keep(output)
+        return self.outputs.joined(output, spec, losses)
+
+    def finish(self, spec: OutputSpec) -> None:
+        """Forget a batch after the model has run, except what joins its outputs."""
+        self.largest.clear()
+        self._spec = spec
+
+    def join(self, local: Tensor) -> Tensor:
+        """Gather what a head computed for each of this rank's tokens of the last batch."""
+        assert self._spec is not None, "nothing was sharded yet"
+        plan = self._spec.plan
+        if local.shape[1] != len(plan.indices):
+            raise RuntimeError(
+                f"a head ran on {local.shape[1]} tokens of another batch than the last, whose part "
+                f"on this rank has {len(plan.indices)}; run it once, right after its backbone"
+            )
+        return self.outputs.whole(local, plan)
+
+
+def forward_by_name(model: nn.Module, given_of: Callable[..., Any], run: Any) -> MethodType:
+    """Return a method to replace a model's forward, which calls `run(model, given)`.
+
+    This is a method of the instance, not a hook: torch.compile runs the hooks of the module that it
+    compiles outside the graph.
+
+    Args:
+        model: the model.
+        given_of: returns the arguments of a call by name, see `Sharding.given`.
+        run: returns the output with named fields.
+    """
+    plain = type(model).forward
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = given_of(self, args, kwargs)
+        is_tuple = given.pop("return_dict", None) is False
+        if is_tuple:  # it is read by index, so it always includes logits
+            given["output_logits"] = True
+        output = run(self, given)
+        return output.to_tuple() if is_tuple else output
+
+    return own_method(model, forward)
+
+
+def own_method(model: nn.Module, forward: Any) -> MethodType:
+    """Bind a forward in place of the model's own, with its signature."""
+    forward.__signature__ = signature(type(model).forward)
+    del forward.__wrapped__  # else accelerate's unwrap_model would restore the plain forward
+    return MethodType(forward, model)
+
+
+def named_arguments(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call that are not `None`, by the names of the parameters."""
+    found = dict(zip(names, args, strict=False)) | kwargs
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def shardings_of(model: Any) -> list[Sharding]:
+    """Return all `Sharding` objects in a model, even if another library wrapped a forward."""
+    found = [getattr(module, "context_parallel_sharding", None) for module in model.modules()]
+    return [x for x in found if x is not None]
+
+
+@contextmanager
+def whole_outputs(model: nn.Module) -> Iterator[None]:
+    """Make a model, or its parts under a plan, return all outputs whole on every rank.
+
+    Only the plan knows the order of tokens in a layout that belongs to a batch.
+    """
+    shardings = shardings_of(model)
+    before = [(x.outputs.unshards, x.returns_logits) for x in shardings]
+    for sharding in shardings:
+        sharding.outputs.unshards = sharding.returns_logits = True
+    try:
+        yield
+    finally:
+        for sharding, were in zip(shardings, before, strict=True):
+            sharding.outputs.unshards, sharding.returns_logits = were

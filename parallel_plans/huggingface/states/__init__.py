@@ -1,0 +1,1 @@
+"""States that layers carry along the sequence, from rank to rank."""

@@ -1,0 +1,216 @@
+"""Moves the states of layers between the ranks of an axis, or between shards in a probe."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring import Contiguous, SequenceAxis, relayout
+from dtensor_ring.extension import Layout, layout_names, receive_state, send_state
+from parallel_plans.huggingface.core.frames import Pieces
+from parallel_plans.huggingface.core.patterns import frozen
+from parallel_plans.huggingface.states.stateful import (
+    Call,
+    Run,
+    StateKey,
+    States,
+    relayed,
+    required_parameters,
+    stateful_layers,
+)
+
+
+class StateSpec(NamedTuple):
+    """A state of a layer, with its shape for one row of the batch."""
+
+    key: StateKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# The states of each layer.
+StateSpecs = tuple[tuple[StateSpec, ...], ...]
+
+
+class KeptStates:
+    """Hands states from shard to shard in one process, in sequence order.
+
+    Attributes:
+        unused: a state that a layer ignores when it has several tokens, by layer.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, States] = {}
+        self.unused: dict[int, StateKey] = {}
+
+    def call(self, call: Call, run: Run) -> Any:
+        before = self._states.get(call.number, {})
+        output, self._states[call.number] = run(call.hidden, None, before)
+        for key, x in before.items():  # some layers read a state for single tokens only
+            other = first(run(call.hidden, None, before | {key: x + 1})[0])
+            if torch.equal(other, first(output)):
+                self.unused.setdefault(call.number, key)
+        return output
+
+    def forget(self) -> None:
+        """Drop all states, before a new sequence."""
+        self._states = {}
+
+    def specs(self, num_layers: int) -> StateSpecs:
+        """Return the states that each layer has stored."""
+        return tuple(
+            tuple(
+                StateSpec(key, tuple(x.shape[1:]), x.dtype)
+                for key, x in self._states.get(number, {}).items()
+            )
+            for number in range(num_layers)
+        )
+
+
+def specs_of(model: Any) -> StateSpecs:
+    """Return the states of a model's layers from a run of two tokens, also on the meta device."""
+    layers, states = stateful_layers(model), KeptStates()
+    weight = next(model.parameters())
+    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
+    with frozen(model), relayed(layers, states):
+        for layer in layers:
+            layer(hidden, **dict.fromkeys(required_parameters(layer)))
+    return states.specs(len(layers))
+
+
+class AxisRelay:
+    """Hands states from rank to rank, with one message for each layer and row of the batch.
+
+    Note [Row by row]: the ranks process a row in turn, since each needs the states of the previous
+    rank. While the next rank processes a row, this one processes the row after it.
+
+    Args:
+        axis: the axis that shards the tokens.
+        specs: the states of each layer.
+        order: a layout in which the tokens of a rank follow those of the previous rank. If the axis
+            has another layout, tokens are exchanged before and after each layer.
+    """
+
+    def __init__(
+        self, axis: SequenceAxis, specs: StateSpecs, order: Layout | str = Contiguous.name
+    ) -> None:
+        self._axis, self._specs, self._order = axis, specs, order
+        self._last: Pieces | None = None
+        self._alive: WeakSet[Pieces] = WeakSet()
+
+    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> Pieces:
+        """Begin a batch of `length` tokens.
+
+        Args:
+            boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
+            length: tokens of a row on all ranks, with padding.
+            mask: the attention mask of all tokens without that padding, `(B, S)`.
+
+        Returns:
+            The pieces to pass to calls of layers. Checkpointing repeats these calls in backward,
+            when there may be a later batch. A call without pieces uses those of the last batch.
+        """
+        mesh = self._axis.mesh
+        self._last = Pieces.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
+        self._alive.add(self._last)
+        return self._last
+
+    def keep(self, output: dict[str, Any]) -> None:
+        """Keep the pieces of the last batch alive as long as its outputs."""
+        for x in () if torch.compiler.is_compiling() else output.values():
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                found: Any = x.grad_fn.metadata
+                found["pieces"] = self._last
+
+    def call(self, call: Call, run: Run) -> Any:
+        pieces = self._pieces(call) if call.pieces is None else call.pieces
+        mesh = self._axis.mesh
+        x = relayout(call.hidden, mesh, 1, self._order)
+        # Received states need a gradient on all ranks if the sent ones have one.
+        needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
+        outputs = [
+            self._row(call.number, x[row : row + 1], needs_own, pieces, row, run)
+            for row in range(len(x))
+        ]
+        out = torch.cat([first(output) for output in outputs])
+        out = relayout(out, mesh, 1, self._axis.layout, layout=self._order)
+        return (out, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else out
+
+    def _row(
+        self, number: int, x: Tensor, needs_own: bool, pieces: Pieces, row: int, run: Run
+    ) -> Any:
+        """Return the output of a layer for one row."""
+        specs = self._specs[number]
+        sizes = [torch.Size(spec.shape).numel() for spec in specs]
+        anchor = x.detach().requires_grad_() if needs_own else x
+        flat = receive_state(anchor, 1, sum(sizes), self._axis.mesh)
+        parts = zip(specs, flat.split(sizes, 1), strict=True)
+        states = {spec.key: part.reshape(1, *spec.shape).to(spec.dtype) for spec, part in parts}
+        outs = []
+        for piece in pieces.of_row(row):
+            before = {} if piece.is_first else states
+            output, states = _of_piece(
+                run, x[:, piece.begin : piece.end], pieces.mask(row, piece), before
+            )
+            outs.append(first(output))
+        # One message holds all states, so its dtype must be wide enough for each.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
+        out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)
+        return (out, *output[1:]) if isinstance(output, tuple) else out
+
+    def _pieces(self, call: Call) -> Pieces:
+        """Return the pieces for a call without any, as in models without attention.
+
+        Raises:
+            ValueError: if checkpointing repeats the call, and batches that await backward differ.
+        """
+        assert self._last is not None, "no batch was begun yet"
+        in_backward = torch._C._current_graph_task_id() != -1
+        others = [x for x in self._alive if x is not self._last and not x.same_batch(self._last)]
+        if in_backward and others:
+            raise ValueError(
+                "checkpointing repeats a layer with a state, whose model does not tell it of which "
+                "batch, and batches with other documents or padding wait for their backward: run "
+                "the backward of a batch before the next forward, and drop its outputs"
+            )
+        return self._last
+
+
+def _of_piece(run: Run, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
+    """Return the output for a piece, and the states after it."""
+    if x.shape[1] > 1 or not before:
+        return run(x, mask, before)
+    # A layer may process a single token differently, for generation, so the token is repeated.
+    # It ends its document, so the states after it are not used.
+    mask = None if mask is None else mask.repeat(1, 2)
+    output, after = run(x.repeat(1, 2, 1), mask, before)
+    one = first(output)[:, :1]
+    return (one, *output[1:]) if isinstance(output, tuple) else one, after
+
+
+def first(output: Any) -> Tensor:
+    """Return the hidden states of a layer's output."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def check_layout(model: nn.Module, layout: Layout) -> None:
+    """Refuse a layout that belongs to a batch, for a model with stateful layers.
+
+    Raises:
+        ValueError: naming a stateful layer.
+    """
+    layers = stateful_layers(model)
+    if not layers or not layout.per_batch:
+        return
+    name = next(name for name, x in model.named_modules() if x is layers[0])
+    known = ", ".join(map(repr, layout_names()))
+    raise ValueError(
+        f"{name} ({type(layers[0]).__name__}) carries a state from token to token, which a rank "
+        f"gets from the one with the tokens before its own; the layout {layout.spec!r} belongs to "
+        f"a batch, for which that is not supported: context_parallel_plan(model, layout) with one "
+        f"of {known}"
+    )

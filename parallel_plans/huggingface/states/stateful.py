@@ -1,0 +1,267 @@
+"""Hands over the state that layers carry along the sequence, through their cache.
+
+Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
+They read the state after the previous tokens from it, and store the state after their own. Here a
+small object replaces that cache in each call of a stateful layer. The state that it returns comes
+from the rank with the previous tokens, and the stored state goes to the rank with the next ones.
+
+Note [A scan from zero]: transformers' own scan of several tokens begins without a state, with or
+without a kernel. Its state after a token is `decay * state + input`, so it is linear in the initial
+state. The contribution of the initial state to each output is computed separately and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature, unwrap
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from dtensor_ring.extension import within_layer
+from parallel_plans.huggingface.core.frames import Pieces
+from parallel_plans.huggingface.core.versions import parameter_of_cache
+
+# The cache methods with which stateful layers store a state.
+UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+
+# "conv" or "recurrent", and the number of the state within the layer.
+StateKey = tuple[str, int]
+
+# The states of a layer, `(B, ...)`.
+States = dict[StateKey, Tensor]
+
+
+# Maps the input of a layer, its attention mask and the states before it to the output and the
+# states after it.
+Run = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
+
+
+class Call(NamedTuple):
+    """A call of a stateful layer.
+
+    Attributes:
+        number: index of the layer among the stateful layers.
+        hidden: the input of the layer, `(B, L, H)`.
+        trains: whether the layer has parameters that need a gradient.
+        pieces: the pieces of the batch, if the model passes them to the layer.
+    """
+
+    number: int
+    hidden: Tensor
+    trains: bool
+    pieces: Pieces | None
+
+
+class Relay(Protocol):
+    """Moves states between shards of the sequence."""
+
+    def call(self, call: Call, run: Run) -> Any:
+        """Return the output of a layer for its tokens; this may run the layer several times."""
+
+
+@dataclass
+class HandOver:
+    """Stands in for the cache in one call of one layer."""
+
+    before: States
+    after: States = field(default_factory=dict)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return `None`: given a state, a layer may take its single-token path, and store none."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state after the previous tokens."""
+        return self.before.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Prepend the last columns of the previous tokens to `conv_states`, `(B, C, L)`."""
+        if conv_kernel_size is None:
+            raise ValueError(
+                f"a convolution of layer {layer_idx} does not tell its cache how many tokens it "
+                "sees, and so not what it needs of the tokens before"
+            )
+        key, num_before = ("conv", state_idx), conv_kernel_size - 1
+        tail = self.before.get(key)
+        if tail is None:
+            tail = conv_states.new_zeros(*conv_states.shape[:-1], num_before)
+        whole = torch.cat([tail.to(conv_states.dtype), conv_states], -1)
+        self.after[key] = whole[..., whole.shape[-1] - num_before :]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Store the state after these tokens."""
+        self.after["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    # MiniMax has a cache of its own, with other names.
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state after the previous tokens, like `get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """Store the state after these tokens, like `update_recurrent_state`."""
+        self.update_recurrent_state(state, layer_idx)
+
+
+def stateful_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward stores the state after its tokens in a cache."""
+    return [module for module in model.modules() if _cache_parameter(module) is not None]
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that get their attention function from transformers."""
+    return [x for x in model.modules() if "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x)]
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of globals and attributes that a module's forward reads."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _cache_parameter(module: nn.Module) -> str | None:
+    """Return the name of a module's cache parameter, if its forward stores a state there."""
+    if set(UPDATES).isdisjoint(_names_in_forward(module)):
+        return None
+    return parameter_of_cache(type(module).forward)
+
+
+def required_parameters(layer: nn.Module) -> list[str]:
+    """Return the names of the required parameters of a layer's forward after its input."""
+    parameters = list(signature(type(layer).forward).parameters.values())[2:]
+    return [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+
+
+@contextmanager
+def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
+    """Make these layers hand over their states by a relay within a context."""
+    relay_states(layers, relay)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def relay_states(layers: list[nn.Module], relay: Relay) -> None:
+    """Make these layers hand over their states by a relay from now on."""
+    for number, layer in enumerate(layers):
+        layer.forward = MethodType(_forward(layer, number, relay), layer)
+
+
+def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
+    """Return the layer's forward, run by a relay that receives and sends its states."""
+    plain, cache = type(layer).forward, _cache_parameter(layer)
+    assert cache is not None, f"{type(layer).__name__} has no state"
+    known = signature(plain)
+    first = [*known.parameters][1]
+    needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
+
+    # A compiler would drop messages of the backward whose results are unused.
+    @torch.compiler.disable
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ring = kwargs.pop("ring", None)  # for attention; kernels accept no other keywords
+        given = known.bind(self, *args, **kwargs)
+        hidden = given.arguments[first]
+        _refuse_more_inputs(self, {name: given.arguments[name] for name in needed})
+        kept = {name: x for name, x in given.arguments.items() if name in ("self", first)}
+        others = {name: _without_tokens(x) for name, x in given.arguments.items()} | kept
+
+        def run(hidden: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
+            here = HandOver(before)
+            masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
+            given.arguments.update(others | masks | {first: hidden, cache: here})
+            state = here.get_recurrent_state(number) if scans(plain) else None
+            runs = plain if state is None else going_on(plain, state)
+            return runs(*given.args, **given.kwargs), here.after
+
+        trains = any(x.requires_grad for x in self.parameters())
+        with within_layer(self):
+            return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
+
+    return forward
+
+
+def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse a second tensor of tokens next to the layer's input: its order is unknown."""
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            raise ValueError(
+                f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
+                "its input, of which only the input is sharded in the order that a state needs"
+            )
+
+
+def _without_tokens(x: Any) -> Any:
+    """Return an argument without tensors and tuples, which may hold values of tokens."""
+    if isinstance(x, dict):  # it holds further keywords
+        return {name: y for name, y in x.items() if not isinstance(y, (Tensor, tuple))}
+    return None if isinstance(x, (Tensor, tuple)) else x
+
+
+# The global name by which forwards of layers call the scan.
+SCAN = "mamba_selective_scan"
+
+
+def scans(forward: Callable[..., Any]) -> bool:
+    """Return whether a layer's forward calls the scan."""
+    return SCAN in unwrap(forward).__code__.co_names
+
+
+def going_on(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
+    """Return a copy of a layer's forward whose scan continues from a state.
+
+    Args:
+        forward: the unbound forward of the layer.
+        state: the state of D channels with N numbers each, `(B, D, N)`; if each head calls the
+            scan, `(B, heads, D, N)`.
+    """
+    # The code looks the scan up as a global, so the copy gets globals with another scan.
+    plain: Any = unwrap(forward)
+    parts = iter(state.unbind(1) if state.dim() == 4 else (state,))
+    names = plain.__globals__ | {SCAN: _from(plain.__globals__[SCAN], parts)}
+    made = FunctionType(
+        plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made
+
+
+def _from(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
+    """Return a scan in which each call continues from the next of `states`."""
+
+    def whole(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        *,
+        z: Tensor,
+        delta_bias: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, last = scan(x, dt, a, b, c, z=z, delta_bias=delta_bias, **options)
+        biased = dt if delta_bias is None else dt + delta_bias[:, None]
+        decay = torch.exp(a[None, :, None] * softplus(biased.float()).cumsum(-1)[..., None])
+        kept = decay * next(states)[:, :, None]  # (B, D, L, N)
+        added = torch.einsum("bdln,bnl->bdl", kept, c.to(kept.dtype))
+        return out + added * silu(z), last + kept[:, :, -1]
+
+    return whole

@@ -1,0 +1,1 @@
+"""The mesh and the options of the trainers."""

@@ -1,0 +1,263 @@
+"""The model around a language model: it merges images into the text, and has the head.
+
+The model's own code runs with the whole batch on every rank: the vision tower, the merge of
+embeddings, positions, and masks. A rank may run the tower on some of the images only (`tower.py`).
+The language model shards its inputs, and returns the hidden states of this rank's tokens, on which
+the head then runs. With a cache it returns, on every rank, the hidden states of all new tokens
+whose logits are asked for.
+
+Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
+ranks have one loss, whose backward sums over them, so each rank's gradient is scaled by the world
+size, and the mean over the axis is the full gradient. The tower's backward is linear in it, so the
+tower needs no correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_plans.huggingface.core.documents import Documents
+from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
+from parallel_plans.huggingface.generation.cached import (
+    GROWS,
+    asks_cache,
+    cache_of,
+    call_with_cache,
+)
+from parallel_plans.huggingface.losses.head import give_labels, take_losses
+from parallel_plans.huggingface.sharding.batch import BOUNDARIES, LOGITS_TO_KEEP
+from parallel_plans.huggingface.sharding.outputs import OutputSpec
+from parallel_plans.huggingface.sharding.sharding import (
+    Sharding,
+    forward_by_name,
+    named_arguments,
+    own_method,
+)
+from parallel_plans.huggingface.vision.tower import install_tower
+
+if TYPE_CHECKING:
+    from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
+
+# Arguments about the sharded tokens; the merge of images before them has no use for these.
+OF_TOKENS = (
+    *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
+    *(LOGITS_TO_KEEP, *BOUNDARIES),
+)
+# Options of configs: the id of the token that stands for a part of an image.
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+@dataclass
+class Call:
+    """A forward of the model around a language model.
+
+    Attributes:
+        model: the model around.
+        taken: arguments about the sharded tokens, see `OF_TOKENS`.
+        tokens: ids, `(B, S)`.
+        is_image: whether a token is a part of an image, `(B, S)`.
+        cache: keys and values of the tokens before.
+        has_run: whether the language model has run.
+        spec: what the outputs are, once the language model has run without a cache.
+    """
+
+    model: Any
+    taken: dict[str, Any]
+    tokens: Tensor | None
+    is_image: Tensor | None
+    cache: ContextParallelCache | None
+    has_run: bool = False
+    spec: OutputSpec | None = None
+
+
+class Around:
+    """Carries a batch to the language model within a model, and its outputs back to the head."""
+
+    def __init__(self, model: Any, sharding: Sharding) -> None:
+        self._names = list(signature(model.forward).parameters)
+        self._sharding = sharding
+        self._call: Call | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+        """Return `self`: copies of a model share the forward that calls this object."""
+        return self
+
+    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call that are not `None`, by name."""
+        found = named_arguments(self._names, args, kwargs)
+        if model.get_output_embeddings() is None:
+            found.pop("labels", None)  # they belong to a model around the base model
+        return found
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the model is running, on a batch that the ranks have compared."""
+        return self._call is not None
+
+    @contextmanager
+    def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
+        """Return a context in which the model runs; pop the arguments in `OF_TOKENS` from `given`.
+
+        Raises:
+            RingError: on every rank, if the ranks have different batches.
+            ValueError: if the cache belongs to another model.
+        """
+        cache = cache_of(model, self._sharding, given) if asks_cache(given) else None
+        for name in (*NAMES_OF_CACHE, "use_cache"):
+            given.pop(name, None)
+        taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
+        # Check on every call: otherwise a rank without images would not join the exchange. Text
+        # after a cache is compared where it is sharded, or in a message of a layer.
+        if cache is None or has_images(given):
+            self._sharding.meet(given | taken, "a batch with images")
+        if cache is not None:
+            self._sharding.agree(model, given | taken)
+        is_image = image_tokens(model.config, given)
+        call = self._call = Call(model, taken, given.get("input_ids"), is_image, cache)
+        try:
+            yield call
+        finally:
+            self._call = None
+
+    def begun(self, decoder: Any) -> Call:
+        """Return the call in which the language model runs now.
+
+        Raises:
+            ValueError: if the whole model was not called, or its language model ran already.
+        """
+        call = self._call
+        if call is None or call.has_run:
+            raise ValueError(
+                f"{type(decoder).__name__} is a part of a model under a context_parallel_plan, "
+                "which is to be called as a whole, and calls it once"
+            )
+        call.has_run = True
+        return call
+
+
+def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
+    """Shard the tokens of a model where it calls its language model, and maybe images before."""
+    around = Around(model, sharding)
+
+    def is_called() -> bool:
+        # Before the first token, `generate` itself may ask for the embeddings of a prompt's images.
+        return around.is_called or sharding.generates
+
+    install_tower(model, decoder, sharding.axis, deal_images, is_called)
+    model.forward = _whole_forward(model, sharding, around)
+    decoder.forward = own_method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
+
+
+def _whole_forward(model: nn.Module, sharding: Sharding, around: Around) -> MethodType:
+    """Return the forward of the model around."""
+    plain: Any = type(model).forward
+
+    def run(self: nn.Module, given: dict[str, Any]) -> Any:
+        try:
+            with around.call(self, given) as call:
+                how = {} if call.cache is None else {cache_name(self): call.cache}
+                output = plain(self, **given, **how, use_cache=call.cache is not None)
+        finally:
+            losses = take_losses(self)
+        if not call.has_run:
+            raise ValueError(f"{type(self).__name__} did not call its language model")
+        if call.spec is None:
+            return output  # whole, as it is with a cache
+        return sharding.joined(output, call.spec, losses)
+
+    run_eager = torch.compiler.disable(run, reason=GROWS)
+
+    def run_either(self: nn.Module, given: dict[str, Any]) -> Any:
+        return run_eager(self, given) if asks_cache(given) else run(self, given)
+
+    return forward_by_name(model, around.given, run_either)
+
+
+def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
+    """Return the forward of the language model; the head runs on its result."""
+    kept = _of_last(plain)
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given, call = sharding.given(self, args, kwargs), around.begun(self)
+        if call.cache is not None:
+            asked = given | call.taken, call.tokens
+            return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
+        batch, spec = sharding.inputs(call.model, given | call.taken)
+        if call.is_image is not None and not torch.compiler.is_compiling():
+            check_cuts(call.is_image, spec.plan.documents)
+        give_labels(call.model, spec.head_labels)
+        output = kept(self, **batch)
+        call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
+        return output
+
+    return forward
+
+
+def _of_last(plain: Any) -> Any:
+    """Return a forward that drops the hidden states of tokens whose logits are not asked for."""
+
+    def forward(self: nn.Module, *, logits_to_keep: Tensor | int = 0, **batch: Any) -> Any:
+        output = plain(self, **batch)
+        states = output.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            output.last_hidden_state = states.index_select(1, logits_to_keep)
+        elif logits_to_keep:
+            output.last_hidden_state = states[:, -logits_to_keep:]
+        return output
+
+    return forward
+
+
+def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
+    """Return which tokens are parts of images, `(B, S)`; `None` if none are, or it is unknown."""
+    tokens = given.get("input_ids")
+    if not has_images(given):
+        return None
+    ids = [getattr(config, name, None) for name in IMAGE_TOKENS]
+    known = [x for x in ids if isinstance(x, int)]
+    if not isinstance(tokens, Tensor) or not known:
+        return None
+    return torch.isin(tokens, torch.tensor(known, device=tokens.device))
+
+
+def has_images(given: dict[str, Any]) -> bool:
+    """Return whether the arguments hold images or other features beside text."""
+    return any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds")
+
+
+def _is_of_images(x: Any) -> bool:
+    """Return whether an argument holds pixels or features."""
+    return (isinstance(x, (list, dict)) and bool(x)) or (
+        isinstance(x, Tensor) and x.is_floating_point()
+    )
+
+
+def check_cuts(is_image: Tensor, documents: Documents) -> None:
+    """Refuse a document that begins within an image: its parts could not see one another.
+
+    Raises:
+        ValueError: naming the token.
+    """
+    bounds = documents.packed
+    if bounds is None:
+        return
+    is_cut = (is_image[:, 1:] & is_image[:, :-1]).cpu()
+    rows = bounds.expand(len(is_cut), -1)
+    for row, begins in enumerate(rows.tolist()):
+        for begin in begins:
+            if 0 < begin <= is_cut.shape[1] and is_cut[row, begin - 1]:
+                raise ValueError(
+                    f"a document begins at token {begin} of row {row}, within an image: the tokens "
+                    "on both sides stand for parts of one; let documents begin before their "
+                    "images, with a token of text between two of them"
+                )

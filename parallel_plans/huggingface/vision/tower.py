@@ -1,0 +1,357 @@
+"""Runs the vision tower of a model on each image on one rank only, where that is faster.
+
+Note [When images are dealt]: a rank that runs the tower on its own images only saves the flops of
+the other images, but the embeddings must be sent. The cost model counts 2 flops for each weight of
+the tower and each patch, 6 if a backward follows, and the bytes of all embeddings in forward and
+backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their batches.
+
+Note [Gradients of sharded images]: the gradients of an image's embeddings from the tokens of all
+ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of the
+tower's gradients is the same as if each rank ran all images, and so is the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import wraps
+from inspect import signature
+from itertools import accumulate, pairwise
+from math import prod
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_ring import SequenceAxis
+from dtensor_ring.extension import gather_rows
+from parallel_plans.huggingface.core.patterns import frozen
+
+# Flops that a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers.
+FLOPS_PER_BYTE = 8_000
+FEATURES, HIDDEN = "get_image_features", "last_hidden_state"
+# Outputs that models merge into the text. A model without them merges the last hidden state.
+EMBEDDINGS = ("pooler_output", "deepstack_features")
+# Relative tolerance: above 16-bit rounding, far below the effect of another image.
+TOLERANCE = 0.02
+
+
+class Share(NamedTuple):
+    """The images that this rank runs, and the sizes of what all ranks run.
+
+    A rank without an image runs the first one and drops the result: FSDP gathers the tower's
+    weights on all ranks or on none.
+
+    Attributes:
+        begin: index of the first image of this rank.
+        end: index after its last image.
+        sizes: the size of each image.
+        totals: the total size of the images of each rank.
+    """
+
+    begin: int
+    end: int
+    sizes: tuple[int, ...]
+    totals: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], rank: int, world_size: int) -> Share:
+        """Return the share of a rank.
+
+        >>> Share.of((1, 1, 2), 1, 2), Share.of((4, 4), 2, 3)[:2]
+        (Share(begin=2, end=3, sizes=(1, 1, 2), totals=(2, 2)), (1, 2))
+        """
+        counts = shared_out(sizes, world_size)
+        begins = [sum(counts[:i]) for i in range(world_size + 1)]
+        totals = tuple(sum(sizes[begins[i] : begins[i + 1]]) for i in range(world_size))
+        begin, end = begins[rank : rank + 2]
+        return cls(*((begin, end) if begin < end else (0, 1)), sizes, totals)
+
+
+class Embeddings(NamedTuple):
+    """The size of image embeddings, measured on the first images; equal on all ranks.
+
+    Attributes:
+        tokens: number of tokens of an image of size 1.
+        num_bytes: bytes to send for each token, over all embeddings.
+    """
+
+    tokens: Fraction
+    num_bytes: int
+
+    def rows(self, sizes: tuple[int, ...]) -> list[int] | None:
+        """Return the tokens of each size; `None` if any is not a whole number."""
+        found = [size * self.tokens for size in sizes]
+        return [int(x) for x in found] if all(x.denominator == 1 for x in found) else None
+
+
+class Tower:
+    """Shards the images of a model's calls over the ranks of an axis, and gathers embeddings.
+
+    Args:
+        axis: the axis that shards the tokens.
+        num_weights: number of weights of the modules that embed images.
+        patch: pixels of a patch in an image.
+        deals: whether to shard images; `None` lets the cost model decide.
+
+    Attributes:
+        num_run: images of the last call that this rank ran and needed; 0 if they cannot be split.
+    """
+
+    def __init__(
+        self, axis: SequenceAxis, num_weights: int, patch: int, deals: bool | None
+    ) -> None:
+        self._axis, self._num_weights, self._patch, self._deals = axis, num_weights, patch, deals
+        self._is_tried = False
+        self._embeddings: Embeddings | None = None
+        self.num_run = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
+        """Return itself: copies of a model share the call that it is a part of."""
+        return self
+
+    def features(self, plain: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> Any:
+        """Return the model's `get_image_features` of all images."""
+        rank, size = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
+        may_deal = self._deals is not False and size > 1 and not torch.compiler.is_compiling()
+        images = Images.of(given) if may_deal else None
+        self.num_run = 0 if images is None else len(images.sizes)
+        if images is None or len(images.sizes) < 2:
+            return plain(model, **given)
+        share = Share.of(images.sizes, rank, size)
+        if not self._is_tried:
+            self._embeddings, self._is_tried = self._tried(plain, model, images, share), True
+        if not self._pays(images, share):
+            return plain(model, **given)
+        self.num_run = share.end - share.begin if share.totals[rank] else 0
+        output = plain(model, **images.part(share.begin, share.end))
+        # Other outputs of the tower cover only this rank's images, so they are dropped.
+        return type(output)(**self._joined(_merged(output), share))
+
+    def _tried(
+        self, plain: Any, model: nn.Module, images: Images, share: Share
+    ) -> Embeddings | None:
+        """Return the size of embeddings, or `None` if an image's embeddings depend on other images.
+
+        The tower's code does not show this, so it is run once in evaluation mode.
+        """
+        with frozen(model):
+            whole = [*_rows(_merged(plain(model, **images.given)))]
+            part = [*_rows(_merged(plain(model, **images.part(share.begin, share.end))))]
+        ratios = {Fraction(len(x), sum(images.sizes)) for x in whole}
+        width = sum(x.shape[1] * x.itemsize for x in whole)
+        found = Embeddings(ratios.pop(), width) if len(ratios) == 1 else None
+        is_equal = found is not None and _is_part(part, whole, share, found)
+        # The ranks ran different images, but must reach the same result.
+        wrong = self._axis.sum(torch.tensor(float(not is_equal), device=whole[0].device))
+        return None if wrong.item() else found
+
+    def _pays(self, images: Images, share: Share) -> bool:
+        """Return whether sharding pays, see Note [When images are dealt]."""
+        found = self._embeddings
+        if found is None or found.rows(share.sizes) is None:
+            return False
+        if self._deals is not None:
+            return self._deals
+        total, most = sum(share.totals), max(share.totals)
+        pixels = images.given["pixel_values"]
+        num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
+        flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
+        num_bytes = 2 * found.num_bytes * total * found.tokens
+        return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total
+
+    def _patches(self, pixels: Tensor) -> int:
+        """Return the number of patches of images `(N, C, height, width)`."""
+        return len(pixels) * (prod(pixels.shape[2:]) // self._patch)
+
+    def _joined(self, merged: dict[str, Any], share: Share) -> dict[str, Any]:
+        """Gather the embeddings of all images, in the form of this rank's embeddings.
+
+        One message holds them all, so that ranks send in the same order, also in backward.
+        """
+        assert self._embeddings is not None
+        rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
+        assert rows is not None and tokens is not None
+        layers = [*_rows(merged)]
+        own = torch.cat(layers, 1)
+        own = own if rows[self._axis.mesh.get_local_rank()] else own[:0]
+        whole = gather_rows(own, rows, self._axis.mesh)
+        parts = iter(whole.split([x.shape[1] for x in layers], 1))
+        return {name: _formed(x, parts, tokens) for name, x in merged.items()}
+
+
+def check_dealing(model: Any, deals: Any) -> None:
+    """Refuse `deal_images` for a model that has no known method to embed images.
+
+    Raises:
+        ValueError: saying what is supported.
+    """
+    if deals not in (None, True, False):
+        raise ValueError(f"deal_images must be True, False or None, got {deals!r}")
+    if deals and not _owners(model):
+        raise ValueError(
+            f"deal_images=True needs a model that makes embeddings by a method {FEATURES}, and "
+            f"{type(model).__name__} has none; leave deal_images out"
+        )
+
+
+def _owners(model: Any) -> list[Any]:
+    """Return the innermost modules that embed images."""
+    owners = [x for x in model.modules() if hasattr(x, FEATURES)]
+    return [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
+
+
+def install_tower(
+    model: Any, decoder: nn.Module, axis: SequenceAxis, deals: bool | None, is_called: Any
+) -> None:
+    """Shard images where a model calls `get_image_features`, while `is_called()`."""
+    for owner in _owners(model):
+        tower = Tower(axis, _num_weights(model, decoder), _patch_size(model.config), deals)
+        owner.get_image_features = MethodType(_features(owner, tower, is_called), owner)
+        owner.context_parallel_tower = tower
+
+
+def _features(owner: Any, tower: Tower, is_called: Callable[[], bool]) -> Any:
+    plain = type(owner).get_image_features
+
+    @wraps(plain)
+    def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_called():  # a user calls it, perhaps on one rank only
+            return plain(self, *args, **kwargs)
+        given = dict(signature(plain).bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        given |= given.pop("kwargs", {})
+        return tower.features(plain, self, given)
+
+    return get_image_features
+
+
+def _num_weights(model: Any, decoder: nn.Module) -> int:
+    """Return the number of weights outside the language model and the head."""
+    head = model.get_output_embeddings()
+    others = [decoder] if head is None else [decoder, head]
+    left_out = {id(x) for module in others for x in module.parameters()}
+    return sum(x.numel() for x in model.parameters() if id(x) not in left_out)
+
+
+def _patch_size(config: Any) -> int:
+    """Return the pixels of a patch of a model's images; 1 if the config does not name them."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", 1)
+    return prod(size) if isinstance(size, (list, tuple)) else size**2
+
+
+def _merged(output: Any) -> dict[str, Any]:
+    """Return the outputs that models merge into the text, by name."""
+    found = {name: getattr(output, name, None) for name in EMBEDDINGS}
+    found = {name: x for name, x in found.items() if x is not None}
+    return found or {HIDDEN: output.last_hidden_state}
+
+
+def _rows(x: Any) -> Iterator[Tensor]:
+    """Yield the embeddings of each layer, concatenated to `(T, H)`."""
+    if isinstance(x, dict):
+        for part in x.values():
+            yield from _rows(part)
+    elif isinstance(x, Tensor) or (x and isinstance(x[0], Tensor)):
+        yield _flat(x)
+    else:
+        for layer in x:
+            yield from _rows(layer)
+
+
+def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
+    """Return the next of `parts` in the form of `x`: by image, or by layer and image."""
+    if isinstance(x, Tensor):
+        return next(parts).reshape(-1, *x.shape[1:])
+    if x and isinstance(x[0], Tensor):
+        return next(parts).split(tokens)
+    return type(x)(_formed(layer, parts, tokens) for layer in x)
+
+
+def _flat(x: Any) -> Tensor:
+    parts = [x] if isinstance(x, Tensor) else list(x)
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: Embeddings) -> bool:
+    """Return whether this rank's embeddings equal their rows among those of all images."""
+    rows = found.rows(share.sizes)
+    if rows is None or len(part) != len(whole):
+        return False
+    begin, end = sum(rows[: share.begin]), sum(rows[: share.end])
+    return all(
+        len(x) == end - begin and bool((x - y[begin:end]).norm() <= TOLERANCE * y.norm())
+        for x, y in zip(part, whole, strict=True)
+    )
+
+
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+SIZES, PLACES = "image_sizes", "image_position_ids"
+
+
+class Images(NamedTuple):
+    """Arguments of `get_image_features`, and how large each of their images is.
+
+    Attributes:
+        given: the arguments, by name.
+        sizes: size of each image, in patches if the model counts them, else in pixels, else 1.
+        has_grid: whether the patches of all images are rows of one tensor.
+    """
+
+    given: dict[str, Any]
+    sizes: tuple[int, ...]
+    has_grid: bool
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Images | None:
+        """Return the images of a call; `None` if it is unknown where to cut them."""
+        pixels, grid = given.get(PIXELS), given.get(GRID)
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        if not isinstance(pixels, Tensor) or not pixels.numel():
+            return None
+        if isinstance(grid, Tensor):
+            sizes = tuple(grid.prod(-1).tolist())
+            is_known = set(tensors) == {PIXELS, GRID} and sum(sizes) == len(pixels)
+            return cls(given, sizes, True) if is_known else None
+        # Batches padded with empty images have one dim more.
+        if pixels.ndim > 4 or any(len(x) != len(pixels) for x in tensors.values()):
+            return None
+        return cls(given, _sizes(given, len(pixels)), False)
+
+    def part(self, begin: int, end: int) -> dict[str, Any]:
+        """Return the arguments for images `begin ... end - 1`."""
+        first, last = sum(self.sizes[:begin]), sum(self.sizes[:end])
+        return {
+            name: x
+            if not isinstance(x, Tensor)
+            else x[first:last]
+            if self.has_grid and name == PIXELS
+            else x[begin:end]
+            for name, x in self.given.items()
+        }
+
+
+def _sizes(given: dict[str, Any], number: int) -> tuple[int, ...]:
+    """Return the sizes of images that are one row each."""
+    sizes, places = given.get(SIZES), given.get(PLACES)
+    if isinstance(sizes, Tensor):
+        return tuple(sizes.prod(-1).tolist())
+    if isinstance(places, Tensor):  # -1 marks padding
+        return tuple((places != -1).all(-1).sum(-1).tolist())
+    return (1,) * number
+
+
+def shared_out(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Return how many images each rank gets, in their order, to balance the sum of sizes.
+
+    The total size is cut into equal shares, and an image goes to the rank whose share holds its
+    middle.
+
+    >>> shared_out([1, 1, 1], 2), shared_out([4, 1, 1, 2], 2), shared_out([5], 3)
+    ([1, 2], [1, 3], [0, 1, 0])
+    """
+    total, counts = max(1, sum(sizes)), [0] * world_size
+    for begin, end in pairwise(accumulate(sizes, initial=0)):
+        counts[min(world_size - 1, (begin + end) * world_size // (2 * total))] += 1
+    return counts

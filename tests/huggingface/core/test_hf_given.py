@@ -1,0 +1,198 @@
+"""A language model under the plan, in a model that makes its masks for each batch, as of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.core.given_masks import ModelMask, given_masks, mask_of
+from parallel_plans.huggingface.core.patterns import MARKER
+from tests.dense import largest
+from tests.pool import Pool
+from tests.slices import shown
+
+SEQ_LEN, VOCABULARY, STEPS = 30, 48, 4
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    text = TEXT | {"sliding_window": 6, "layer_types": layers}
+    config = Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=47
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def paligemma() -> Any:
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+    text = TEXT | {"model_type": "gemma"}
+    vision = VISION | {"model_type": "siglip_vision_model", "projection_dim": 32}
+    config = PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_index=47, projection_dim=32
+    )
+    return PaliGemmaForConditionalGeneration(config)
+
+
+MODELS = {"Gemma 3": gemma3, "PaliGemma": paligemma}
+
+
+def batch_of(name: str, step: int) -> dict[str, Tensor]:
+    """Of Gemma 3 two images in the first row, one at the end of the second, whose begin is padding.
+
+    Of PaliGemma the rest of the row is what it shall say, the begin a prefix.
+    """
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(2, VOCABULARY - 2, (2, SEQ_LEN), generator=generator)
+    index = torch.arange(SEQ_LEN)
+    if name == "PaliGemma":
+        types = (index >= torch.tensor([[7], [15 + step]])).long()
+        return {"input_ids": tokens, "token_type_ids": types, "labels": tokens}
+    images = torch.stack([(index >= 3) & (index < 14) | (index >= 20) & (index < 23), index >= 21])
+    is_token = index >= torch.tensor([[0], [4]])
+    return {
+        "input_ids": tokens * is_token,
+        "token_type_ids": images.long(),
+        "attention_mask": is_token.long(),
+        "labels": tokens.masked_fill(~(is_token & is_token.roll(1, -1)), -100),
+    }
+
+
+def train(name: str, model: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the steps, and the parameters after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**batch_of(name, step), use_cache=False).loss
+        loss.backward()
+        for x in model.parameters():
+            if x.grad is not None:
+                dist.all_reduce(x.grad)
+                x.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {key: x.detach() for key, x in model.named_parameters()}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def errors_of(name: str, layout: str) -> list[float]:
+    """Differences of losses and parameters from those of the stock model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    stock, model = made(name), made(name)
+    text = model.model.language_model
+    parallelize_module(text, mesh, context_parallel_plan(text, layout, unshard_outputs=True))
+    with pytest.raises(ValueError, match=r'text_config\._attn_implementation = "ring"'):
+        model(**batch_of(name, 0))
+    model.config.text_config._attn_implementation = "ring"
+    (ours, parameters), (theirs, expected) = train(name, model), train(name, stock)
+    errors = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return errors + [
+        ((parameters[x] - y).norm() / y.norm().clamp(min=1e-2)).item() for x, y in expected.items()
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_one_process(pool: Pool, name: str) -> None:
+    """Other layouts and more ranks are those of whole models, see test_images.py."""
+    for errors in pool.run(2, errors_of, name, "balanced"):
+        assert largest(errors) < 1e-5
+
+
+def model_mask(seen: Tensor, padding: Tensor | None = None, past: int = 0) -> ModelMask:
+    """The mask `(B, S, S)` as a function of rows, queries and keys, of queries from `past` on."""
+    pattern, shape = (MARKER, True, None, True), (len(seen), seen.shape[1] - past)
+    return ModelMask(pattern, lambda b, _, q, k: seen[b, q, k], shape, padding, past)
+
+
+def test_ranges_are_read() -> None:
+    index = torch.arange(9)
+    image = (index >= 3) & (index < 6)
+    causal = index[:, None] >= index
+    seen = torch.stack([causal | (image[:, None] & image), causal & (index > index[:, None] - 4)])
+    padding = index.expand(2, -1) < torch.tensor([[9], [7]])
+    for mask, expected in (
+        (model_mask(seen), seen),
+        (model_mask(seen, padding), seen & padding[:, None] & padding[..., None]),
+    ):
+        for table, row in zip(mask.given().slices(), expected, strict=True):
+            assert torch.equal(torch.from_numpy(shown(table, (9, 9))), row.long())
+
+
+@pytest.mark.parametrize("origin", [0, 2, 5])
+def test_ranges_of_new_tokens_are_read(origin: int) -> None:
+    """After those of a cache, which ask nothing; positions count from the origin."""
+    index = torch.arange(9)
+    image = (index >= 5) & (index < 8)
+    seen = (index[:, None] >= index) | (image[:, None] & image)
+    seen = torch.stack([seen, seen & (index > index[:, None] - 4)])
+    padding = index.expand(2, -1) >= torch.tensor([[0], [2]])
+    expected = seen & padding[:, None] & padding[..., None] & (index[:, None] >= 5)
+    slices = model_mask(seen, padding, past=5).given().slices(origin)
+    for table, row in zip(slices, expected[:, origin:, origin:], strict=True):
+        assert torch.equal(torch.from_numpy(shown(table, row.shape)), row.long())
+
+
+def test_two_short_ranges_far_apart_are_refused() -> None:
+    """Pieces of one image, of which no token is at a usual distance of another."""
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
+        return (q >= k) | (first & second)
+
+    mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
+    with pytest.raises(ValueError, match="each token sees one range"):
+        mask.given()
+
+
+def test_heads_that_differ_are_refused() -> None:
+    pattern = MARKER, True, None, True
+    mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
+    with pytest.raises(ValueError, match="each token sees one range"):
+        mask.given()
+
+
+def test_masks_of_a_compiled_model_are_refused() -> None:
+    mask = {"full_attention": mask_of(mask_function=None)}
+    with pytest.raises(ValueError, match="for full_attention cannot be read while the model is"):
+        given_masks(mask, 8)
+
+
+def test_more_than_one_range_is_refused() -> None:
+    seen = torch.ones(1, 9, 9, dtype=torch.bool)
+    seen[0, 8, 4] = False
+    with pytest.raises(ValueError, match="each token sees one range"):
+        model_mask(seen).given()
+    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
+        given_masks({"full_attention": model_mask(seen)}, 8)

@@ -1,0 +1,153 @@
+"""`generate` over a sharded cache gives the tokens of the stock model."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_plans.huggingface import ContextParallelCache
+from tests.families import VOCABULARY
+from tests.huggingface.generation.generating import (
+    CAUSAL,
+    PROMPT,
+    check_bits,
+    exact_softmax,
+    generate,
+    sharded,
+    stock,
+    tokens,
+)
+from tests.pool import Pool
+
+CHOSEN = ("Llama", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek-V3")
+"""Grouped heads; a window and everything; sinks; chunks; latents that are expanded."""
+LEFT = torch.arange(PROMPT).expand(2, -1) >= torch.tensor([[5], [0]])
+ONE = {"input_ids": tokens(rows=1)}
+REPEATED = {"input_ids": tokens(4, rows=1).repeat(1, 4)}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "no cache": {"use_cache": False},
+    "sampled": {"do_sample": True, "temperature": 2.0},
+    "beams": {"num_beams": 2},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "two of each": {"num_return_sequences": 2, "do_sample": True},
+    "prompt lookup": REPEATED | {"prompt_lookup_num_tokens": 3},
+    "assisted": ONE | {"assistant_model": "OPT", "max_new_tokens": 9},
+    "left padded": {"attention_mask": LEFT.long()},
+    "left padded, no cache": {"attention_mask": LEFT.long(), "use_cache": False},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "embeddings": {"input_ids": None, "inputs_embeds": True},
+    "hidden states": {"output_hidden_states": True},
+    "stops": {"stop_token": True, "min_new_tokens": 0},
+}
+
+
+def check_way(family: str, ours: Any, theirs: Any, way: str) -> None:
+    """The same tokens as the stock model, and logits of the same bits on all ranks."""
+    found = generate(ours, **_options(ours, WAYS[way]))
+    with exact_softmax():
+        expected = generate(theirs, **_options(theirs, WAYS[way]))
+    same = torch.equal(found.sequences, expected.sequences)
+    assert same, f"{family}, {way}: {found.sequences.tolist()}, {expected.sequences.tolist()}"
+    check_bits(torch.stack(found.logits))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
+    pairs = zip(found.hidden_states or (), expected.hidden_states or (), strict=True)
+    for step, (here, there) in enumerate(pairs):
+        for x, y in zip(here, there, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-4, msg=f"{family}, step {step}")
+
+
+def _options(model: Any, way: dict[str, Any]) -> dict[str, Any]:
+    """What a way asks of a model."""
+    options = {"input_ids": tokens()} | way
+    if "assistant_model" in options:
+        options["assistant_model"] = stock(options["assistant_model"])
+    if options.pop("inputs_embeds", None):
+        options["inputs_embeds"] = model.get_input_embeddings()(tokens()).detach()
+    if options.pop("stop_token", None):  # of rows that end at different steps
+        options["eos_token_id"] = [2 * x for x in range(VOCABULARY // 2)]
+    return options
+
+
+def check_greedy(families: tuple[str, ...]) -> None:
+    for family in families:
+        check_way(family, sharded(family), stock(family), "greedy")
+
+
+def test_greedy_tokens_of_all_families(pool: Pool) -> None:
+    pool.run(2, check_greedy, CAUSAL)
+
+
+def check_ways(family: str, ways: tuple[str, ...]) -> None:
+    ours, theirs = sharded(family), stock(family)
+    theirs.config.output_router_logits = False  # the stock model fails with it beside padding
+    for way in ways:
+        check_way(family, ours, theirs, way)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A few families in most ways, or all of them in all."""
+    ways = tuple(WAYS)
+    some = "sampled beams", "assisted", "left padded", "chunked prefill"
+    cases: list[Any] = [("Llama", 2, ways), ("Gemma 3", 3, ways), ("DeepSeek-V3", 3, some)]
+    cases += [("gpt-oss", 2, some), ("Llama 4", 3, some)]
+    if metafunc.config.getoption("--all-generations"):
+        cases = [(*case, ways) for case in product(CAUSAL, (2, 3))]
+    if "ways" in metafunc.fixturenames:
+        names = [f"{family}-{world_size}" for family, world_size, _ in cases]
+        metafunc.parametrize(("family", "world_size", "ways"), cases, ids=names)
+    if "layout" in metafunc.fixturenames:
+        layouts = {"zigzag": 4, "balanced": 2}
+        if metafunc.config.getoption("--all-generations"):
+            layouts |= {"contiguous": 1, "striped": 2, "block_cyclic:2": 3}
+        metafunc.parametrize(("layout", "world_size"), list(layouts.items()))
+
+
+def test_ways_to_generate(pool: Pool, family: str, world_size: int, ways: tuple[str, ...]) -> None:
+    pool.run(world_size, check_ways, family, ways)
+
+
+TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)
+"""New tokens of each forward: the first, and more than four, are sharded over ranks. Of four ranks
+two have none of the first two tokens, and one still has none when the third is decoded."""
+FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6}
+"""Errors of models that compute rotations or routers in float32 whatever their dtype."""
+
+
+@torch.no_grad()
+def check_turns(family: str, layout: str, num_padding: int) -> None:
+    """Logits of one forward of the whole, however many tokens come at a time."""
+    ours, theirs = sharded(family, layout), stock(family)
+    ids = tokens(sum(TURNS))
+    mask = torch.arange(len(ids[0])).expand(2, -1) >= torch.tensor([[num_padding], [0]])
+    batch = {"input_ids": ids, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
+    with exact_softmax():
+        expected = theirs(**batch, attention_mask=mask.long(), use_cache=False).logits
+    cache, end, parts = ContextParallelCache(ours, decode_tokens=4, block=2), 0, []
+    for num_tokens in TURNS:
+        new = {name: x[:, end : end + num_tokens] for name, x in batch.items()}
+        end += num_tokens
+        seen = {"attention_mask": mask[:, :end].long()} if num_padding else {}
+        parts.append(ours(**new, **seen, cache=cache).logits)
+        assert cache.get_seq_length() == end
+    found = torch.cat(parts, 1)
+    check_bits(found)
+    error = (found - expected)[mask].abs().max().item()
+    assert error < FLOAT32.get(family, 1e-10), f"{family}, {num_padding} tokens of padding: {error}"
+
+
+def check_all_turns(layout: str, families: tuple[str, ...]) -> None:
+    for number, family in enumerate(families):
+        check_turns(family, layout, number % 2)
+
+
+MORE = ("Gemma 2", "Mistral, short window")
+
+
+def test_turns_equal_one_forward(pool: Pool, layout: str, world_size: int) -> None:
+    families = (*CHOSEN, *MORE)
+    turned = families[::-1] if world_size > 2 else families  # others have padding then
+    pool.run(world_size, check_all_turns, layout, turned)

@@ -1,0 +1,227 @@
+"""`generate` of models that read images gives the tokens of the stock model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import DynamicCache
+
+from dtensor_ring import RingError
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from tests.huggingface.generation.generating import (
+    CACHE,
+    check_bits,
+    decode_messages,
+    exact_softmax,
+    generate,
+)
+from tests.multimodal import FAMILIES, IMAGE, batch_of, small_model
+from tests.pool import Pool
+
+NUM_NEW = 4
+OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one image": ("one image", {}),
+    "several images": ("several images", {}),
+    "text alone": ("text only", {}),
+    "left padded": ("padded left", {}),
+    "no cache": ("padded left", {"use_cache": False}),
+    "sampled": ("several images", {"do_sample": True, "temperature": 2.0}),
+    "beams": ("padded left", {"num_beams": 2}),
+    "two of each": ("several images", {"num_return_sequences": 2, "do_sample": True}),
+    "prompt lookup": ("one image", {"prompt_lookup_num_tokens": 3}),
+    "hidden states": ("several images", {"output_hidden_states": True}),
+}
+"""What a model is called with, and how."""
+ONE_ROW = ("prompt lookup",)
+STOCK_FAILS = {("Llama 4", "beams"), ("Llama 4", "two of each")}
+"""It does not repeat the images that it encoded for each of the rows."""
+
+
+def stock(family: str) -> Any:
+    """In float64, so that rounding decides no token."""
+    return small_model(family).double()
+
+
+def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = stock(family)
+    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+
+
+def prompt(family: str, case: str, rows: int = 2) -> dict[str, Tensor]:
+    """What a model is called with, with pixels in float64; rows have as much of each argument."""
+    batch = {name: x for name, x in batch_of(family, case).items() if name != "labels"}
+    batch = {name: x[: len(x) * rows // 2] for name, x in batch.items()}
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def check_ways(family: str, ways: tuple[str, ...], layout: str, deals: bool | None = None) -> None:
+    """The same tokens as the stock model, and logits of the same bits on all ranks."""
+    ours, theirs = planned(family, layout, deal_images=deals), stock(family)
+    for way in (x for x in ways if (family, x) not in STOCK_FAILS):
+        case, options = WAYS[way]
+        options = prompt(family, case, 1 if way in ONE_ROW else 2) | options
+        options |= {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW}
+        options["suppress_tokens"] = [IMAGE, IMAGE - 1]  # without a cache it would want an image
+        found = generate(ours, **options)
+        with exact_softmax():
+            expected = generate(theirs, **options)
+        same = torch.equal(found.sequences, expected.sequences)
+        assert same, f"{way}: {found.sequences.tolist()}, {expected.sequences.tolist()}"
+        check_bits(torch.stack(found.logits))
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+        pairs = zip(found.hidden_states or (), expected.hidden_states or (), strict=True)
+        for here, there in pairs:
+            for x, y in zip(here, there, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["PaliGemma 2", "Qwen2.5-VL", "Llama 4"])
+def test_tokens_after_images(pool: Pool, family: str) -> None:
+    """A prefix that sees itself, positions of several axes, chunks."""
+    pool.run(2, check_ways, family, ("left padded",), "zigzag")
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        *((family, 2, layout) for family in FAMILIES for layout in ("zigzag", "balanced")),
+        *((family, 3, "contiguous") for family in FAMILIES),
+    ],
+)
+def test_all_ways(
+    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
+) -> None:
+    if not request.config.getoption("--all-generations"):
+        pytest.skip("make test ARGS=--all-generations")
+    deals = True if world_size > 2 else None
+    pool.run(world_size, check_ways, family, tuple(WAYS), layout, deals)
+
+
+SAMPLE = ("beams", "two of each", "no cache", "prompt lookup")
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen3-VL"])
+def test_ways_to_generate(pool: Pool, family: str) -> None:
+    """Each rank runs the tower on its images only."""
+    pool.run(3, check_ways, family, SAMPLE, "zigzag", True)
+
+
+TURNS = (14, 8, 1, 6)
+"""Tokens of each forward: two images of three, the third, text, text."""
+IMAGES_OF_TURNS = ([0, 2], [1])
+"""The first row has two, the second one."""
+
+
+@torch.no_grad()
+def check_turns(family: str, decode_tokens: int) -> None:
+    """Logits of one forward of the whole, though an image comes in a later turn."""
+    ours, theirs, batch = planned(family), stock(family), prompt(family, "several images")
+    if FAMILIES[family].has_axes:
+        known = {name: batch[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
+        batch["position_ids"] = theirs.model.get_rope_index(**known)[0]
+    with exact_softmax():
+        expected = theirs(**batch, use_cache=False).logits
+    images = {name: batch.pop(name) for name in OF_IMAGES if name in batch}
+    cache, end, parts = ContextParallelCache(ours, decode_tokens=decode_tokens), 0, []
+    for turn, num_tokens in enumerate(TURNS):
+        assert cache.is_initialized == bool(end)  # PaliGemma asks
+        begin, end = end, end + num_tokens
+        # Which tokens are of images is said of all that a mask has, the others of new tokens.
+        new = {
+            name: x[..., 0 if name.endswith("type_ids") else begin : end]
+            for name, x in batch.items()
+        }
+        if turn < len(IMAGES_OF_TURNS):
+            new |= {name: _some(x, IMAGES_OF_TURNS[turn]) for name, x in images.items()}
+        parts.append(ours(**new, cache=cache).logits)
+        assert cache.get_seq_length() == end
+    check_bits(torch.cat(parts, 1))
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-6)
+
+
+def _some(x: Tensor, which: list[int]) -> Tensor:
+    """Those of three images."""
+    parts = x.chunk(3)
+    return torch.cat([parts[number] for number in which])
+
+
+IN_TURNS = tuple(name for name in FAMILIES if name not in ("PaliGemma", "PaliGemma 2", "SmolVLM"))
+"""The others need a prefix in one turn (PaliGemma), or as many images in each row (SmolVLM)."""
+
+
+@pytest.mark.parametrize("decode_tokens", [64, 4])
+@pytest.mark.parametrize("family", IN_TURNS)
+def test_an_image_in_a_later_turn(
+    pool: Pool, request: pytest.FixtureRequest, family: str, decode_tokens: int
+) -> None:
+    is_sample = (family, decode_tokens) in {("Gemma 3", 4), ("Qwen3-VL", 64)}
+    if not is_sample and not request.config.getoption("--all-generations"):
+        pytest.skip("make test ARGS=--all-generations")
+    pool.run(3, check_turns, family, decode_tokens)
+
+
+@torch.no_grad()
+def check_differing(family: str) -> None:
+    """Ranks that bring other images, or another token after the same ones."""
+    ours, batch, rank = planned(family), prompt(family, "one image"), dist.get_rank()
+    fewer = batch | {"pixel_values": batch["pixel_values"][rank:]}
+    with pytest.raises(ValueError, match="differ in pixel_values"):
+        generate(ours, **fewer)
+    cache = ours(**batch, use_cache=True)[CACHE]
+    with pytest.raises(RingError, match="differ in agree"):
+        ours(batch["input_ids"][:, :1] + rank, cache=cache)
+
+
+@torch.no_grad()
+def check_fewer(family: str) -> None:
+    """A rank that brings fewer images in a later turn, which is not sharded."""
+    ours, batch = planned(family), prompt(family, "one image")
+    cache = ours(**batch, use_cache=True)[CACHE]
+    pixels = batch["pixel_values"][dist.get_rank() :]
+    types = batch["token_type_ids"].repeat(1, 2)
+    again = {"input_ids": batch["input_ids"], "token_type_ids": types, "pixel_values": pixels}
+    with pytest.raises(RingError, match="differ in pixel_values"):
+        ours(**again, cache=cache)
+
+
+def check_refused(family: str) -> None:
+    """What the cache of text refuses; the model goes on."""
+    ours, batch = planned(family), prompt(family, "one image")
+    with pytest.raises(ValueError, match="cache_implementation='static' is not"):
+        generate(ours, **batch, cache_implementation="static")
+    with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
+        ours(**batch, use_cache=True)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=f"{CACHE} is a DynamicCache"):
+            ours(**batch, cache=DynamicCache())
+        cache = ContextParallelCache(ours)
+        with pytest.raises(ValueError, match="labels is not supported together with a cache"):
+            ours(**batch, labels=batch["input_ids"], cache=cache)
+    asked = {"max_new_tokens": 2, "min_new_tokens": 2}
+    assert generate(ours, **batch, **asked).sequences.shape[1] == batch["input_ids"].shape[1] + 2
+
+
+def test_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(2, check_refused, "Gemma 3")
+    pool.run(2, check_differing, "Gemma 3")
+    pool.run(2, check_fewer, "Gemma 3")
+
+
+NUM_FULL = {"Gemma 3": 1, "Qwen3-VL": 2}
+
+
+def count_messages(family: str) -> list[int]:
+    return decode_messages(planned(family), prompt(family, "one image"))
+
+
+def test_one_message_for_each_full_layer(pool: Pool) -> None:
+    for family, expected in NUM_FULL.items():
+        assert pool.run(2, count_messages, family) == [[expected] * 3] * 2, family

@@ -1,0 +1,144 @@
+"""Ranks that generate: their messages, and what happens when they do not do the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from dtensor_ring import RingError
+from dtensor_ring.agreement.group_state import OTHERS_TIMEOUT
+from parallel_plans.huggingface import ContextParallelCache
+from tests.huggingface.generation.generating import (
+    NUM_NEW,
+    check_bits,
+    decode_messages,
+    generate,
+    sharded,
+    tokens,
+)
+from tests.pool import Pool
+
+
+class OtherToken(transformers.LogitsProcessor):
+    """Chooses another token on the last rank, at a step."""
+
+    def __init__(self, step: int, token: int) -> None:
+        self.left, self.token = step, token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            scores[:, self.token] = scores.max() + 1
+        return scores
+
+
+class Raises(OtherToken):
+    """Raises there."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            raise KeyError("planted")
+        return scores
+
+
+PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "another token": (OtherToken(3, 7), {}, "differ in agree: .* rank"),
+    "another last token": (OtherToken(NUM_NEW, 7), {}, "differ in tokens: .* rank"),
+    "an early end": (
+        OtherToken(3, 1),
+        {"eos_token_id": 1, "min_new_tokens": 0},
+        "differ in direction: .*the end of generate",
+    ),
+    "an error": (Raises(3, 0), {}, "KeyError: 'planted'"),
+}
+
+
+def check_planted(name: str) -> None:
+    planted, options, match = PLANTED[name]
+    ours = sharded("Llama")
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    expected = KeyError if name == "an error" and is_last else RingError
+    with pytest.raises(expected, match="planted" if expected is KeyError else match):
+        generate(ours, input_ids=tokens(), logits_processor=[planted], **options)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_ranks_that_drift_apart(pool: Pool, name: str) -> None:
+    pool.run(3, check_planted, name)
+
+
+def check_start() -> None:
+    """What differs before the first token is told by name, and the group goes on."""
+    ours, rank = sharded("Llama"), dist.get_rank()
+    for changes, match in (
+        ({"input_ids": tokens() + rank}, "differ in input_ids: .*checksum"),
+        ({"max_new_tokens": 3 + rank}, "differ in max_new_tokens: 3 on .0., 4 on .1."),
+        ({"stop_strings": ["a" * (1 + rank)]}, "differ in stop_strings"),
+        ({"logits_processor": [Raises(9, 0)][rank:]}, "differ in logits_processor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            generate(ours, **{"input_ids": tokens()} | changes)
+    torch.manual_seed(rank)
+    asked = {"input_ids": tokens(), "max_new_tokens": 2}
+    with pytest.raises(ValueError, match=r"torch.manual_seed\(s\), one s .* random state"):
+        ours.generate(**asked, do_sample=True)
+    found = ours.generate(**asked)
+    check_bits(found)
+    time.sleep(
+        (OTHERS_TIMEOUT + 0.2) * rank
+    )  # late: what all ranks are refused alike is no failure
+    with pytest.raises(ValueError, match="max_time would stop"):
+        ours.generate(**asked, max_time=1.0)
+    with pytest.raises(KeyError, match="planted on all"):  # the group stays in order
+        ours.generate(**asked, prefix_allowed_tokens_fn=fails)
+    assert torch.equal(ours.generate(**asked), found)
+
+
+def fails(batch: int, ids: Tensor) -> list[int]:
+    raise KeyError("planted on all")
+
+
+def test_ranks_that_begin_differently(pool: Pool) -> None:
+    pool.run(2, check_start)
+
+
+OTHER_TURNS = {
+    "tokens": (70, 70, "differ in input_ids"),
+    "a number": (70, 2, "differ in direction"),
+}
+
+
+@torch.no_grad()
+def check_other_turn(name: str) -> None:
+    """All ranks are told, after whatever number of turns on which they agreed."""
+    ours, is_last = sharded("Gemma 3"), dist.get_rank() == dist.get_world_size() - 1
+    first, last, match = OTHER_TURNS[name]
+    cache = ContextParallelCache(ours)
+    ours(tokens(), cache=cache)
+    with pytest.raises(RingError, match=match):
+        ours(tokens(last).flip(1) if is_last else tokens(first), cache=cache)
+    assert cache.get_seq_length() == 13
+
+
+@pytest.mark.parametrize("name", OTHER_TURNS)
+def test_other_turns_of_a_cache(pool: Pool, name: str) -> None:
+    pool.run(3, check_other_turn, name)
+
+
+NUM_FULL = {"Llama": 2, "Gemma 3": 1, "Mistral, short window": 0, "DeepSeek-V3": 2}
+
+
+def count_messages(family: str) -> list[int]:
+    return decode_messages(sharded(family), {"input_ids": tokens()})
+
+
+def test_one_message_for_each_full_layer(pool: Pool) -> None:
+    for family, expected in NUM_FULL.items():
+        assert pool.run(2, count_messages, family) == [[expected] * 3] * 2, family

@@ -1,0 +1,270 @@
+"""A cache that is sharded along the sequence, as users of transformers handle it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, StaticCache
+
+from dtensor_ring import ShardedCache
+from parallel_plans.huggingface import ContextParallelCache
+from parallel_plans.huggingface.core.versions import with_cache
+from parallel_plans.huggingface.generation import turn as window
+from parallel_plans.huggingface.generation.turn import Window
+from tests.families import SMALL
+from tests.huggingface.generation.generating import (
+    CACHE,
+    NUM_NEW,
+    check_bits,
+    generate,
+    sharded,
+    stock,
+    tokens,
+)
+from tests.pool import Pool
+
+NAMES = ("cache", "past_key_values")
+LEFT = torch.ones(2, 13, dtype=torch.long)
+HOLE = LEFT.index_fill(1, torch.tensor(4), 0)
+RIGHT = LEFT.index_fill(1, torch.tensor(12), 0)
+GENERATE: dict[str, dict[str, Any]] = {
+    "max_time would stop ranks": {"max_time": 3.0},
+    "max_time .* max_new_tokens": {"stopping_criteria": [MaxTimeCriteria(3.0)]},
+    "cache_implementation='static' is not": {"cache_implementation": "static"},
+    "cache_implementation='offloaded' is not": {"cache_implementation": "offloaded"},
+    "cache_implementation='quantized' is not": {"cache_implementation": "quantized"},
+    "cache_implementation='paged' is not": {"cache_implementation": "paged"},
+    "output_attentions is not": {"output_attentions": True},
+    "no padding but on the left": {"attention_mask": HOLE},
+    f"{CACHE} is a DynamicCache": {"cache": DynamicCache()},
+    "cache and past_key_values are names of one": dict.fromkeys(NAMES, DynamicCache()),
+}
+FORWARD: dict[str, dict[str, Any]] = {
+    f"{CACHE} is a DynamicCache, .* ContextParallelCache.model": {"cache": DynamicCache()},
+    "is a EncoderDecoderCache": {"cache": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+    "cache and past_key_values are names of one": dict.fromkeys(NAMES, DynamicCache()),
+    "tokenizer.padding_side": {"use_cache": True, "attention_mask": RIGHT},
+    r"attention_mask must be \(B, 13\), of all": {
+        "use_cache": True,
+        "attention_mask": LEFT[:, 1:],
+    },
+    r"attention_mask must be one tensor \(B, S\) of": {
+        "use_cache": True,
+        "attention_mask": LEFT.view(2, 1, 1, 13),
+    },
+    "output_router_logits is not .* with a cache": {
+        "use_cache": True,
+        "output_router_logits": True,
+    },
+    "logits_to_keep must be a number": {"use_cache": True, "logits_to_keep": torch.arange(2)},
+}
+
+
+def check_refused() -> None:
+    ours = sharded("Llama")
+    ours.generation_config.pad_token_id = 0
+    for match, changes in GENERATE.items():
+        with pytest.raises(ValueError, match=match):
+            generate(ours, **{"input_ids": tokens()} | changes)
+    static = StaticCache(config=ours.config, max_cache_len=32)
+    with pytest.raises(ValueError, match=f"{CACHE} is a StaticCache"):
+        generate(ours, input_ids=tokens(), cache=static)
+    ours.generation_config.cache_implementation = "static"
+    with pytest.raises(ValueError, match='say "dynamic" if it comes from'):
+        generate(ours, input_ids=tokens())
+    ours.generation_config.cache_implementation = None
+    with torch.no_grad():
+        for match, changes in FORWARD.items():
+            with pytest.raises(ValueError, match=match):
+                ours(**{"input_ids": tokens()} | changes)
+        with pytest.raises(ValueError, match=f"{CACHE} is a StaticCache"):
+            ours(tokens(), cache=static)
+        with pytest.raises(ValueError, match="labels is not supported together with a cache"):
+            ours(tokens(), labels=tokens(), cache=ContextParallelCache(ours))
+    with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
+        ours(tokens(), use_cache=True)
+    assert generate(ours, input_ids=tokens()).sequences.shape == (2, 13 + NUM_NEW)
+
+
+@torch.no_grad()
+def check_misused() -> None:
+    ours, other = sharded("Llama, dynamic"), sharded("Qwen2")
+    cache = ContextParallelCache(ours)
+    for nothing in (cache.batch_select_indices, cache.reorder_cache):
+        nothing(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    angles = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
+    first = ours(tokens(), past_key_values=cache).logits  # the name before 5.24
+    wrong: tuple[tuple[str, Any], ...] = (
+        ("of another model", lambda: other(tokens(), cache=cache)),
+        ("a cache of 2 rows got 3", lambda: ours(tokens(5, 3), cache=cache)),
+        ("crop takes 0 to 13 tokens", lambda: cache.crop(-14)),
+        ("crop takes .* got 2", lambda: cache.crop(2)),
+        ("decode_tokens must be from 1 to 64", lambda: ContextParallelCache(ours, decode_tokens=0)),
+        ("block must", lambda: ContextParallelCache(ours, block=0)),
+        ("one model under a context_parallel_plan", lambda: ContextParallelCache(stock("Llama"))),
+        ("must be from 0 to 31", lambda: ours(tokens(1) + 99, cache=cache)),
+    )
+    for match, call in wrong:
+        with pytest.raises(ValueError, match=match):
+            call()
+    layer = ours.model.layers[1]
+    hook = layer.register_forward_pre_hook(_fail)
+    for new in (1, 70):  # neither a decoded nor a sharded append step leaves anything behind
+        with pytest.raises(ZeroDivisionError):
+            ours(tokens(new), cache=cache)
+    hook.remove()
+    assert cache.get_seq_length() == 13
+    again = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
+    assert torch.equal(again[0], angles[0]), "not those of the turn that failed"
+    hook = layer.register_forward_pre_hook(lambda *_: deepcopy(cache.layers[1]))
+    with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
+        ours(tokens(1), cache=cache)
+    hook.remove()
+    with (
+        mock.patch.object(cache.layers[1], "update", lambda *new, **_: new[:2]),
+        pytest.raises(ValueError, match=r"attends to 1 keys per rank where .* use_cache=False"),
+    ):
+        ours(tokens(1), cache=cache)
+    # A copy goes on by itself, as one of transformers does.
+    copied = deepcopy(cache)
+    second = ours(tokens(2), cache=copied).logits
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (13, 15)
+    torch.testing.assert_close(ours(tokens(2), cache=cache).logits, second)
+    cache.crop(-2)
+    torch.testing.assert_close(ours(tokens(2), cache=cache).logits, second)
+    cache.reset()
+    assert torch.equal(ours(tokens(), cache=cache).logits, first)
+    assert cache.batch_size == 2
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+@torch.no_grad()
+def check_half_done() -> None:
+    """What fails in some layer is done in none: turns, and choices of rows."""
+    cases: tuple[tuple[str, Any, str, int, Any], ...] = (
+        (
+            "Mistral, short window",
+            window,
+            "_last",
+            2,
+            lambda x, cache: x(tokens(2), cache=cache),
+        ),
+        ("Gemma 3", ShardedCache, "select", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
+        ("Gemma 3", Window, "selected", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
+    )
+    for family, owner, name, number, call in cases:
+        ours = sharded(family)
+        cache = ContextParallelCache(ours)
+        ours(tokens(), cache=cache)
+        expected = ours(tokens(2), cache=deepcopy(cache)).logits
+        plain, calls = getattr(owner, name), count(1)
+        fails = lambda *args: _fail() if next(calls) == number else plain(*args)  # noqa: B023, E731
+        with mock.patch.object(owner, name, fails), pytest.raises(ZeroDivisionError):
+            call(ours, cache)
+        assert torch.equal(ours(tokens(2), cache=cache).logits, expected), name
+
+
+def check_lookup() -> None:
+    """More tokens are proposed, and taken back, than a decode step takes."""
+    ours, theirs = sharded("Gemma 3"), stock("Gemma 3")
+    options = {"input_ids": tokens(4, rows=1).repeat(1, 4), "prompt_lookup_num_tokens": 3}
+    found = generate(ours, **options, cache=ContextParallelCache(ours, decode_tokens=1))
+    assert torch.equal(found.sequences, generate(theirs, **options).sequences)
+
+
+def check_usage() -> None:
+    """Each rank has its part of what sees everything, in blocks, and all of the windows."""
+    ours, size = sharded("Gemma 3"), dist.get_world_size()
+    chat = ContextParallelCache(ours, block=4)
+    result = generate(ours, input_ids=tokens(40), past_key_values=chat)
+    assert chat.get_seq_length() == 39 + NUM_NEW
+    usage = chat.usage()
+    pair, window = 2 * 2 * 2 * 8 * 8, 4  # rows, heads, keys and values, head dim, bytes; tokens
+    assert sum(usage.used) == pair * (39 + NUM_NEW + size * window)
+    assert max(usage.held) <= pair * (-(-(39 + NUM_NEW) // size) + 2 * 4 + window)
+    assert result[CACHE] is chat
+
+
+@torch.no_grad()
+def check_rows() -> None:
+    """Rows are chosen, doubled and cropped as in a cache of transformers, windows included."""
+    for family in ("Gemma 3", "Llama 4"):
+        ours, theirs = sharded(family), stock(family)
+        pairs: list[tuple[Any, Any]] = []
+        for model, cache in (
+            (ours, ContextParallelCache(ours, block=2)),
+            (theirs, DynamicCache(config=theirs.config)),
+        ):
+            cache.activate_past_recording()
+            model(tokens(20, 3), logits_to_keep=4, **with_cache(model, {"cache": cache}))
+            cache.crop(-3)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 1, 0, 0]))
+            pairs.append((model, cache))
+        found, expected = (
+            [model(tokens(n, 4), **with_cache(model, {"cache": cache})).logits for n in (1, 3, 1)]
+            for model, cache in pairs
+        )
+        for here, there in zip(found, expected, strict=True):
+            check_bits(here)
+            torch.testing.assert_close(here, there, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="layers with a window of 12 have the last"):
+        pairs[0][1].crop(-20)
+
+
+def check_turns_of_a_chat() -> None:
+    """Answers of several turns, then the next question: as of the stock model."""
+    for family in ("Llama", "Gemma 3", "DeepSeek-V3"):
+        ours, theirs = sharded(family), stock(family)
+        answers = []
+        for model, chat in (
+            (ours, ContextParallelCache(ours, decode_tokens=4)),
+            (theirs, DynamicCache(config=theirs.config)),
+        ):
+            said: Tensor = tokens(9)
+            for question in (0, 2, 7):  # the last is sharded over the ranks
+                said = torch.cat([said, tokens(question)], 1) if question else said
+                mask = torch.ones_like(said)  # what looks like padding here and there is none
+                given = with_cache(model, {"attention_mask": mask, "cache": chat})
+                said = generate(model, input_ids=said, **given).sequences
+            answers.append(said)
+        assert torch.equal(*answers), (family, answers)
+
+
+CHECKS = {
+    "what has no meaning": (check_refused, 2),
+    "misuse": (check_misused, 3),
+    "half done": (check_half_done, 2),
+    "lookup": (check_lookup, 2),
+    "bytes": (check_usage, 3),
+    "rows": (check_rows, 2),
+    "a chat": (check_turns_of_a_chat, 3),
+}
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_cache(pool: Pool, what: str) -> None:
+    function, world_size = CHECKS[what]
+    pool.run(world_size, function)
+
+
+def test_layers_that_keep_something_else() -> None:
+    from parallel_plans.huggingface.generation.context_parallel_cache import _window_sizes
+
+    config = transformers.LlamaConfig(**SMALL, layer_types=["full_attention", "conv"])
+    layers = DynamicCache(config=config).layers
+    with pytest.raises(ValueError, match="layer 1 keeps a LinearAttentionLayer"):
+        _window_sizes(layers, config.layer_types)

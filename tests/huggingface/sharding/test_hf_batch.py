@@ -1,0 +1,66 @@
+"""What a plan refuses of a batch, on every rank and before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.losses.loss import Loss
+from parallel_plans.huggingface.sharding.batch import parse, shard
+from tests.families import SMALL
+from tests.pool import Pool
+
+IDS = torch.arange(8).unsqueeze(0)
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "float ids": ({"input_ids": IDS.float()}, "input_ids must be integers, got torch.float32; use"),
+    "no ids": (
+        {"input_ids": IDS[:, :0]},
+        r"input_ids must hold at least one token, got .*\(1, 0\)",
+    ),
+    "no rows": ({"input_ids": IDS[:0]}, r"input_ids must hold at least one token, got .*\(0, 8\)"),
+    "ids beyond": ({"input_ids": IDS + 25}, "input_ids must be from 0 to 31, .* got 32"),
+    "labels beyond": ({"labels": IDS + 25}, "labels must be from 0 to 31, .* got 32"),
+    "negative label": ({"labels": IDS - 99}, "labels must be from 0 to 31, .* got -99"),
+    "float labels": ({"labels": IDS.float()}, "labels must be integers, got torch.float32"),
+    "labels of two rows": ({"labels": IDS.expand(2, 8)}, "labels must have the 1 rows of the tok"),
+    "sparse mask": ({"attention_mask": IDS.to_sparse()}, "attention_mask must be a dense, strided"),
+}
+
+
+def test_parts_of_a_batch() -> None:
+    """Labels are shifted in the whole batch; padding has none, and is no token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    loss = Loss(None, True, None, None)
+    types = torch.ones_like(IDS)
+    given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
+    whole = parse(model, given | {"use_cache": False}, loss)
+    assert (whole.name, whole.positions, whole.num_items) == ("input_ids", None, 7)
+    assert whole.labels is not None
+    assert whole.labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100]]
+    assert list(whole.others) == ["token_type_ids", "use_cache"]
+    local = shard(whole, torch.tensor([1, 2, 7, 8]), 10)
+    assert local.labels is not None
+    assert local.mask is not None
+    assert local.tokens.tolist() == [[1, 2, 7, 0]]
+    assert local.labels.tolist() == [[2, 3, -100, -100]]
+    assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(2, _check_refusals)
+
+
+def _check_refusals() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    for changes, message in REFUSALS.values():
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": IDS, **changes})
+    assert model(input_ids=IDS, labels=IDS.masked_fill(IDS < 3, -100)).loss.isfinite()

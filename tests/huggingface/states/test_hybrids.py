@@ -1,0 +1,178 @@
+"""Models whose layers carry a state along the sequence."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from parallel_plans.huggingface.states.relay import KeptStates, first
+from parallel_plans.huggingface.states.stateful import relayed, required_parameters, stateful_layers
+from tests.dense import largest
+from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
+from tests.huggingface.test_families import compare
+from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_both
+from tests.pool import Pool
+
+KINDS = ("plain", "padded left", "padded right")
+SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2")
+"""A delta rule, a selective scan, and convolutions alone; `--all-hybrids` runs the others, too."""
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [*product([2, 4], [LAYOUT, "zigzag"])])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrid_equals_the_stock_model(
+    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
+) -> None:
+    is_sample = family in SAMPLE and (world_size, layout) != (2, "zigzag")
+    if not is_sample and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
+        assert set(errors) == set(KINDS)
+        worst = largest(x for error in errors.values() for x in error.values())
+        assert worst < 1e-5, f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_go_on_from_their_states(family: str) -> None:
+    """Two halves of a sequence are the whole with the states of the first half, and not without."""
+    layers, states = stateful_layers(small_model(family)), KeptStates()
+    assert bool(layers) == ("attention only" not in family)
+    torch.manual_seed(1)
+    x = torch.randn(2, 10, 16)
+    with torch.no_grad(), relayed(layers, states):
+        for layer in layers:
+            whole, ends = output(layer, x), []
+            for forgets in (False, True):
+                states.forget()
+                output(layer, x[:, :5])
+                if forgets:
+                    states.forget()
+                ends.append(output(layer, x[:, 5:]))
+            torch.testing.assert_close(ends[0], whole[:, 5:], rtol=1e-4, atol=1e-5)
+            assert (ends[1] - whole[:, 5:]).norm() > 1e-3 * whole.norm()
+    assert not states.unused
+
+
+def output(layer: Any, hidden: Tensor) -> Tensor:
+    """That of a layer that gets nothing else."""
+    return first(layer(hidden, **dict.fromkeys(required_parameters(layer))))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "reason"),
+    [
+        ("RecurrentGemma", LAYOUT, r"layers\.0 \(linear_attention\).* tell no cache"),
+        ("xLSTM", LAYOUT, "tell no cache"),
+        (
+            "LFM2",
+            "balanced",
+            r"layers\.0\.conv .*'balanced' belongs to a batch.* 'contiguous', 'st",
+        ),
+    ],
+)
+def test_refused_with_the_reason(pool: Pool, family: str, layout: str, reason: str) -> None:
+    pool.run(1, refused, family, layout, reason)
+
+
+def refused(family: str, layout: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        planned(family, layout)
+
+
+def refused_without_a_state() -> None:
+    reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
+    with patch("parallel_plans.huggingface.states.stateful.scans", return_value=False):
+        refused("Jamba", LAYOUT, reported)
+
+
+def test_a_layer_that_begins_anew_is_refused(pool: Pool) -> None:
+    """As the scan of Mamba 1 does by itself."""
+    pool.run(1, refused_without_a_state)
+
+
+def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
+    """Of loss and gradients after one before it, and what broke graphs."""
+    # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    model = planned(family, layout)
+    torch.manual_seed(1)
+    tokens = torch.randint(2, VOCABULARY, (2, 24))
+    found = []
+    torch._dynamo.reset()
+    counters.clear()
+    for forward in (torch.compile(model, backend="aot_eager"), model):
+        for _ in range(2):
+            model.zero_grad()
+            loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        found.append(torch.cat([loss.detach().view(1), gradients(model)]))
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    return error.item(), counters["graph_break"]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
+@pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
+def test_compiled_as_a_whole(
+    pool: Pool, request: pytest.FixtureRequest, family: str, layout: str
+) -> None:
+    """Graphs break at layers with a state, and where documents are read; all else compiles."""
+    if not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    for error, breaks in pool.run(2, compiled_error, family, layout):
+        assert error < 1e-5
+        found = {
+            name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)
+        }
+        assert found == {"_forward.<locals>.forward", "Pieces.of"}, breaks
+        assert len(breaks) == 2, breaks
+
+
+CALM = {"rms_norm_eps": 0.1}
+"""What a delta rule gives is near zero at some tokens, and a norm follows, whose gradient is then
+up to 1 / sqrt(eps): with the eps of 1e-6 rounding grows to 0.1 within ten steps."""
+DELTA_RULES = ("Qwen3-Next", "Qwen3.5", "OLMo hybrid", "Kimi Linear")
+
+
+@pytest.mark.parametrize("family", DELTA_RULES)
+def test_ten_steps_do_not_amplify_rounding(family: str) -> None:
+    """Weights that differ by rounding train alike, so that a larger difference is one of steps."""
+    (losses, weights), (expected, stock) = (
+        trained_from(family, noise) for noise in (torch.finfo(torch.float32).eps / 2, 0.0)
+    )
+    assert losses != expected
+    assert losses == pytest.approx(expected, abs=5e-6)
+    for name, x in stock.items():
+        assert (weights[name] - x).norm() <= 5e-6 * x.norm(), name
+
+
+def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of ten steps, from weights with relative noise."""
+    model = small_model(family, **CALM).train()
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(1 + noise * torch.randn_like(x))
+    return train(model, slice(None))[0], model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["none", "full"])
+@pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
+def test_ten_steps_of_fsdp_equal_one_process(
+    pool: Pool, request: pytest.FixtureRequest, family: str, name: str
+) -> None:
+    is_default = (family, name) in {("Granite 4", "full"), ("Qwen3-Next", "none")}
+    if not is_default and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    changes = CALM if family in DELTA_RULES else {}
+    for found in pool.run(4, train_both, family, CHECKPOINTING[name], LAYOUT, changes):
+        assert found["loss"] < 1e-5, found
+        assert found["parameters"] < 1e-5, found

@@ -1,0 +1,128 @@
+"""What layers with a state send, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtensor_ring import Mask
+from dtensor_ring.all_to_all.op import all_to_all_op
+from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.ops.state import receive_op, send_op
+from dtensor_ring.transport.transport import ProcessGroupTransport
+from parallel_plans.huggingface.states.stateful import stateful_layers
+from tests.families import VOCABULARY
+from tests.huggingface.states.hybrids import LAYOUT, planned
+from tests.pool import Pool
+
+
+class StateCalls(TorchDispatchMode):
+    """Calls of ops and what they send: messages of states, bytes of tokens sharded again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = ""
+        """Calls in their order: r(eceive) and s(end)."""
+        self.sent: Counter[str] = Counter()
+        self._op: Any = None
+        self._deals_tokens = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.states += {receive_op: "r", send_op: "s"}.get(func, "")
+        self._op = func
+        # The sum of the ranks' losses is an exchange, too: of one number each.
+        self._deals_tokens = func is all_to_all_op and args[0][0].shape[-1] > 1
+        return func(*args, **kwargs or {})
+
+    def starting(self, start: Any) -> Any:
+        """The same start of messages, counted."""
+
+        def counting(transport: Any, receives: Any, sends: Any) -> Any:
+            for message in sends:
+                self.sent["states"] += self._op in (receive_op, send_op)
+                size = message.flat.numel() * message.flat.itemsize
+                self.sent["exchanged"] += size * self._deals_tokens
+            return start(transport, receives, sends)
+
+        return counting
+
+
+def calls(seq_len: int, num_rows: int = 1) -> str:
+    """What the two layers with a state receive and send in a step."""
+    model = planned("Nemotron-H")
+    tokens = torch.arange(2, seq_len + 2).expand(num_rows, -1)
+    with StateCalls() as found:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(stateful_layers(model)) == 2
+    return found.states
+
+
+def test_a_layer_has_one_message_of_a_row_each_way(pool: Pool) -> None:
+    """Also where there are fewer tokens than ranks want."""
+    assert pool.run(2, calls, 8) == ["rs" * 4] * 2
+    assert pool.run(4, calls, 3) == ["rs" * 4] * 4
+
+
+def test_a_row_is_handed_over_before_the_next_one_begins(pool: Pool) -> None:
+    assert pool.run(2, calls, 8, 3) == ["rs" * 3 * 4] * 2
+
+
+def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:
+    """What this rank sends forward and backward, and what all shall send to shard tokens again."""
+    model, world_size = planned("LFM2", layout), dist.get_world_size()
+    tokens = torch.randint(2, VOCABULARY, (1, seq_len))
+    with StateCalls() as calls:
+        start = calls.starting(ProcessGroupTransport.start)
+        with patch.object(ProcessGroupTransport, "start", start):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            forward = calls.sent.copy()
+            loss.backward()
+    hybrid = Hybrid(len(stateful_layers(model)), 1, model.config.hidden_size, itemsize=4)
+    costs = compare_hybrid_layouts(hybrid, Mask.causal(), seq_len, world_size).rows
+    relayouts = [row.relayouts for row in costs if row.layout == layout]
+    return [forward, calls.sent - forward], relayouts[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
+def test_messages_are_those_of_the_schedule(pool: Pool, layout: str, world_size: int) -> None:
+    """One for each layer and neighbour, and the bytes of tokens that are sharded again."""
+    found = pool.run(world_size, sent, layout, 32)
+    for step, has_no_neighbour in enumerate((world_size - 1, 0)):
+        counts, scheduled = [parts[step] for parts, _ in found], found[0][1]
+        assert sum(x["exchanged"] for x in counts) == scheduled
+        expected = [int(rank != has_no_neighbour) for rank in range(world_size)]
+        assert [x["states"] for x in counts] == expected, "LFM2 has one layer with a state"
+    assert (scheduled == 0) == (layout == LAYOUT)
+
+
+def picked(longest: int) -> tuple[str, list[str]]:
+    """The layout of a plan that was given none, and what the logger says."""
+    logger, said = logging.getLogger("dtensor_ring"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        model = planned("LFM2", None, max_position_embeddings=longest)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    return model.context_parallel_sharding.axis.layout.spec, said
+
+
+@pytest.mark.parametrize(("longest", "layout"), [(64, LAYOUT), (2**20, "zigzag")])
+def test_the_plan_picks_a_layout_by_bytes(pool: Pool, longest: int, layout: str) -> None:
+    for found, said in pool.run(2, picked, longest):
+        assert found == layout
+        assert len(said) == 1
+        assert f"1 layers with a state, 1 with attention: {longest} tokens on 2 ranks" in said[0]
+        assert f"least: {layout}" in said[0]

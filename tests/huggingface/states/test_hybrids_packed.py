@@ -1,0 +1,104 @@
+"""Packed documents in models whose layers carry a state along the sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.dense import largest
+from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
+from tests.pool import Pool
+
+PACKED = {("Qwen3-Next", 2, 1), ("Granite 4", 2, 1), ("LFM2", 4, 2), ("Mamba 2", 4, 2)}
+"""Family, ranks and rows of the default run."""
+
+Rows = tuple[tuple[int, ...], ...]
+"""Where documents begin, by row of a batch of 24 tokens."""
+
+
+def packed(rows: Rows) -> dict[str, Tensor]:
+    """Tokens, and what says where their documents begin: boundaries, if there is one row."""
+    torch.manual_seed(1)
+    tokens = torch.randint(2, VOCABULARY, (len(rows), 24))
+    lengths = [torch.tensor([*starts, 24]).diff() for starts in rows]
+    positions = [torch.cat([torch.arange(int(x)) for x in row]) for row in lengths]
+    given = {"input_ids": tokens, "position_ids": torch.stack(positions)}
+    return given | ({"cu_seq_lens_q": torch.tensor([*rows[0], 24])} if len(rows) == 1 else {})
+
+
+def packed_error(family: str, rows: Rows, layout: str, is_checkpointed: bool) -> list[float]:
+    """Of logits and gradients, relative to those of each document alone."""
+    batch = packed(rows)
+    model, stock = planned(family, layout, unshard_outputs=True), small_model(family)
+    if is_checkpointed:
+        model.train().activation_checkpointing_enable()
+    parts = [
+        torch.cat([stock(input_ids=x, use_cache=False).logits for x in documents], 1)
+        for row, starts in zip(batch["input_ids"].split(1), rows, strict=True)
+        for documents in [row.tensor_split(starts[1:], 1)]
+    ]
+    expected = torch.cat(parts)
+    logits = model(**batch, use_cache=False).logits
+    weights = torch.randn_like(logits)
+    for x in (logits, expected):
+        (x * weights).sum().backward()
+    found, grads = gradients(model), gradients(stock)
+    dist.all_reduce(found)
+    found /= dist.get_world_size()
+    pairs = (logits, expected), (found, grads)
+    return [((x - y).norm() / y.norm()).item() for x, y in pairs]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rows"),
+    [
+        (4, ((0, 6, 18),)),  # with shards
+        (2, ((0, 5, 12),)),
+        (4, ((0, 5, 7, 17, 19),)),  # ends and beginnings of one token
+        (4, ((0, 1, 2, 3, 23), (0, 7, 8, 9, 10))),  # other ones in each row
+    ],
+)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_documents_are_as_alone(
+    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, rows: Rows
+) -> None:
+    """Whatever the model's own code makes of them."""
+    is_sample = (family, world_size, len(rows)) in PACKED
+    if not is_sample and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    if "Granite" in family and len(rows) > 1:
+        pytest.skip("its masks do not know positions, and boundaries are those of one row")
+    layout = LAYOUT if world_size == 2 else "zigzag"
+    found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
+    assert largest(x for errors in found for x in errors) < 1e-5, found
+
+
+def two_batches(family: str, is_checkpointed: bool) -> Tensor:
+    """Gradients of two batches whose documents differ, in one backward."""
+    model = planned(family, "zigzag").train()
+    if is_checkpointed:
+        model.activation_checkpointing_enable()
+    losses = []
+    for rows in (((0, 5, 11),), ((0, 9),)):
+        batch = packed(rows)
+        losses.append(model(**batch, labels=batch["input_ids"], use_cache=False).loss)
+    torch.stack(losses).sum().backward()
+    return gradients(model)
+
+
+def test_checkpointing_repeats_a_layer_with_its_own_documents(pool: Pool) -> None:
+    found, expected = (pool.run(2, two_batches, "LFM2", x) for x in (True, False))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def refused_batches() -> None:
+    with pytest.raises(ValueError, match="does not tell it of which batch"):
+        two_batches("Mamba 2", True)
+
+
+def test_layers_that_know_no_batch_are_not_repeated_with_another(pool: Pool) -> None:
+    pool.run(2, refused_batches)

@@ -1,0 +1,38 @@
+"""A whole model that reads images, under its plan and torch.compile: one graph, and exact."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.dense import largest
+from tests.huggingface.vision.test_images import planned
+from tests.multimodal import batch_of, small_model
+from tests.pool import Pool
+from tests.results import difference, results_of
+
+FAMILY, CASE = "LLaVA", "several images"
+"""Its language model makes its masks. Those of Gemma 3 differ with the batch."""
+
+
+def compiled() -> tuple[int, float]:
+    """Graphs that were compiled, and the largest error of loss and gradients."""
+    # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    model, counter = planned(FAMILY), CompileCounterWithBackend("aot_eager")
+    # Transformers puts its hooks in at the first call, which cannot be compiled.
+    model(**batch_of(FAMILY, CASE))
+    model.compile(backend=counter, fullgraph=True)
+    errors = []
+    for seed in (1, 2):  # other tokens, and no other graph
+        batch = batch_of(FAMILY, CASE, seed)
+        expected = results_of(small_model(FAMILY), batch)
+        errors.append(difference(results_of(model, batch), expected)[0])
+    return counter.frame_count, largest(errors)
+
+
+def test_whole_model_in_one_graph(pool: Pool) -> None:
+    for num_graphs, error in pool.run(2, compiled, timeout=300):
+        assert num_graphs == 1
+        assert error < 1e-5

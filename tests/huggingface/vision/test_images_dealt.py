@@ -1,0 +1,176 @@
+"""Images sharded over the ranks: loss and gradients as of one process, and when it pays."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.vision.tower import Embeddings, Images, Share, Tower
+from tests.dense import largest
+from tests.huggingface.vision.test_images import planned
+from tests.multimodal import FAMILIES, batch_of, small_model
+from tests.pool import Pool
+from tests.results import difference, results_of
+
+WHOLE = ("SmolVLM",)
+"""Rows of images, of which those of zeros are none, are not cut."""
+CASES = {"several images": 3, "one image": 2, "packed": 3, "padded right": 3}
+"""Images of a batch: of three one rank gets two, and one of four ranks none."""
+
+
+def tower_of(model: Any) -> Tower:
+    found = [vars(x).get("context_parallel_tower") for x in model.modules()]
+    return next(x for x in found if x is not None)
+
+
+def dealt(family: str, cases: tuple[str, ...]) -> list[tuple[float, int]]:
+    """By case: the largest error, and how many images this rank ran."""
+    # Contiguous: one rank runs an image whose tokens another has.
+    model, stock = planned(family, "contiguous", deal_images=True), small_model(family)
+    found = []
+    for case in cases:
+        batch = batch_of(family, case)
+        error = difference(results_of(model, batch), results_of(stock, batch))[0]
+        found.append((error, tower_of(model).num_run))
+    return found
+
+
+def check(by_rank: list[list[tuple[float, int]]], family: str, cases: tuple[str, ...]) -> None:
+    assert largest(error for rank in by_rank for error, _ in rank) < 1e-5, by_rank
+    for number, case in enumerate(cases):
+        counts = [rank[number][1] for rank in by_rank]
+        assert sum(counts) == (0 if family in WHOLE else CASES[case]), (case, counts)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"), [*((x, 2) for x in FAMILIES), ("Gemma 3", 4), ("Qwen3-VL", 4)]
+)
+def test_equals_one_process(pool: Pool, family: str, world_size: int) -> None:
+    cases = ("several images",)
+    check(pool.run(world_size, dealt, family, cases), family, cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_cases(
+    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
+) -> None:
+    if not request.config.getoption("--all-images"):
+        pytest.skip("make test ARGS=--all-images")
+    check(pool.run(world_size, dealt, family, tuple(CASES)), family, tuple(CASES))
+
+
+def one_image() -> list[tuple[float, int]]:
+    """The second row alone, which has one image: every rank runs it."""
+    model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
+    batch = {name: x[-1:] for name, x in batch_of("Gemma 3", "several images").items()}
+    error = difference(results_of(model, batch), results_of(stock, batch))[0]
+    return [(error, tower_of(model).num_run)]
+
+
+def test_one_image_on_two_ranks(pool: Pool) -> None:
+    for ((error, count),) in pool.run(2, one_image):
+        assert error < 1e-5
+        assert count == 1
+
+
+def mixed() -> list[tuple[float, int]]:
+    """A tower in which images meet is found, and runs whole on every rank."""
+    kind = type(small_model("Gemma 3").model)
+    plain = kind.get_image_features
+
+    def mixing(self: Any, pixel_values: Tensor, **kwargs: Any) -> Any:
+        output = plain(self, pixel_values, **kwargs)
+        output.pooler_output = output.pooler_output + output.pooler_output.mean(0)
+        return output
+
+    with mock.patch.object(kind, "get_image_features", mixing):
+        return dealt("Gemma 3", ("several images",))
+
+
+def test_images_that_meet_in_the_tower(pool: Pool) -> None:
+    for ((error, count),) in pool.run(2, mixed):
+        assert error < 1e-5
+        assert count == 3
+
+
+def relative(x: Tensor, y: Any, scale: Tensor) -> float:
+    return float((x - y).norm() / y.norm().clamp(min=scale))
+
+
+def with_fsdp() -> list[float]:
+    """Errors of gradients under FSDP2 over all ranks, one of which has no image."""
+    # The hidden states of a rank are a view, which FSDP2 says not to write to.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
+    for module in (*model.model.vision_tower.encoder.layers, model):
+        fully_shard(module)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    batch = batch_of("Gemma 3", "several images")
+    for x in (model, stock):
+        x(**batch, use_cache=False).loss.backward()
+    assert tower_of(model).num_run == (1, 0, 1, 1)[dist.get_rank()]
+    grads = dict(stock.named_parameters())
+    norms = [x.grad.norm() for x in stock.parameters() if x.grad is not None]
+    scale = torch.stack(norms).max() * 1e-2
+    return [
+        relative(x.grad.full_tensor(), grads[name].grad, scale)
+        for name, x in model.named_parameters()
+        if isinstance(x.grad, DTensor)
+    ]
+
+
+def test_a_rank_without_an_image_under_fsdp(pool: Pool) -> None:
+    for errors in pool.run(4, with_fsdp):
+        assert len(errors) > 20
+        assert largest(errors) < 1e-5, errors
+
+
+PATCHES, WIDTH = 256, 4 * 1024
+"""Of an image, and bytes of a token's embedding."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_weights", "trains", "is_sharded"),
+    [
+        # Half of 512 patches saves 2 * 256 flops for each weight, and 2 * 512 * 4096 bytes travel,
+        # worth 8,000 flops each.
+        ((1, 1), 65_500_000, False, False),
+        ((1, 1), 65_600_000, False, True),
+        ((1, 1), 21_800_000, True, False),  # with its backward, it saves three times as much
+        ((1, 1), 21_900_000, True, True),
+        ((1, 1, 1), 98_200_000, False, False),  # a third is saved only
+        ((1, 1, 1), 98_400_000, False, True),
+    ],
+)
+def test_images_are_dealt_where_it_pays(
+    sizes: tuple[int, ...], num_weights: int, trains: bool, is_sharded: bool
+) -> None:
+    tower: Any = Tower(None, num_weights, 1, None)  # type: ignore[arg-type]
+    tower._embeddings = Embeddings(PATCHES, WIDTH)  # type: ignore[arg-type]
+    images: Any = Images.of({"pixel_values": torch.empty(len(sizes), 3, 16, 16)})
+    assert images.sizes == sizes
+    with torch.set_grad_enabled(trains):
+        assert tower._pays(images, Share.of(sizes, 0, 2)) == is_sharded
+
+
+@pytest.mark.parametrize(
+    ("deals", "reason"),
+    [(True, "Gemma3TextModel has none; leave deal_images out"), (1.5, "True, False or None, got")],
+)
+def test_refused_without_images(deals: Any, reason: str) -> None:
+    text = small_model("Gemma 3").model.language_model
+    assert context_parallel_plan(text, deal_images=False)
+    with pytest.raises(ValueError, match=reason):
+        context_parallel_plan(text, deal_images=deals)

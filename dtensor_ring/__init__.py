@@ -1,6 +1,6 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
-from dtensor_ring.agreement.error import RingError
+from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.all_to_all.api import exchange, relayout
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.compute.kernels import available_kernels, register_kernel
@@ -11,9 +11,9 @@ from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sum_over_sequence
-from dtensor_ring.dtensor.labels import next_token_labels
 from dtensor_ring.dtensor.merge_attention import merge_attention
 from dtensor_ring.dtensor.sequence import (
+    next_token_labels,
     sequence_runs,
     sequence_slices,
     shard_sequence,
@@ -28,8 +28,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
-from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.transport import Transport
+from dtensor_ring.transport.transport import TransferPolicy, Transport
 
 __version__ = "0.1.0"
 

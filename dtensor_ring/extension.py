@@ -34,15 +34,17 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores,
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
-from dtensor_ring.dtensor.annotation import axis_group
-from dtensor_ring.dtensor.axis_config import check_axis_options
+from dtensor_ring.dtensor.annotation import axis_group, check_axis_options
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
-from dtensor_ring.dtensor.gather import gathered
-from dtensor_ring.dtensor.labels import IGNORE_INDEX
-from dtensor_ring.dtensor.layer import number_layer
+from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
-from dtensor_ring.dtensor.sequence import from_local_tokens, layout_order, local_tokens
-from dtensor_ring.dtensor.states import gather_rows, receive_state, send_state
+from dtensor_ring.dtensor.sequence import (
+    IGNORE_INDEX,
+    from_local_tokens,
+    layout_order,
+    local_tokens,
+)
+from dtensor_ring.dtensor.style import number_layer
 from dtensor_ring.ops.call_site import name_layer, within_layer
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient

@@ -10,9 +10,8 @@ from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.rotation import ShardRotation, SumRotation
-from dtensor_ring.transport.transport import Transport
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
 
 Sums = tuple[GradientSum, GradientSum]
 Shares = tuple[GradientShare, GradientShare]

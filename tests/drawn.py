@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dtensor_ring import Balanced, Mask
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import RunTable, as_layout
-from dtensor_ring.transport.policy import TransferPolicy
+from dtensor_ring.transport.transport import TransferPolicy
 from tests.rings import Case, Ring
 from tests.slices import slices
 

@@ -24,7 +24,7 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 from tests.dense import Result, dense_attention, visible
 from tests.slices import shown
 

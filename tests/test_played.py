@@ -12,14 +12,13 @@ from torch import Tensor
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.compute import accumulate
 from dtensor_ring.compute.kernels import Saved, Scores, named_kernel
+from dtensor_ring.compute.memory import Accumulation
 from dtensor_ring.compute.merge import accumulate_sums
-from dtensor_ring.compute.partials import Accumulation
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Documents
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import rotation
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
-from dtensor_ring.transport.transport import P2P, Work
+from dtensor_ring.transport.transport import DEFAULT_POLICY, P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring
 from tests.tiles import GPU, HUB

@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.partials import Accumulation
+from dtensor_ring.compute.memory import Accumulation
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.transport import Transport
+from dtensor_ring.transport.transport import TransferPolicy, Transport
 from tests.rings import Ring
 
 FREE = "empty", "new_empty", "prim::", "promote_types"

@@ -6,9 +6,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, Region, empty, region
+from dtensor_ring.compute.memory import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    WHOLE,
+    Accumulation,
+    Order,
+    Partial,
+    Region,
+    empty,
+    region,
+)
 from dtensor_ring.compute.merge import accumulate_sums
-from dtensor_ring.compute.partials import Accumulation, Partial
 from gpu_steps.alone import median_seconds
 from gpu_steps.machine import Finding, Machine
 

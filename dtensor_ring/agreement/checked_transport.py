@@ -11,21 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring.agreement.error import MAX_QUOTED, RingError, reason_of
+from dtensor_ring.agreement.call_record import (
+    MAX_PAYLOAD,
+    MAX_QUOTED,
+    NO_CALL_SITE,
+    CallRecord,
+    RecvBuffer,
+    RingError,
+    differences,
+    flat,
+    reason_of,
+)
 from dtensor_ring.agreement.group_state import (
     RENEW,
     WATCH,
     FailureStore,
     GroupState,
     group_state_of,
-)
-from dtensor_ring.agreement.record import (
-    MAX_PAYLOAD,
-    NO_CALL_SITE,
-    CallRecord,
-    RecvBuffer,
-    differences,
-    flat,
 )
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dtensor_ring.agreement.error import RingError
-from dtensor_ring.agreement.record import RecvBuffer
+from dtensor_ring.agreement.call_record import RecvBuffer, RingError
 
 T = TypeVar("T")
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
-from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_shard_of
 from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops.attention_record import boundaries_text, layout_text, runs_text, slices_text
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import check_all_to_all
@@ -31,7 +32,6 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import Arguments, Length, group_named
-from dtensor_ring.ops.record import boundaries_text, layout_text, runs_text, slices_text
 from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.command.footprint import Attention, Footprint
-from dtensor_ring.command.mesh import alone
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 
 
@@ -253,3 +255,30 @@ def _show(found: Estimate) -> None:
     from dtensor_ring.command.doctor import Finding, show
 
     show([Finding(*row) for row in found.rows()])
+
+
+# Names as in torchtitan: "cp" ranks share a sequence; "dp_shard" and "cp" ranks share the
+# parameters; "dp_replicate" ranks have copies of the parameters.
+AXES = ("cp", "dp_shard", "dp_replicate")
+
+
+@contextmanager
+def alone(world_size: int) -> Iterator[DeviceMesh]:
+    """Make a mesh with this process as the last rank, and without the other ranks.
+
+    With a causal mask, the last rank has the latest tokens and receives the most keys and values.
+    The default process group ends with the context.
+
+    Raises:
+        ValueError: if there is a process group already.
+    """
+    # PyTorch's own tests make meshes with this backend and store.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("this process is a rank of a group; start it without a launcher")
+    dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group()

@@ -15,8 +15,7 @@ import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.doctor import doctor, version_of
-from dtensor_ring.command.estimate import estimate
-from dtensor_ring.command.mesh import AXES
+from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import WHOLE, Region, part_of, region
-from dtensor_ring.compute.partials import Accumulation, Partial
+from dtensor_ring.compute.memory import WHOLE, Accumulation, Partial, Region, part_of, region
 from dtensor_ring.planning.ranges import Span
 
 # The largest relative weight of a partial that joins without a division: about a million keys.

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dtensor_ring.compute.memory import Region
-from dtensor_ring.compute.partials import Accumulation, Partial
+from dtensor_ring.compute.memory import Accumulation, Partial, Region
 
 # Rows of a program, which holds 16 KiB of float32 for a head dim of 128.
 BLOCK_ROWS = 32

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.compute.sinks import add_sinks
+from dtensor_ring.compute.accumulate import add_sinks
 from dtensor_ring.decode.op import (
     DecodeBatch,
     DecodeCall,
@@ -22,7 +22,7 @@ from dtensor_ring.decode.op import (
     flatten_decode,
 )
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
-from dtensor_ring.dtensor.arguments import (
+from dtensor_ring.dtensor.call_check import (
     as_flag,
     batch_of,
     check_options,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.decode.append import AppendSteps
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
-from dtensor_ring.dtensor.arguments import as_flag
+from dtensor_ring.dtensor.call_check import as_flag
 from dtensor_ring.ops.boundaries import INTEGERS
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout

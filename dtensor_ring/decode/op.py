@@ -15,16 +15,22 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
-from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
-from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
-from dtensor_ring.compute.sinks import add_sinks
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.decode.run import MERGES, Combine, first_round
+from dtensor_ring.ops.attention_record import (
+    AttentionFacts,
+    attention_facts,
+    numbers_text,
+    record_of,
+    runs_text,
+)
 from dtensor_ring.ops.boundaries import (
     check_integers,
     documents_of,
@@ -44,13 +50,6 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
-from dtensor_ring.ops.record import (
-    AttentionFacts,
-    attention_facts,
-    numbers_text,
-    record_of,
-    runs_text,
-)
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.lru import cached_bytes

@@ -19,15 +19,15 @@ from dtensor_ring.dtensor.annotation import (
     config_of_call,
     tag_compiled,
 )
-from dtensor_ring.dtensor.arguments import (
+from dtensor_ring.dtensor.call_check import (
     as_flag,
     batch_of,
     check_options,
     check_tensors,
     mask_of,
     scores_of,
+    validated,
 )
-from dtensor_ring.dtensor.call_check import validated
 from dtensor_ring.dtensor.dispatch import ulysses_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.call_site import called_from

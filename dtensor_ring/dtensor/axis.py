@@ -11,18 +11,22 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotate, axis_group
-from dtensor_ring.dtensor.arguments import (
+from dtensor_ring.dtensor.attention import attend
+from dtensor_ring.dtensor.call_check import (
     batch_of,
     check_options,
     check_tensors,
     mask_of,
     scores_of,
 )
-from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.placement import dtensor_of
-from dtensor_ring.dtensor.sequence import local_positions, shard_sequence, unshard_sequence
-from dtensor_ring.dtensor.torch_attention import install_handlers
+from dtensor_ring.dtensor.sequence import (
+    install_handlers,
+    local_positions,
+    shard_sequence,
+    unshard_sequence,
+)
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -31,8 +35,7 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.transport import Transport, set_transport
+from dtensor_ring.transport.transport import TransferPolicy, Transport, set_transport
 
 
 class SequenceAxis:

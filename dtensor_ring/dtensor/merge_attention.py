@@ -1,4 +1,4 @@
-"""The public merge of partial attentions, on tensors and on DTensors."""
+"""The public merge of partial attentions, on tensors and on DTensors, and its op."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.memory import empty, order_of, region
+from dtensor_ring.compute.merge import merge_gradients
 from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.dtensor.placement import describe
-from dtensor_ring.ops.checks import check_strided
-from dtensor_ring.ops.merge_op import merge_op
+from dtensor_ring.ops.checks import check_strided, unit_stride
+from dtensor_ring.ops.nodes import register_gradient, register_samples
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -132,3 +135,44 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 def _described(x: Tensor) -> str:
     where = describe(x) if isinstance(x, DTensor) else x.device
     return f"{tuple(x.shape)} {x.dtype}, {where}"
+
+
+NAME = "dtensor_ring::merge_attention"
+
+torch.library.define(NAME, "(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)")
+merge_op = torch.ops.dtensor_ring.merge_attention.default
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    outs = unit_stride(*outs)
+    running = RunningOutput(outs[0], outs[0].shape[3])
+    rows = region(None, (0, outs[0].shape[2]))
+    for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if not number:
+            out, lse = out.clone(), lse.clone()  # the first part becomes the accumulator
+        running.add(rows, out, lse)
+    return running.result()
+
+
+@torch.library.register_fake(NAME)
+def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    # The strides must be those of `RunningOutput.result`.
+    (out,) = unit_stride(outs[0])
+    return empty(out, out.shape, order_of(out)), lses[0].new_empty(lses[0].shape)
+
+
+def _setup(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Any) -> None:
+    outs, lses = inputs
+    # Backward does not need the merged out: it follows from the parts.
+    ctx.save_for_backward(*outs, *lses, output[1])
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
+    *parts, lse = ctx.saved_tensors
+    middle = len(parts) // 2
+    return merge_gradients(grad_out, grad_lse, parts[:middle], parts[middle:], lse)
+
+
+register_gradient(NAME, _gradients, _setup)
+register_samples(NAME)

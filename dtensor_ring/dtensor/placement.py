@@ -18,13 +18,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
 from dtensor_ring.dtensor.annotation import (
+    AxisConfig,
     annotation_of,
     config_of_call,
     group_of,
     layout_of,
     tag_compiled,
 )
-from dtensor_ring.dtensor.axis_config import AxisConfig
 from dtensor_ring.ops.call_site import CALLER
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dtensor_ring.agreement.record import CallSite
+from dtensor_ring.agreement.call_record import CallSite
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 T = TypeVar("T")
 

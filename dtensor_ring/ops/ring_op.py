@@ -12,13 +12,20 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
-from dtensor_ring.agreement.record import MAX_BYTES, CallRecord
 from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.compute.accumulate import sinks_gradient
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
-from dtensor_ring.compute.sinks import sinks_gradient
+from dtensor_ring.ops.attention_record import (
+    AttentionFacts,
+    attention_facts,
+    boundaries_text,
+    record_of,
+    runs_text,
+)
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import announce, check_inputs, loadable, unit_stride, warn_of_tiles
@@ -32,18 +39,10 @@ from dtensor_ring.ops.nodes import (
     register_samples,
 )
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
-from dtensor_ring.ops.record import (
-    AttentionFacts,
-    attention_facts,
-    boundaries_text,
-    record_of,
-    runs_text,
-)
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.transport import transport_of
+from dtensor_ring.transport.transport import TransferPolicy, transport_of
 
 FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"

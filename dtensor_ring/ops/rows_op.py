@@ -18,9 +18,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
-from dtensor_ring.agreement.record import CallRecord
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.nodes import (

@@ -27,8 +27,8 @@ from dtensor_ring.simulate.schedule import (
     shard_traffic,
     sum_traffic,
 )
-from dtensor_ring.transport.policy import DEFAULT_POLICY, TransferPolicy
 from dtensor_ring.transport.rotation import goes_apart
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 
 @dataclass(frozen=True)

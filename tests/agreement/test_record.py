@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.agreement.record import MAX_BYTES, CallRecord, CallSite, differences
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord, CallSite, differences
 from dtensor_ring.transport.transport import ABORT_TAG
 
 FIELDS = {"scale": "0.5", "mask": "Mask(left=None, right=0)", "cu_seqlens": "[0, 3, 8]"}

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring.compute import merge
-from dtensor_ring.compute.memory import WHOLE, region
+from dtensor_ring.compute.memory import WHOLE, Accumulation, Partial, region
 from dtensor_ring.compute.merge import accumulate_sums
-from dtensor_ring.compute.partials import Accumulation, Partial
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 6, 4
 SPANS = st.tuples(st.integers(0, TOKENS), st.integers(0, TOKENS)).map(sorted).map(tuple)

@@ -18,9 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, WHOLE, Order, empty, region
+from dtensor_ring.compute.memory import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    WHOLE,
+    Accumulation,
+    Order,
+    Partial,
+    empty,
+    region,
+)
 from dtensor_ring.compute.merge import accumulate_sums
-from dtensor_ring.compute.partials import Accumulation, Partial
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

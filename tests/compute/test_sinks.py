@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
+from dtensor_ring.compute.accumulate import add_sinks, sinks_gradient
 from dtensor_ring.compute.kernels import Saved
-from dtensor_ring.compute.sinks import add_sinks, sinks_gradient
 from tests.dense import dense_attention
 
 SINKS = torch.tensor([0.5, -1.0, -torch.inf])

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, inf, nan
 
 from dtensor_ring.compute.accumulate import RunningOutput
-from dtensor_ring.compute.memory import Region, region
+from dtensor_ring.compute.memory import Accumulation, Partial, Region, region
 from dtensor_ring.compute.merge import MAX_WEIGHT, accumulate_sums
-from dtensor_ring.compute.partials import Accumulation, Partial
 
 BATCH, HEADS, TOKENS, DIM = 2, 3, 8, 4
 ALL, LATE, EARLY = (region(None, x) for x in ((0, TOKENS), (3, TOKENS), (0, 3)))

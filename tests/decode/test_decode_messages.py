@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import RingError, SequenceAxis, decode_attention, ring_attention
-from dtensor_ring.agreement.record import MAX_PAYLOAD
+from dtensor_ring.agreement.call_record import MAX_PAYLOAD
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.decode.test_decode_op import options_of

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Mask, ZigZag, ring_attention
+from dtensor_ring.ops.attention_record import slices_text
 from dtensor_ring.ops.boundaries import documents_of, on_host, run_table, slices_of_table
 from dtensor_ring.ops.options import Batch, flatten
-from dtensor_ring.ops.record import slices_text
 from dtensor_ring.ops.ring_op import ring_op
 from tests.meshes import BATCH, SEQUENCE, annotated_mesh, place, random_inputs
 from tests.pool import Pool

@@ -32,7 +32,7 @@ from dtensor_ring import (
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
 from dtensor_ring.ops.ring_op import ring_op
-from dtensor_ring.transport.policy import DEFAULT_POLICY
+from dtensor_ring.transport.transport import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group

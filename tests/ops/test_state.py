@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring.agreement.error import RingError
+from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.ops.state import attached, receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.pool import Pool

@@ -25,8 +25,7 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate import comparison
 from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
 from dtensor_ring.transport import rotation
-from dtensor_ring.transport.policy import TransferPolicy
-from dtensor_ring.transport.transport import P2P, Work
+from dtensor_ring.transport.transport import P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring, Rows, local
 

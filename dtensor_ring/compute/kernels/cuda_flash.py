@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu, one_head_dim
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Problem,
@@ -16,6 +15,9 @@ from dtensor_ring.compute.kernels.kernel import (
     Saved,
     Scores,
     Segments,
+    gpu_limits,
+    no_gpu,
+    one_head_dim,
 )
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes

@@ -21,7 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, no_gpu
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -30,6 +29,8 @@ from dtensor_ring.compute.kernels.kernel import (
     Result,
     Saved,
     Scores,
+    gpu_limits,
+    no_gpu,
 )
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.memory import in_order, order_of

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved, Scores
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+    gpu_limits,
+    load,
+    no_gpu,
+    one_head_dim,
+)
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 

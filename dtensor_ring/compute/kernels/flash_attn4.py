@@ -9,8 +9,16 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.gpu import gpu_limits, load, no_gpu, one_head_dim
-from dtensor_ring.compute.kernels.kernel import Gradients, Problem, Result, Saved
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Problem,
+    Result,
+    Saved,
+    gpu_limits,
+    load,
+    no_gpu,
+    one_head_dim,
+)
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 # Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.

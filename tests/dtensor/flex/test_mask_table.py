@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dtensor_ring import Mask, SequenceAxis
-from dtensor_ring.dtensor.flex import mask_table
+from dtensor_ring.dtensor.flex import flex_attention
 from tests.dense import dense_attention
 from tests.dtensor.flex.flex_calls import attend, quiet
 from tests.dtensor.flex.flex_masks import DOCUMENTS, LENGTH
@@ -37,8 +37,8 @@ def _check_known() -> None:
         *(torch.ones_like(mask.kv_num_blocks), torch.zeros_like(mask.kv_indices)),
         **{"BLOCK_SIZE": 128, "mask_mod": mask_mod, "seq_lengths": (LENGTH, LENGTH)},
     )
-    read = mask_table.slices_of_blocks
-    mask_table.slices_of_blocks = lambda blocks: asked.append(1) or read(blocks)
+    read = flex_attention.slices_of_blocks
+    flex_attention.slices_of_blocks = lambda blocks: asked.append(1) or read(blocks)
     try:
         with quiet(), torch.no_grad():
             for change in (None, None, 25, None):
@@ -50,5 +50,5 @@ def _check_known() -> None:
                 dense = dense_attention(*inputs, Mask.full(), seen=seen, scale=0.3)
                 assert_same(out, dense.out, (SEQUENCE,))
     finally:
-        mask_table.slices_of_blocks = read
+        flex_attention.slices_of_blocks = read
     assert len(asked) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.agreement.record import CallRecord
+from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, Mask

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_ring.dtensor.arguments import scores_of
+from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.dispatch import (
     arguments_of,
     ring_backward_dtensor,

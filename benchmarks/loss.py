@@ -29,7 +29,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Tokens of a rank, words, and numbers of a hidden state."""
+    """Tokens of a rank, vocabulary entries, and numbers of a hidden state."""
 
     num_tokens: int
     num_words: int

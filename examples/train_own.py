@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that is told the positions of its tokens."""
+    """A decoder that takes the positions of its tokens."""
 
     def __init__(self) -> None:
         super().__init__()

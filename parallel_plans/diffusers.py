@@ -134,8 +134,8 @@ def _refuse(
         "ring_anything": getattr(config, "ring_anything", False),
         "ulysses_anything": getattr(config, "ulysses_anything", False),
     }
-    if given := [name for name, is_given in asked.items() if is_given]:
+    if refused := [name for name, is_refused in asked.items() if is_refused]:
         raise ValueError(
-            f"ring attention in diffusers takes no {', '.join(given)}; leave it out, or call "
+            f"ring attention in diffusers takes no {', '.join(refused)}; leave it out, or call "
             "parallel_plans.diffusers.use_stock_attention()"
         )

@@ -12,7 +12,7 @@ from dtensor_ring.extension import check_strategy
 SUFFIX = "_attention"
 
 # What users give: a strategy, or strategies by kind, as in `{"sliding": "ring"}`.
-Given = str | Mapping[str, str] | None
+StrategyChoice = str | Mapping[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ class Strategies:
     by_kind: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Given) -> Strategies:
+    def of(cls, choice: StrategyChoice) -> Strategies:
         """Check and return the strategies that a user has given.
 
         Raises:
             TypeError: if a name is not a string.
             ValueError: if a strategy is unknown.
         """
-        if given is None:
+        if choice is None:
             return cls()
-        if not isinstance(given, Mapping):
-            check_strategy(given)
-            return cls(given)
-        for kind, strategy in given.items():
+        if not isinstance(choice, Mapping):
+            check_strategy(choice)
+            return cls(choice)
+        for kind, strategy in choice.items():
             if not isinstance(kind, str):
                 raise TypeError(f"strategy must be by names such as 'sliding', got {kind!r}")
             check_strategy(strategy)
-        return cls(None, {kind.removesuffix(SUFFIX): x for kind, x in given.items()})
+        return cls(None, {kind.removesuffix(SUFFIX): x for kind, x in choice.items()})
 
     def check(self, masks: Collection[Mask], world_size: int | None = None) -> None:
         """Refuse kinds that no layer has.

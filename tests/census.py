@@ -166,7 +166,7 @@ def _advised(error: ValueError) -> str | None:
 
 
 def _unbuilt(kind: str, name: str, error: Exception) -> Verdict:
-    """Of a type that has no small twin: its refusal, if its default config has one."""
+    """Of a type that has no small proxy: its refusal, if its default config has one."""
     why = f"{type(error).__name__}: {error}"
     try:
         with torch.device("meta"):

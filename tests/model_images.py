@@ -14,7 +14,7 @@ NUM_IMAGES = 2
 """One in each row of a batch."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 MOST_PATCHES = 2000
-"""Of an image: a tower whose attention is written out has memory for no more."""
+"""Of an image: an encoder whose attention is written out has memory for no more."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
 
 

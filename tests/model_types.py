@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from parallel_plans.huggingface.probing.twin import small_config
+from parallel_plans.huggingface.probing.proxy_model import small_config
 from tests.model_images import IMAGE_TOKENS, Images
 
 KINDS = {
@@ -112,7 +112,7 @@ def small_model(kind: str, name: str) -> Any:
     with torch.device("meta"):
         count = sum(x.numel() for x in auto(kind).from_config(config).parameters())
     if count > LARGEST:
-        raise ValueError(f"its small twin has {count:,} weights")
+        raise ValueError(f"its small proxy has {count:,} weights")
     model = auto(kind).from_config(config)
     with torch.no_grad():
         for x in model.parameters():  # biases, norms and sinks would hide behind 0 and 1

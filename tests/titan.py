@@ -1,6 +1,6 @@
 """Runs torchtitan's own trainer on the pool's processes, over the CPU.
 
-torchtitan is imported by the functions that the pool runs: first it has to be told of the CPU.
+torchtitan is imported by the functions that the pool runs: first it has to be set to the CPU.
 """
 
 from __future__ import annotations

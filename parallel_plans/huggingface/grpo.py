@@ -78,7 +78,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
                 "log_completions=True would log those of every rank, and the ranks of cp share "
                 "theirs; leave it out"
             )
-        for name, given, group in (
+        for name, number, group in (
             ("per_device_train_batch_size * steps_per_generation", rows, trainer.num_generations),
             (
                 "per_device_eval_batch_size",
@@ -86,10 +86,10 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
                 trainer.num_generations_eval,
             ),
         ):
-            if given % group:
+            if number % group:
                 raise ValueError(
                     f"all completions of a prompt belong to one replica: {name} is a multiple of "
-                    f"the {group} generations of a prompt, got {given}"
+                    f"the {group} generations of a prompt, got {number}"
                 )
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,39 +18,49 @@ from parallel_plans.huggingface.core.attention_function import (
     attention,
     check_dropout,
 )
-from parallel_plans.huggingface.core.given_masks import mask_of
 from parallel_plans.huggingface.core.language_model import (
     backbone_of,
     join_behind,
     language_model_of,
     linear_head,
 )
+from parallel_plans.huggingface.core.model_masks import mask_of
 from parallel_plans.huggingface.core.patterns import LayerMasks, read_patterns, with_strategies
 from parallel_plans.huggingface.core.restore import changing, origin
-from parallel_plans.huggingface.generation.cached import asks_cache, forward_with_cache
+from parallel_plans.huggingface.generation.cached_forward import forward_with_cache, uses_cache
 from parallel_plans.huggingface.generation.generate import install_generate
 from parallel_plans.huggingface.losses.head import (
-    Tail,
-    find_tail,
+    LogitsTransform,
+    find_logits_transform,
     give_labels,
     install_head,
     take_losses,
 )
-from parallel_plans.huggingface.losses.loss import Loss, other_balance, other_loss, predicts_next
+from parallel_plans.huggingface.losses.loss import (
+    LossFunction,
+    other_balance,
+    other_loss,
+    predicts_next,
+)
 from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
-from parallel_plans.huggingface.probing.probe import check_head, check_locality
-from parallel_plans.huggingface.probing.twin import small_twin
+from parallel_plans.huggingface.probing.probe import check_head, check_token_mixing
+from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states.default_layout import DEFAULT, compared_layouts
-from parallel_plans.huggingface.states.relay import AxisRelay, StateSpecs, check_layout, specs_of
+from parallel_plans.huggingface.states.state_passing import (
+    AxisStatePassing,
+    StateSpecs,
+    check_layout,
+    specs_of,
+)
 from parallel_plans.huggingface.states.stateful import (
     attention_layers,
-    relay_states,
+    pass_states,
     stateful_layers,
 )
-from parallel_plans.huggingface.vision.around import install_around
-from parallel_plans.huggingface.vision.tower import check_dealing
-from parallel_plans.strategies import Given, Strategies
+from parallel_plans.huggingface.vision.image_sharding import check_deal_images
+from parallel_plans.huggingface.vision.outer_model import install_outer_model
+from parallel_plans.strategies import Strategies, StrategyChoice
 from parallel_plans.tested import warn_untested
 
 
@@ -58,7 +68,7 @@ def context_parallel_plan(
     model: nn.Module,
     layout: Layout | str | None = None,
     *,
-    strategy: Given = None,
+    strategy: StrategyChoice = None,
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
     unshard_outputs: bool = False,
@@ -93,7 +103,7 @@ def context_parallel_plan(
         kernel: name of the block kernel; by default the first suitable of `available_kernels()`.
         policy: the dtypes in which messages are sent, see `TransferPolicy`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
-        deal_images: whether each rank runs the vision tower on its share of the images only, and
+        deal_images: whether each rank runs the vision encoder on its share of the images only, and
             receives the embeddings of the others. By default, a cost model compares the saved flops
             with the bytes to send. This does not change results.
 
@@ -119,7 +129,7 @@ def context_parallel_plan(
     warn_untested("transformers")
     check_model(model)
     check_layout(model, as_layout(DEFAULT if layout is None else layout))
-    check_dealing(model, deal_images)
+    check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}
@@ -173,34 +183,36 @@ class ShardedModel(ParallelStyle):
     def _install(self, model: Any, backbone: Any, device_mesh: DeviceMesh) -> None:
         """Shard the backbone of a model, and join the inputs of a head behind it."""
         decoder = language_model_of(backbone)
-        around = None if decoder is backbone else backbone
-        # A model without weights cannot run tokens, so a small twin is examined instead.
+        outer = None if decoder is backbone else backbone
+        # A model without weights cannot run tokens, so a small proxy is examined instead.
         is_meta = any(x.is_meta for x in backbone.parameters())
-        examined = small_twin(backbone) if is_meta else backbone
-        layer_masks, states, why_not, tail = _examine(examined)
+        examined = small_proxy(backbone) if is_meta else backbone
+        layer_masks, states, why_not, transform = _examine(examined)
         if is_meta and states:
-            states = specs_of(decoder)  # states of the twin are smaller
+            states = specs_of(decoder)  # states of the proxy are smaller
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
         axis = SequenceAxis(device_mesh, costs.best if costs else self.layout, **self.how)
         decoder.set_attn_implementation(IMPLEMENTATION)
-        # A model around the decoder makes its masks, and may read the name from its own config.
+        # An outer model makes the masks of its decoder, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
-        if tail is not None:
-            install_head(backbone, tail)
-        loss = Loss(getattr(backbone, "_loss_function", None), predicts_next(backbone), *why_not)
+        if transform is not None:
+            install_head(backbone, transform)
+        loss = LossFunction(
+            getattr(backbone, "_loss_function", None), predicts_next(backbone), *why_not
+        )
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
-        relay = AxisRelay(axis, states) if states else None
-        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, relay)
-        if relay is not None:
-            relay_states(stateful_layers(decoder), relay)
+        passing = AxisStatePassing(axis, states) if states else None
+        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, passing)
+        if passing is not None:
+            pass_states(stateful_layers(decoder), passing)
         if head is not None:
             join_behind(head, sharding.join)
-        if around is not None:
-            install_around(around, decoder, sharding, self.deal_images)
+        if outer is not None:
+            install_outer_model(outer, decoder, sharding, self.deal_images)
         else:
             backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
@@ -213,8 +225,8 @@ class ShardedModel(ParallelStyle):
 
 def _examine(
     model: Any,
-) -> tuple[LayerMasks, StateSpecs, tuple[str | None, str | None], Tail | None]:
-    """Return masks and states of layers, why shards cannot compute losses, and the head's tail.
+) -> tuple[LayerMasks, StateSpecs, tuple[str | None, str | None], LogitsTransform | None]:
+    """Return layer masks and states, why shards cannot compute losses, and the logits transform.
 
     The losses are the label loss and the load-balancing loss. The model is left unchanged.
     """
@@ -225,11 +237,11 @@ def _examine(
         if attention_layers(decoder) or not stateful_layers(decoder):
             layer_masks = read_patterns(decoder)
             check_dropout(decoder)
-        states = check_locality(decoder)
+        states = check_token_mixing(decoder)
         if decoder is not model:
             check_head(model)
         reasons = other_loss(model), other_balance(model)
-        return layer_masks, states, reasons, None if reasons[0] else find_tail(model)
+        return layer_masks, states, reasons, None if reasons[0] else find_logits_transform(model)
     finally:
         decoder.set_attn_implementation(before)
 
@@ -256,10 +268,10 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> MethodType:
     """Return the model's forward with its inputs sharded and its outputs joined."""
     plain = type(model).forward
 
-    def run(self: nn.Module, given: dict[str, Any]) -> Any:
-        if asks_cache(given):
-            return forward_with_cache(plain, self, sharding, given)
-        batch, spec = sharding.inputs(self, given)
+    def run(self: nn.Module, arguments: dict[str, Any]) -> Any:
+        if uses_cache(arguments):
+            return forward_with_cache(plain, self, sharding, arguments)
+        batch, spec = sharding.inputs(self, arguments)
         give_labels(self, spec.head_labels)
         try:
             output = plain(self, **batch)
@@ -267,4 +279,4 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> MethodType:
             losses = take_losses(self)
         return sharding.joined(output, spec, losses)
 
-    return forward_by_name(model, sharding.given, run)
+    return forward_by_name(model, sharding.arguments, run)

@@ -87,7 +87,7 @@ class ContextParallelTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         warn_untested("accelerate")
-        self._given_mesh, self._plan = mesh, plan
+        self._user_mesh, self._plan = mesh, plan
         self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)
         check_options(self.args, self.compute_loss_func is not None, self._adapters())
@@ -101,11 +101,11 @@ class ContextParallelTrainer(Trainer):
             args.accelerator_config.dispatch_batches = False
         forget_earlier(args, MeshConfig)
         device = args.device  # starts the process group, which a mesh needs
-        self._mesh = trainer_mesh(self._given_mesh, args.parallelism_config, device.type)
+        self._mesh = trainer_mesh(self._user_mesh, args.parallelism_config, device.type)
         self._data_mesh = flattened(self._mesh, DATA_AXES, "dp")
         with as_launched():
             super().create_accelerator_and_postprocess()
-        self._tell_accelerate()
+        self._configure_accelerate()
         if self.model is not None:
             self._apply_plan(self.model)
 
@@ -113,7 +113,7 @@ class ContextParallelTrainer(Trainer):
         built = super()._build_accelerator_args(**kwargs)
         return built | {"parallelism_config": mesh_config(self._mesh, is_sharded=False)}
 
-    def _tell_accelerate(self) -> None:
+    def _configure_accelerate(self) -> None:
         """Set in accelerate which ranks share a batch and shard the model; allow FSDP2 on CPUs."""
         accelerator: Any = self.accelerator
         state = accelerator.state

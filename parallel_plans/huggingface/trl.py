@@ -48,7 +48,7 @@ class ContextParallelMixin(ContextParallelTrainer):
     """
 
     _served: tuple[str, ...] = SERVED
-    _deals_tokens = False
+    _shards_tokens = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         warn_untested("trl")
@@ -65,7 +65,7 @@ class ContextParallelMixin(ContextParallelTrainer):
                 "router_aux_loss_coef asks for a load-balancing loss, a statistic of all tokens, "
                 "of which a rank sees its own only; set router_aux_loss_coef=0.0"
             )
-        self._deal_tokens()
+        self._shard_tokens()
 
     def _has_reference(self) -> bool:
         return isinstance(self, (trl.DPOTrainer, trl.KTOTrainer))
@@ -81,8 +81,8 @@ class ContextParallelMixin(ContextParallelTrainer):
         super().create_accelerator_and_postprocess()
         if self._makes_reference():
             raise ValueError(
-                "TRL would make a reference model that is not under a plan; give ref_model=... (it "
-                "comes under the plan of the model) where the trainer takes one, or train an "
+                "TRL would make a reference model that is not under a plan; give ref_model=... "
+                "(the plan of the model is applied to it) where the trainer takes one, or train an "
                 "adapter, which needs none"
             )
         if self._reference is not None and not shardings_of(self._reference):
@@ -92,18 +92,18 @@ class ContextParallelMixin(ContextParallelTrainer):
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
         """Return the reference log-probabilities. TRL may call this before our `__init__` ends."""
-        self._deal_tokens()
+        self._shard_tokens()
         parent: Any = super()
         return parent.compute_ref_log_probs(*args, **kwargs)
 
-    def _deal_tokens(self) -> None:
+    def _shard_tokens(self) -> None:
         """Wrap TRL's forwards once, after TRL has put them over those of the plan."""
-        if self._deals_tokens:
+        if self._shards_tokens:
             return
-        self._deals_tokens = True
+        self._shards_tokens = True
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
-                _deal_tokens(model)
+                _shard_tokens(model)
 
 
 def _mixin(trainer: Any) -> str:
@@ -111,23 +111,23 @@ def _mixin(trainer: Any) -> str:
     return next(x.__name__ for x in type(trainer).__mro__ if "_served" in vars(x))
 
 
-def _deal_tokens(model: Any) -> None:
+def _shard_tokens(model: Any) -> None:
     """Shard the batch where TRL's fused head calls the backbone, which has no plan of its own."""
     causal = base_of(model)
     sharding = getattr(causal, "context_parallel_sharding", None)
     if sharding is not None:  # else an inner module is under the plan, with whole outputs
-        causal.forward = MethodType(_dealt(causal.forward, sharding), causal)
+        causal.forward = MethodType(_local_forward(causal.forward, sharding), causal)
 
 
-def _dealt(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
+def _local_forward(inner: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
     """Run TRL's forward on this rank's tokens, and gather its per-token results."""
 
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return inner(*args, **kwargs)
         # Request logits, so that TRL's head gets the labels, not the head of the plan.
-        given = sharding.given(self, args, kwargs | {"output_logits": True})
-        batch, spec = sharding.inputs(self, given)
+        arguments = sharding.arguments(self, args, kwargs | {"output_logits": True})
+        batch, spec = sharding.inputs(self, arguments)
         output = inner(**batch, shift_labels=spec.labels, fused_lm_head=True)
         _check_head(self)
         sharding.finish(spec)

@@ -51,11 +51,11 @@ def with_ring(
     spec = config.model_spec
     if spec is None:
         raise ValueError("the config has no model_spec, so no model to put a ring into")
-    for given, kind in ((config, Trainer), (config.validator, Validator)):
-        if type(given) is not kind.Config:
+    for part, kind in ((config, Trainer), (config.validator, Validator)):
+        if type(part) is not kind.Config:
             raise ValueError(
                 f"the ring brings a {kind.__name__} of its own, in place of torchtitan's, got "
-                f"{type(given).__qualname__}; subclass RingTrainer and RingValidator, and put the "
+                f"{type(part).__qualname__}; subclass RingTrainer and RingValidator, and put the "
                 "ring into the model by use_ring"
             )
     use_ring(cast(Decoder.Config, spec.model), layout, kernel, grad_dtype, strategy)

@@ -86,7 +86,7 @@ def _check(config: Decoder.Config, layer: Any) -> None:
     if type(inner) not in REPLACED:
         names = ", ".join(kind.__qualname__ for kind in REPLACED)
         raise ValueError(
-            f"a ring stands for {names}; a layer of {model} has {type(inner).__qualname__}"
+            f"a ring replaces {names}; a layer of {model} has {type(inner).__qualname__}"
         )
     has_own_masks = _owner(type(config)).get_attention_masks is not Decoder.get_attention_masks
     is_flexible = isinstance(inner, FlexAttention.Config)

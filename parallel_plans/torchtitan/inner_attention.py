@@ -182,7 +182,7 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
     sources = config.in_src_shardings
     if sources is None or set(sources) != set(TENSORS):
         raise ValueError(
-            f"ring attention stands for attention whose sharding names {TENSORS}, got "
+            f"ring attention replaces attention whose sharding names {TENSORS}, got "
             f"{sources and tuple(sources)}"
         )
     grads = LocalMapConfig(in_grad_placements=tuple(sources[name] for name in TENSORS))
@@ -227,9 +227,9 @@ def refuse(others: dict[str, Any]) -> None:
     Raises:
         ValueError: if one is not `None`.
     """
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ValueError(f"ring attention does not take {', '.join(given)}; leave it out")
+    refused = [name for name, value in others.items() if value is not None]
+    if refused:
+        raise ValueError(f"ring attention does not take {', '.join(refused)}; leave it out")
 
 
 RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default

@@ -14,7 +14,7 @@ from dtensor_ring.extension import Layout, as_layout, layout_order
 from parallel_plans.cu_seqlens import boundaries
 
 # Names of a batch's tensors besides its labels; all are `(B, S)`.
-DEALT = {"input", "positions"}
+TENSORS_OF_BATCH = {"input", "positions"}
 
 CUDA_GRAPHS = (
     "a CUDA graph would replay the documents of one batch for all others: give "
@@ -38,7 +38,7 @@ class Documents:
     runs: Tensor | None = None
 
 
-def deal(
+def reorder(
     batch: dict[str, Any], labels: Tensor, layout: str, world_size: int
 ) -> tuple[dict[str, Any], Tensor, Documents]:
     """Return a whole batch in the order of a layout; equal slices of it are the ranks' shards.
@@ -52,10 +52,10 @@ def deal(
     Raises:
         ValueError: if the batch holds anything else, or the layout cannot shard it.
     """
-    if batch.keys() != DEALT:
+    if batch.keys() != TENSORS_OF_BATCH:
         raise ValueError(
-            f"a ring shards {sorted(DEALT)} and labels, but the batch holds {sorted(batch)}: use a "
-            "data loader of text"
+            f"a ring shards {sorted(TENSORS_OF_BATCH)} and labels, but the batch holds "
+            f"{sorted(batch)}: use a data loader of text"
         )
     # Before the tokens are reordered: boundaries are in global positions.
     cu_seqlens = boundaries(batch["positions"] == 0)
@@ -82,13 +82,13 @@ def gather_documents(positions: Tensor, layout: Layout, group: dist.ProcessGroup
     """
     local = positions.contiguous()
     slices = [torch.empty_like(local) for _ in range(group.size())]
-    # A rank cannot tell from its own positions where documents end on others.
+    # A rank cannot know from its own positions where documents end on others.
     dist.all_gather(slices, local, group)
-    dealt = torch.cat(slices, 1).cpu()
+    ordered = torch.cat(slices, 1).cpu()
     # torchtitan's own trainers have no layout per batch.
     if not layout.per_batch:
-        order = layout_order(layout, group.size(), dealt.shape[1])
-        whole = dealt.index_select(1, order.argsort())
+        order = layout_order(layout, group.size(), ordered.shape[1])
+        whole = ordered.index_select(1, order.argsort())
         follows = (whole[:, 1:] == 0) | (whole[:, 1:] == whole[:, :-1] + 1)
         if follows.all():
             return Documents(boundaries(whole == 0))

@@ -16,7 +16,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from parallel_plans.torchtitan.inner_attention import RingAttention, RingSelectiveAC
-from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, deal
+from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, reorder
 
 DOCUMENTS = "documents"
 PARTIAL = "partial_dtensor"
@@ -48,7 +48,7 @@ class RingValidator(Validator):
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         layout = ring_layout(model_parts[0].config)
-        batch, labels, documents = deal(input_dict, labels, layout, self.parallel_dims.cp)
+        batch, labels, documents = reorder(input_dict, labels, layout, self.parallel_dims.cp)
         inputs, labels, extra = super().post_dataloading_process(batch, labels, model_parts)
         return inputs, labels, extra | {"attention_masks": documents}
 
@@ -77,12 +77,12 @@ class RingTrainer(Trainer):
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
             raise ValueError(CUDA_GRAPHS)
         # torchtitan would permute the tokens a second time.
-        dealt = replace(config.parallelism, context_parallel_load_balancer=None)
+        parallelism = replace(config.parallelism, context_parallel_load_balancer=None)
         spec = config.model_spec
-        if spec is not None and dealt.spmd_backend == PARTIAL:
+        if spec is not None and parallelism.spmd_backend == PARTIAL:
             whole = partial(_parallelize_partially, spec.parallelize_fn)
             spec = replace(spec, parallelize_fn=whole)
-        super().__init__(replace(config, parallelism=dealt, model_spec=spec))
+        super().__init__(replace(config, parallelism=parallelism, model_spec=spec))
         self.layout = ring_layout(self.model_config)
 
     def batch_generator(
@@ -90,8 +90,8 @@ class RingTrainer(Trainer):
     ) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Yield batches in the order of the layout; they are reordered on the CPU."""
         for batch, labels in super().batch_generator(data_iterable):
-            dealt, labels, documents = deal(batch, labels, self.layout, self.parallel_dims.cp)
-            yield dealt | {DOCUMENTS: documents}, labels
+            ordered, labels, documents = reorder(batch, labels, self.layout, self.parallel_dims.cp)
+            yield ordered | {DOCUMENTS: documents}, labels
 
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor

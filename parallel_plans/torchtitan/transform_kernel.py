@@ -128,8 +128,8 @@ class _RingKernel(Module):
         Raises:
             ValueError: if documents are missing, or an argument is not supported by a ring.
         """
-        given = attention_masks if attention_metadata is None else attention_metadata
-        documents = _documents_of(given)
+        metadata = attention_masks if attention_metadata is None else attention_metadata
+        documents = _documents_of(metadata)
         refuse(others)
         if self.axis is None:
             self.axis = self._axis_of(_current_mesh())

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.strategies import Given
+from parallel_plans.strategies import StrategyChoice
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.pool import Pool
@@ -64,7 +64,7 @@ def stock_results(
 
 
 def compare(
-    family: str, layout: str, strategy: Given = None, kinds: tuple[str, ...] | None = None
+    family: str, layout: str, strategy: StrategyChoice = None, kinds: tuple[str, ...] | None = None
 ) -> dict[str, dict[str, float]]:
     """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -99,7 +99,7 @@ def test_family_equals_the_stock_model(pool: Pool, family: str, world_size: int)
             assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
 
 
-STRATEGIES: dict[str, Given] = {
+STRATEGIES: dict[str, StrategyChoice] = {
     "Llama": "ulysses:2+all_gather",
     "Gemma 2": {"sliding": "direct", "full_attention": "ulysses"},
     "gpt-oss": {"sliding_attention": "ulysses:2", "full": "all_gather"},

@@ -25,7 +25,7 @@ FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3", "Granite 
 
 
 def stock_model(family: str) -> Any:
-    """A model with weights; one hybrid is wider and deeper than its twin."""
+    """A model with weights; one hybrid is wider and deeper than its proxy."""
     wide: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}
     wide["layer_types"] = ["conv", "full_attention", "conv"]
     return small_model(family, **wide if family == "LFM2" else {})
@@ -101,5 +101,5 @@ def refused() -> None:
         parallelize_module(model, mesh, context_parallel_plan(model))
 
 
-def test_no_twin(pool: Pool) -> None:
+def test_no_proxy(pool: Pool) -> None:
     pool.run(1, refused)

@@ -232,7 +232,7 @@ install()
 
 
 def test_stock_entry_point(trainings: Trainings, tmp_path: Path) -> None:
-    """`python -m torchtitan.train`, which on a CPU has to be told of it first, with our names."""
+    """`python -m torchtitan.train`, which has to be set to the CPU first, with our names."""
     (tmp_path / "sitecustomize.py").write_text(STARTUP.format(root=str(ROOT)))
     run = Run("llama3", 2, (*_layout("striped"), "--training.steps=2"))
     command = [sys.executable, "-m", "torchtitan.train", *arguments(run, trainings.folder)]

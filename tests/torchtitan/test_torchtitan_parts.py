@@ -36,7 +36,7 @@ CU_SEQLENS = [[0, 5, 8, 9, *[16] * 13], [0, *[16] * 16]]
 
 
 def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """Call what imports torchtitan, which has to be told of the CPU before."""
+    """Call what imports torchtitan, which has to be set to the CPU before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchtitan's own, as it is imported
         use_cpu()
@@ -70,12 +70,12 @@ def same_order(one: str, other: str, world_size: int) -> bool:
     return next(positions) == next(positions)
 
 
-def _deal(layout: str) -> None:
-    from parallel_plans.torchtitan.packed_batch import deal, gather_documents
+def _reorder(layout: str) -> None:
+    from parallel_plans.torchtitan.packed_batch import gather_documents, reorder
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
-    dealt, labels, documents = deal(batch, 10 * POSITIONS + 1, layout, world_size)
+    dealt, labels, documents = reorder(batch, 10 * POSITIONS + 1, layout, world_size)
     assert documents.cu_seqlens.tolist() == CU_SEQLENS
     assert torch.equal(dealt["input"] + 1, labels)
     assert torch.equal(dealt["positions"], dealt["input"] // 10)
@@ -94,7 +94,7 @@ def _deal(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [*NAMES, "balanced"])
 def test_documents(pool: Pool, layout: str) -> None:
-    pool.run(2, _on_cpu, _deal, layout)
+    pool.run(2, _on_cpu, _reorder, layout)
 
 
 def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
@@ -146,7 +146,7 @@ def _refuse_configs() -> None:
 
     from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
-    from parallel_plans.torchtitan.packed_batch import deal
+    from parallel_plans.torchtitan.packed_batch import reorder
     from parallel_plans.torchtitan.training import ring_layout
 
     class Masking(Llama3Model):
@@ -190,7 +190,7 @@ def _refuse_configs() -> None:
         RingTrainer(captured)
     for names in (["input"], ["input", "pixels", "positions"]):
         with pytest.raises(ValueError, match=f"the batch holds {re.escape(str(names))}"):
-            deal(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)
+            reorder(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)
 
 
 def _refuse_calls() -> None:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import dtensor_ring  # noqa: F401 - registers the op
 from dtensor_ring.extension import within_layer
-from parallel_plans.huggingface.core.frames import Frame, Pieces
-from parallel_plans.huggingface.core.given_masks import GivenMask, ModelMask
+from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
+from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 from parallel_plans.huggingface.core.patterns import (
     LayerMask,
     LayerMasks,
@@ -30,24 +30,24 @@ class RingInputs(NamedTuple):
     """What attention needs to know of the batch, passed down as the keyword `ring`.
 
     Attributes:
-        frames: one per layer, or one for all layers if there is no cache.
+        layers: one per layer, or one for all layers if there is no cache.
         indices: positions in the batch of this rank's tokens, `(L,)`.
         layer_masks: the mask of each pattern.
-        given: what all layers see, if a model around this one says it.
+        precomputed: what all layers see, if an outer model made their mask.
         past: number of tokens cached before this batch.
-        pieces: pieces of the sequence, for layers with a state.
+        scan_chunks: chunks of the sequence, for layers with a state.
     """
 
-    frames: tuple[Frame, ...]
+    layers: tuple[LayerInputs, ...]
     indices: Tensor
     layer_masks: LayerMasks
-    given: GivenMask | None = None
+    precomputed: PrecomputedMask | None = None
     past: int = 0
-    pieces: Pieces | None = None
+    scan_chunks: ScanChunks | None = None
 
-    def frame(self, module: Any) -> Frame:
-        """Return the frame of a layer."""
-        return self.frames[0] if len(self.frames) == 1 else self.frames[module.layer_idx]
+    def of_layer(self, module: Any) -> LayerInputs:
+        """Return the inputs of a layer's attention."""
+        return self.layers[0] if len(self.layers) == 1 else self.layers[module.layer_idx]
 
 
 def check_implementation(config: Any) -> None:
@@ -84,23 +84,25 @@ def attention(
             'attention "ring" needs the model to be called as a whole: parallelize_module with '
             "context_parallel_plan on the module that you call"
         )
-    frame = ring.frame(module)
-    _refuse(module, query, key, dropout, others, frame)
+    inputs = ring.of_layer(module)
+    _refuse(module, query, key, dropout, others, inputs)
     query = at_positions(module, query, ring.indices, ring.past)
     scores = {"sinks": s_aux, "scale": scaling, "softcap": softcap or 0.0}
-    seen = _seen(module, attention_mask, ring, frame)
+    seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
-        out = frame.attend(query, key, value, **scores, **seen)
+        out = inputs.attend(query, key, value, **scores, **seen)
     return out.transpose(1, 2), None
 
 
-def _seen(module: nn.Module, attention_mask: Any, ring: RingInputs, frame: Frame) -> dict[str, Any]:
+def _seen(
+    module: nn.Module, attention_mask: Any, ring: RingInputs, inputs: LayerInputs
+) -> dict[str, Any]:
     """Return what the layer's tokens see, as arguments of attention."""
-    given = attention_mask if isinstance(attention_mask, GivenMask) else ring.given
-    if given is not None:
-        return {"slices": given.slices(frame.begin)}
+    found = attention_mask if isinstance(attention_mask, PrecomputedMask) else ring.precomputed
+    if found is not None:
+        return {"slices": found.slices(inputs.begin)}
     layer_mask = _layer_mask(module, attention_mask, ring)
-    cu_seqlens, mask = frame.documents.of(layer_mask)
+    cu_seqlens, mask = inputs.documents.of(layer_mask)
     return {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": layer_mask.strategy}
 
 
@@ -138,11 +140,11 @@ def _refuse(
     key: Tensor,
     dropout: float,
     others: dict[str, Any],
-    frame: Frame,
+    inputs: LayerInputs,
 ) -> None:
     if dropout:
         raise ValueError(f"{type(module).__name__}: {no_dropout(module, dropout)}")
-    if query.shape[2] != key.shape[2] and frame.key_runs is None:
+    if query.shape[2] != key.shape[2] and inputs.key_runs is None:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"

@@ -14,7 +14,7 @@ from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT, LayerMask
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentBounds:
     """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
 
     This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
@@ -39,9 +39,9 @@ class Documents:
         # These boundaries separate the chunks already, so the mask must not do it again.
         if mask.chunk in self.chunks:
             return self.chunks[mask.chunk], Mask(mask.left, mask.right)
-        return (self.packed if layer_mask.starts_anew(self.has_axes) else self.others), mask
+        return (self.packed if layer_mask.restarts(self.has_axes) else self.others), mask
 
-    def bounded(self, seq_len: int) -> Documents:
+    def bounded(self, seq_len: int) -> DocumentBounds:
         """Return the documents of a batch that was padded after `seq_len` tokens."""
         # Tokens after the last boundary see nothing, as padding should.
         whole = torch.tensor([0, seq_len], dtype=torch.int32)
@@ -57,7 +57,7 @@ def find_documents(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-) -> Documents:
+) -> DocumentBounds:
     """Return the documents of a batch of `seq_len` tokens, by its arguments.
 
     `cu_seq_lens_q` holds for all layers, as in flash attention. Without it, an `attention_mask`
@@ -82,13 +82,13 @@ def find_documents(
     elif positions is not None:
         starts = _starts_by_positions(positions)
     else:
-        return Documents()
+        return DocumentBounds()
     bounds = boundaries(starts)
     # Masks by padding hold in all layers, masks by positions in some.
     by_positions = attention_mask is None
     within = _within(starts, chunks, positions if by_positions else None)
     others = None if by_positions else bounds
-    return Documents(bounds, others, within, has_axes=has_axes)
+    return DocumentBounds(bounds, others, within, has_axes=has_axes)
 
 
 def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
@@ -101,7 +101,7 @@ def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
 
 def cached_documents(
     left_padding: Tensor | None, begin: int, end: int, chunks: Set[int]
-) -> Documents:
+) -> DocumentBounds:
     """Return the documents of positions `begin ... end - 1` of a cache, counted from `begin`.
 
     Args:
@@ -122,7 +122,7 @@ def cached_documents(
     bounds = bounded(padding)
     steps = {chunk: chunk * torch.arange(-(-end // chunk) + 1) for chunk in chunks}
     within = {chunk: bounded(padding + x) for chunk, x in steps.items()}
-    return Documents(bounds, bounds, within)
+    return DocumentBounds(bounds, bounds, within)
 
 
 def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
@@ -148,29 +148,29 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
 
 
 def _by_boundaries(
-    given: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
-) -> Documents:
+    cu_seqlens: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
+) -> DocumentBounds:
     """Return the given boundaries; tokens after the last one become a document, too."""
-    if given.ndim != 1 or (of_keys is not None and of_keys.shape != given.shape):
+    if cu_seqlens.ndim != 1 or (of_keys is not None and of_keys.shape != cu_seqlens.shape):
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
-            f"{tuple(given.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
+            f"{tuple(cu_seqlens.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
         )
     _require(
-        (given[0] == 0) & (given[-1] <= seq_len) & (given.diff() >= 0).all(),
+        (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= seq_len) & (cu_seqlens.diff() >= 0).all(),
         f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",
     )
     if of_keys is not None:
-        _require((of_keys == given).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
+        _require((of_keys == cu_seqlens).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
     # One more boundary makes tokens after the last one a document.
-    bounds = torch.nn.functional.pad(given, (0, 1), value=seq_len).int().cpu()
+    bounds = torch.nn.functional.pad(cu_seqlens, (0, 1), value=seq_len).int().cpu()
     within = {}
     if chunks:
         # One longer than the batch: the last boundary may be its end.
-        starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=given.device)
-        starts = starts.index_fill(0, given.long(), True)[:seq_len].unsqueeze(0)
+        starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=cu_seqlens.device)
+        starts = starts.index_fill(0, cu_seqlens.long(), True)[:seq_len].unsqueeze(0)
         within = _within(starts, chunks, None)
-    return Documents(bounds, bounds, within)
+    return DocumentBounds(bounds, bounds, within)
 
 
 def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:

@@ -48,7 +48,7 @@ def _is_model(x: Any) -> bool:
 def takes_labels(model: Any) -> bool:
     """Return whether the model computes a loss from labels."""
     takes = "labels" in signature(model.forward).parameters
-    # A base model around a language model may accept `labels` without computing a loss.
+    # An outer model without a head may accept `labels` without computing a loss.
     return takes and (language_model_of(model) is model or bool(model.get_output_embeddings()))
 
 

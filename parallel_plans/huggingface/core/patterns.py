@@ -75,7 +75,7 @@ class LayerMask(NamedTuple):
     strategy: str | None = None
     by_axes: bool = False
 
-    def starts_anew(self, has_axes: bool) -> bool:
+    def restarts(self, has_axes: bool) -> bool:
         """Return whether a jump in positions begins a document."""
         return self.by_axes if has_axes else self.by_positions
 
@@ -121,7 +121,7 @@ def read_patterns(model: Any) -> LayerMasks:
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
-            "so that nobody can tell which tokens its layers see; it has no context-parallel plan"
+            "so the plan cannot find which tokens its layers see; it has no context-parallel plan"
         )
     layer_masks: LayerMasks = {}
     for (pattern, function), (_, packed), (_, of_axes) in zip(
@@ -129,7 +129,7 @@ def read_patterns(model: Any) -> LayerMasks:
     ):
         mask = _mask_of(pattern, function)
         found = mask if isinstance(mask, str) else _layer_mask(mask, packed, of_axes)
-        # Two masks with one name: attention could not tell which one is meant.
+        # Two masks with one name: attention could not know which one is meant.
         if layer_masks.setdefault(pattern, found) != found:
             layer_masks[pattern] = (
                 f"its layers use two patterns of {pattern.size} tokens, {layer_masks[pattern]} and "
@@ -162,11 +162,11 @@ def _with_axes(model: Any, tokens: Tensor) -> list[tuple[Pattern, MaskFunction]]
 
 
 def _layer_mask(mask: Mask, packed: MaskFunction, of_axes: MaskFunction) -> LayerMask:
-    by_positions, by_axes = (_starts_anew(mask, x) for x in (packed, of_axes))
+    by_positions, by_axes = (_restarts(mask, x) for x in (packed, of_axes))
     return LayerMask(mask, by_positions, by_axes=by_axes)
 
 
-def _starts_anew(mask: Mask, packed: MaskFunction) -> bool:
+def _restarts(mask: Mask, packed: MaskFunction) -> bool:
     """Return whether restarted positions hide a document that the mask alone would show."""
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 

@@ -107,9 +107,9 @@ def _from_mask(embedding: nn.Embedding, tokens: Tensor, mask: Tensor | None) -> 
         mask = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
     # In a table that holds its own row numbers, each look-up returns the index it read.
     table = {"weight": torch.arange(embedding.num_embeddings, device=mask.device).unsqueeze(1)}
-    given = {"position_ids": torch.zeros_like(mask, dtype=torch.long)}
+    explicit = {"position_ids": torch.zeros_like(mask, dtype=torch.long)}
     counted, offset = (
-        functional_call(embedding, table, mask, more).squeeze(-1) for more in ({}, given)
+        functional_call(embedding, table, mask, more).squeeze(-1) for more in ({}, explicit)
     )
     return counted - offset
 
@@ -131,12 +131,12 @@ class LastTokens(NamedTuple):
 
     @classmethod
     def of(
-        cls, axis: SequenceAxis, layout: Layout, seq_len: int, dealt_length: int, count: int
+        cls, axis: SequenceAxis, layout: Layout, seq_len: int, sharded_length: int, count: int
     ) -> LastTokens:
         """Locate the last `count` of `seq_len` tokens, sharded with padding at the end."""
         count = min(count, seq_len)
         first = seq_len - count
-        runs = layout.runs(axis.mesh.get_local_rank(), axis.mesh.size(), dealt_length)
+        runs = layout.runs(axis.mesh.get_local_rank(), axis.mesh.size(), sharded_length)
         parts = [(run, *run.indices(first, seq_len)) for run in runs]
         places = (run.position(x) - first for run, begin, end in parts for x in range(begin, end))
         num_before = sum(run.indices(0, first)[1] for run in runs)

@@ -67,7 +67,7 @@ def restore_model(model: nn.Module) -> None:
     compiled model again.
 
     Args:
-        model: the model that the plan was applied to, or one around it.
+        model: the model that the plan was applied to, or one that contains it.
 
     Raises:
         ValueError: if no part of it is under a plan, or something was applied over the plan.
@@ -91,7 +91,7 @@ def stock_model(model: nn.Module) -> Iterator[None]:
     """Open a context in which a model is without its plan, for example to evaluate it elsewhere.
 
     Args:
-        model: the model that the plan was applied to, or one around it.
+        model: the model that the plan was applied to, or one that contains it.
 
     Raises:
         ValueError: if no part of it is under a plan, or something was applied over the plan.
@@ -147,8 +147,8 @@ def origin(forward: Any) -> str:
 
 def _swap(modules: list[nn.Module]) -> None:
     """Swap the current state of each module with its `Stock`."""
-    # A model around them may have set the ring in their config, to make masks for it. Modules
-    # share configs, so read all implementations before any is set.
+    # An outer model may have set the ring in their config, to make masks for it. Modules share
+    # configs, so read all implementations before any is set.
     stocks = [vars(module)[STOCK] for module in modules]
     implementations = [getattr(stock.config, "_attn_implementation", None) for stock in stocks]
     for module, stock, implementation in zip(modules, stocks, implementations, strict=True):

@@ -31,13 +31,13 @@ def cache_name(model: Any) -> str:
     return found
 
 
-def given_cache(given: dict[str, Any]) -> Any:
+def cache_argument(arguments: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a call, under any name; `None` without one.
 
     Raises:
         ValueError: if it is given under two names.
     """
-    found = {name: given[name] for name in NAMES_OF_CACHE if given.get(name) is not None}
+    found = {name: arguments[name] for name in NAMES_OF_CACHE if arguments.get(name) is not None}
     if len(found) > 1:
         raise ValueError(
             f"{' and '.join(found)} are names of one argument, the cache; give one of them"
@@ -45,12 +45,12 @@ def given_cache(given: dict[str, Any]) -> Any:
     return next(iter(found.values()), None)
 
 
-def without_cache(given: dict[str, Any]) -> dict[str, Any]:
+def without_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call without the cache."""
-    return {name: x for name, x in given.items() if name not in NAMES_OF_CACHE}
+    return {name: x for name, x in arguments.items() if name not in NAMES_OF_CACHE}
 
 
-def with_cache(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+def with_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, with the cache under the name that the model takes."""
-    cache = given_cache(given)
-    return without_cache(given) | ({} if cache is None else {cache_name(model): cache})
+    cache = cache_argument(arguments)
+    return without_cache(arguments) | ({} if cache is None else {cache_name(model): cache})

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
 from dtensor_ring.extension import CacheUsage, Layout, as_layout
-from parallel_plans.huggingface.core.frames import Decoded, Frame
-from parallel_plans.huggingface.generation.turn import Pair, Turn, Window
+from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs
+from parallel_plans.huggingface.generation.new_tokens import NewTokens, Pair, WindowCache
 
 
 class CacheMemory:
@@ -38,12 +38,12 @@ class CacheMemory:
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
-        self._layout = _dealing_runs(axis)
-        self._turn: Turn | None = None
+        self._layout = _layout_of_runs(axis)
+        self._new: NewTokens | None = None
         full = [i for i in kept if not sizes[i]]
         self._shards = ShardedCache(axis.mesh, len(full), self._layout, block) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
-        self._windows = {i: Window(size) for i in kept if (size := sizes[i])}
+        self._windows = {i: WindowCache(size) for i in kept if (size := sizes[i])}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
@@ -53,9 +53,9 @@ class CacheMemory:
         return CacheUsage(*(tuple(x + window for x in by_rank) for by_rank in (held, used)))
 
     @contextmanager
-    def turn(
+    def appending(
         self, tokens: Tensor, left_padding: Tensor | None, num_kept: int
-    ) -> Iterator[tuple[Turn, tuple[Frame, ...]]]:
+    ) -> Iterator[tuple[NewTokens, tuple[LayerInputs, ...]]]:
         """Open a context in which each layer appends new tokens once; an error removes them again.
 
         Args:
@@ -74,62 +74,62 @@ class CacheMemory:
                 "or make another ContextParallelCache"
             )
         is_sharded = not self.seq_len or num_tokens > self._decode_tokens
-        dealt = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_sharded else 0
+        sharded = self._layout.dealt_length(num_tokens, self.axis.mesh.size()) if is_sharded else 0
         num_kept = num_kept or min(num_tokens, self._decode_tokens)
-        length = self.seq_len, num_tokens, dealt
-        turn = Turn(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
+        length = self.seq_len, num_tokens, sharded
+        new = NewTokens(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
         if self._shards is not None:
-            self._shards.begin(dealt or num_tokens, dealt=is_sharded)
-        self._turn = turn
+            self._shards.begin(sharded or num_tokens, dealt=is_sharded)
+        self._new = new
         try:
-            yield turn, self._frames(turn, tokens)
-            self._commit(turn, rows)
+            yield new, self._inputs(new, tokens)
+            self._commit(new, rows)
         except BaseException:
-            self._take_back(turn)
+            self._take_back(new)
             raise
         finally:
-            self._turn = None
+            self._new = None
 
-    def _frames(self, turn: Turn, tokens: Tensor) -> tuple[Frame, ...]:
-        """Return a frame for each layer; layers with the same window share one."""
-        of_size: dict[int, Frame] = {}
+    def _inputs(self, new: NewTokens, tokens: Tensor) -> tuple[LayerInputs, ...]:
+        """Return the inputs of each layer's attention; layers with the same window share them."""
+        of_size: dict[int, LayerInputs] = {}
         for window in self._windows.values():
             if window.size not in of_size:
-                of_size[window.size] = turn.window(window.num_held)
+                of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
-            of_size[0] = turn.full(self._shards)
-        frames = [of_size[size] for size in self._sizes]
+            of_size[0] = new.full(self._shards)
+        inputs = [of_size[size] for size in self._sizes]
         first = of_size.get(0)
-        if isinstance(first, Decoded) and not tokens.is_floating_point():
+        if isinstance(first, DecodeInputs) and not tokens.is_floating_point():
             # The first layer that sends a message compares the tokens.
-            frames[min(self._layers)] = replace(first, agree=tokens.long())
-        return tuple(frames)
+            inputs[min(self._layers)] = replace(first, agree=tokens.long())
+        return tuple(inputs)
 
-    def _commit(self, turn: Turn, rows: int) -> None:
+    def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
         appended = [window.appended() for window in self._windows.values()]
         # The padding that the layout needs has the last positions.
-        if self._shards is not None and turn.dealt_length > turn.num_tokens:
-            self._shards.crop(turn.end)
+        if self._shards is not None and new.sharded_length > new.num_tokens:
+            self._shards.crop(new.end)
         self._hold(appended)
-        self.seq_len, self.batch = turn.end, rows
+        self.seq_len, self.batch = new.end, rows
 
-    def _take_back(self, turn: Turn) -> None:
+    def _take_back(self, new: NewTokens) -> None:
         if self._shards is not None:
-            self._shards.crop(turn.past)
+            self._shards.crop(new.past)
         for window in self._windows.values():
             window.take_back()
 
     @property
     def is_running(self) -> bool:
         """Whether the model is running on new tokens."""
-        return self._turn is not None
+        return self._new is not None
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Append new tokens of a layer, and return this rank's past and new columns."""
-        assert self._turn is not None, "outside of a forward"
+        assert self._new is not None, "outside of a forward"
         if layer in self._windows:
-            return self._windows[layer].append(key, value, self._turn)
+            return self._windows[layer].append(key, value, self._new)
         keys, values = self._layers[layer].append(key, value)
         if keys.shape[2]:
             return keys, values
@@ -171,7 +171,7 @@ class CacheMemory:
         self.seq_len, self.batch = 0, -1
 
 
-def _dealing_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:
+def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:
     """Return the axis's layout if it gives ranks runs of tokens for any batch, else `other`."""
     layout, size = axis.layout, axis.mesh.size()
     if layout.per_batch or any(run.stride > 1 for run in layout.runs(0, size, 2 * size)):

@@ -19,12 +19,12 @@ from transformers.cache_utils import (
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
-from parallel_plans.huggingface.generation.turn import Pair
+from parallel_plans.huggingface.generation.new_tokens import Pair
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 
 
 class ContextParallelCache(Cache):
-    """Keys and values of a model under a `context_parallel_plan`, for several turns.
+    """Keys and values of a model under a `context_parallel_plan`, for several calls.
 
     In layers that see everything, each rank of the axis keeps 1/W of the tokens. In layers with a
     window or chunks, each rank keeps the last tokens. `generate` makes a cache by itself; pass your
@@ -37,8 +37,8 @@ class ContextParallelCache(Cache):
     A forward by hand takes it as `cache=`, and `use_cache=True` returns a new one; then logits and
     hidden states are whole, plain tensors on every rank. Both also take the cache by its name in
     transformers before 5.24, `past_key_values=`. All ranks must make the same calls: they compare
-    the tokens of each sharded turn, and the tokens of a decode step in the message of a layer, if
-    some layer sees everything.
+    the tokens of each sharded forward, and the tokens of a decode step in the message of a layer,
+    if some layer sees everything.
 
     Args:
         model: the model that the plan was applied to.
@@ -121,8 +121,8 @@ class ContextParallelCache(Cache):
         num_tokens = -tokens_to_remove
         if not 0 <= num_tokens <= self.memory.seq_len:
             raise ValueError(
-                f"crop takes 0 to {self.memory.seq_len} tokens away, as a negative number, got "
-                f"{tokens_to_remove}"
+                f"crop takes 0 to {self.memory.seq_len} tokens away, given as a negative number, "
+                f"got {tokens_to_remove}"
             )
         self.memory.crop(num_tokens)
 

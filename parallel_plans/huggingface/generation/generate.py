@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dtensor_ring import RingError
 from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
-from parallel_plans.huggingface.core.versions import given_cache, with_cache
-from parallel_plans.huggingface.generation.cached import cache_of
+from parallel_plans.huggingface.core.versions import cache_argument, with_cache
+from parallel_plans.huggingface.generation.cached_forward import cache_of
 from parallel_plans.huggingface.sharding.batch import described
 from parallel_plans.huggingface.sharding.sharding import Sharding, whole_outputs
 
@@ -67,10 +67,10 @@ def _generating(sharding: Sharding) -> Iterator[None]:
 
 def _option(model: Any, asked: dict[str, Any], name: str) -> Any:
     """Return an option of the call, of its config, or of the model's config, in this order."""
-    given = asked.get(name)
+    value = asked.get(name)
     for config in (asked.get("generation_config"), model.generation_config):
-        given = getattr(config, name, None) if given is None else given
-    return given
+        value = getattr(config, name, None) if value is None else value
+    return value
 
 
 def _asked(
@@ -89,7 +89,7 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
     """
     # Compare first: late ranks would take an error of earlier ranks for a failure.
     check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
-    if given_cache(asked) is not None:
+    if cache_argument(asked) is not None:
         cache_of(model, sharding, asked)
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]
     if limits or _option(model, asked, "max_time") is not None:

@@ -1,9 +1,10 @@
-"""The cross-entropy of a linear projection, in tiles of words, without ever holding all logits.
+"""The cross-entropy of a linear projection, in vocabulary tiles, without ever holding all logits.
 
-Note [Tiles of words]: forward keeps only the log-sum-exp of each token, and backward recomputes the
-logits: four matrix products in all, where stored logits take three. A tile holds all tokens, so the
-gradient of its words is one product, rounded once, as in the plain projection. Tiles of tokens take
-three, but add up the gradient of the whole weight: in 16 bits, this needs a float32 copy.
+Note [Vocabulary tiles]: forward keeps only the log-sum-exp of each token, and backward recomputes
+the logits: four matrix products in all, where stored logits take three. A tile holds all tokens, so
+the gradient of its rows of the weight is one product, rounded once, as in the plain projection.
+Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits, this needs a
+float32 copy.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ TILE_BYTES = 16 * 2**20
 # Large problems have larger tiles instead of more: narrow matrix products are slow.
 MAX_TILES = 64
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
-_TAIL = "float scale, float softcap"
+_SCALING = "float scale, float softcap"
 
-torch.library.define(FORWARD, f"({_HEAD}, {_TAIL}) -> (Tensor losses, Tensor lse)")
+torch.library.define(FORWARD, f"({_HEAD}, {_SCALING}) -> (Tensor losses, Tensor lse)")
 torch.library.define(
     BACKWARD,
-    f"(Tensor grad, {_HEAD}, Tensor lse, {_TAIL}, bool[] needs) "
+    f"(Tensor grad, {_HEAD}, Tensor lse, {_SCALING}, bool[] needs) "
     "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
 )
 
@@ -68,7 +69,7 @@ def projected_cross_entropy(
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and its log-sum-exp, which backward needs."""
     is_ignored = labels == IGNORE_INDEX
@@ -76,7 +77,7 @@ def forward(
     torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
     largest = hidden.new_full(labels.shape, -torch.inf, dtype=_wide(hidden))
     total, found = torch.zeros_like(largest), torch.zeros_like(largest)
-    for start, _, scores in _tiles(hidden, weight, bias, *tail):
+    for start, _, scores in _tiles(hidden, weight, bias, *scaling):
         column, is_here = _columns(labels, start, scores)
         found = torch.where(is_here, scores.gather(1, column).squeeze(1), found)
         before, largest = largest, torch.maximum(largest, scores.amax(1))
@@ -108,7 +109,7 @@ def backward(
     # Zero, as the incoming gradient may be infinite: the mean over no labels at all is 0 / 0.
     grad = grad.masked_fill(is_ignored, 0)
     for start, narrow, scores in _tiles(hidden, weight, bias, scale, softcap):
-        words = slice(start, start + scores.shape[1])
+        entries = slice(start, start + scores.shape[1])
         # The derivative of the softcap; the scores it needs are overwritten next.
         slope = (scores / softcap).square_().neg_().add_(1) if softcap else None
         column, is_here = _columns(labels, start, scores)
@@ -118,36 +119,36 @@ def backward(
         if slope is not None:
             scores.mul_(slope)
         if needs[2]:
-            grads[2][words] = scores.sum(0)
+            grads[2][entries] = scores.sum(0)
         # Products run in the dtype of the weight; the logits in `narrow` are not needed any more.
         products = scores if scores.dtype == hidden.dtype else narrow.copy_(scores)
         if needs[0] and scores is products:
-            total.addmm_(products, weight[words])
+            total.addmm_(products, weight[entries])
         elif needs[0]:
-            total.add_(products @ weight[words])
+            total.add_(products @ weight[entries])
         if needs[1]:
-            torch.mm(products.T, hidden, out=grads[1][words])
+            torch.mm(products.T, hidden, out=grads[1][entries])
     return total.to(hidden.dtype), grads[1], grads[2]
 
 
 def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each tile: its first word, logits in their dtype, and wide scores, `(N, words)`.
+    """Yield each tile: its first vocabulary entry, logits in their dtype, wide scores, `(N, V)`.
 
     Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
     """
-    num_words = _words_of_a_tile(len(hidden), len(weight))
-    narrow = hidden.new_empty(len(hidden) * num_words)
+    num_entries = _entries_per_tile(len(hidden), len(weight))
+    narrow = hidden.new_empty(len(hidden) * num_entries)
     wide = narrow if narrow.dtype == _wide(hidden) else narrow.to(_wide(hidden))
-    for start in range(0, len(weight), num_words):
-        part = weight[start : start + num_words]
+    for start in range(0, len(weight), num_entries):
+        part = weight[start : start + num_entries]
         shape, length = (len(hidden), len(part)), len(hidden) * len(part)
         logits, scores = narrow[:length].view(shape), wide[:length].view(shape)
         if bias is None:
             torch.mm(hidden, part.T, out=logits)
         else:
-            torch.addmm(bias[start : start + num_words], hidden, part.T, out=logits)
+            torch.addmm(bias[start : start + num_entries], hidden, part.T, out=logits)
         if wide is not narrow:
             scores.copy_(logits)
         if scale != 1:
@@ -157,9 +158,9 @@ def _tiles(
         yield start, logits, scores
 
 
-def _words_of_a_tile(num_tokens: int, num_words: int) -> int:
+def _entries_per_tile(num_tokens: int, num_entries: int) -> int:
     fitting = TILE_BYTES // (torch.float32.itemsize * max(num_tokens, 1))
-    return min(num_words, max(fitting, -(-num_words // MAX_TILES)))
+    return min(num_entries, max(fitting, -(-num_entries // MAX_TILES)))
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
@@ -184,7 +185,7 @@ def _empty_grads(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Ten
 
 @torch.library.register_fake(FORWARD)
 def _fake_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *tail: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
 ) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(hidden.shape[:1], dtype=_wide(hidden))
     return losses, torch.empty_like(losses)

@@ -18,7 +18,7 @@ from parallel_plans.huggingface.probing.probe import NUM_TOKENS, probe
 LADDER = 60.0
 
 
-class Tail(NamedTuple):
+class LogitsTransform(NamedTuple):
     """What a model does to the logits of its head."""
 
     scale: float = 1.0
@@ -34,10 +34,10 @@ class LossHead(nn.Linear):
 
     Note [Losses in place of logits]: the loss is computed inside the head, where FSDP2 has gathered
     the weight. The head returns it, so FSDP2 gathers the weight again in backward. The model treats
-    the losses as logits of one word, and nothing uses what it makes of them.
+    the losses as logits of a vocabulary of one entry, and nothing uses what it makes of them.
     """
 
-    tail: Tail
+    transform: LogitsTransform
     labels: Tensor | None
     losses: Tensor | None
 
@@ -45,18 +45,18 @@ class LossHead(nn.Linear):
         if self.labels is None:
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
-        found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.tail)
+        found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.transform)
         # A copy, as FSDP2 warns of views.
         self.losses = found.view(*input.shape[:-1], 1).clone()
         return self.losses
 
 
-def install_head(model: Any, tail: Tail) -> None:
-    """Let the model's head compute losses; `find_tail` has found the tail."""
+def install_head(model: Any, transform: LogitsTransform) -> None:
+    """Let the model's head compute losses; see `find_logits_transform`."""
     head = model.get_output_embeddings()
     # Set the class, not a method: then copies of the model and wrappers of the head work.
     head.__class__ = LossHead
-    head.tail, head.labels, head.losses = tail, None, None
+    head.transform, head.labels, head.losses = transform, None, None
 
 
 def loss_head(model: Any) -> LossHead | None:
@@ -68,13 +68,13 @@ def loss_head(model: Any) -> LossHead | None:
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 
 
-def pops_logits(model: Any, given: dict[str, Any]) -> bool:
+def pops_logits(model: Any, arguments: dict[str, Any]) -> bool:
     """Pop `output_logits` from the arguments; return whether to return logits.
 
     With labels, a language model returns them on request only: they are the largest tensor.
     """
-    is_asked = given.pop("output_logits", None)
-    is_large = given.get("labels") is not None and model.get_output_embeddings() is not None
+    is_asked = arguments.pop("output_logits", None)
+    is_large = arguments.get("labels") is not None and model.get_output_embeddings() is not None
     return bool(is_asked) or not is_large
 
 
@@ -109,10 +109,10 @@ def take_losses(model: Any) -> Tensor | None:
     return losses
 
 
-def find_tail(model: Any) -> Tail | None:
+def find_logits_transform(model: Any) -> LogitsTransform | None:
     """Find what the model does to the logits of its head, by a ladder of values in their place.
 
-    Return `None` if it is not a `Tail`, or the head is not a plain projection.
+    Return `None` if it is not a `LogitsTransform`, or the head is not a plain projection.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or not _is_plain(head) or _is_changed(head):
@@ -134,15 +134,15 @@ def find_tail(model: Any) -> Tail | None:
     if len(ladders) != 1 or logits.shape != ladders[0].shape:
         return None
     cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
-    tails = (_fitted(ladders[0], logits, cap) for cap in (0.0, cap))
-    return next((x for x in tails if torch.allclose(x(ladders[0]), logits, rtol=1e-5)), None)
+    transforms = (_fitted(ladders[0], logits, cap) for cap in (0.0, cap))
+    return next((x for x in transforms if torch.allclose(x(ladders[0]), logits, rtol=1e-5)), None)
 
 
-def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> Tail:
+def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> LogitsTransform:
     """Fit the scale to the logits between -1 and 1, where a softcap can be undone."""
     is_small = ladder.abs() <= 1
     x, y = ladder[is_small], logits[is_small]
     if softcap:
         y = (y / softcap).atanh() * softcap
     scale = float(x.dot(y) / x.dot(x))
-    return Tail(1.0 if isclose(scale, 1, rel_tol=1e-6) else scale, softcap)
+    return LogitsTransform(1.0 if isclose(scale, 1, rel_tol=1e-6) else scale, softcap)

@@ -18,7 +18,7 @@ from parallel_plans.huggingface.probing.probe import NUM_TOKENS, ROUTER_LOGITS, 
 NUM_ITEMS = 5
 
 
-class Loss(NamedTuple):
+class LossFunction(NamedTuple):
     """The loss function of a model when the plan was applied.
 
     Attributes:
@@ -39,7 +39,7 @@ class Loss(NamedTuple):
         if reason := "loss_function was set after the plan" if changed else self.why_not:
             raise ValueError(
                 f"{type(model).__name__} cannot take labels over a sharded sequence: {reason}; "
-                "call it without labels, and make the loss of its logits"
+                "call it without labels, and compute the loss from its logits"
             )
 
 
@@ -67,15 +67,15 @@ def other_loss(model: Any) -> str | None:
     with frozen(model):
         logits = probe(model, everything).logits
         labels = torch.arange(NUM_TOKENS, device=logits.device).unsqueeze(0) * 3 % logits.shape[-1]
-        given: dict[str, Any] = {"labels": labels}
+        inputs: dict[str, Any] = {"labels": labels}
         if predicts_next(model):
-            given |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
+            inputs |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
         try:
-            found = float(probe(model, everything, **given).loss)
+            found = float(probe(model, everything, **inputs).loss)
         except Exception as error:  # a custom loss may raise anything
             return f"its loss takes no labels that are shifted already ({error})"
-    count = given.get("num_items_in_batch", NUM_TOKENS)
-    expected = float(token_loss(logits, given.get("shift_labels", labels), count))
+    count = inputs.get("num_items_in_batch", NUM_TOKENS)
+    expected = float(token_loss(logits, inputs.get("shift_labels", labels), count))
     if not isfinite(expected) or isclose(found, expected, rel_tol=0.01, abs_tol=1e-6):
         return None
     return f"its loss of a few tokens is {found:.4f}, where their cross-entropy is {expected:.4f}"
@@ -103,7 +103,7 @@ class RouterSpec(NamedTuple):
         return logits.view(*self.weights.shape, logits.shape[-1])
 
 
-def asks_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
+def uses_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
     """Return whether the call, or by default the config, requests router logits.
 
     Raises:
@@ -164,19 +164,19 @@ def other_balance(model: Any) -> str | None:
     """
     if language_model_of(model) is not model:
         return (
-            "the model around the language model takes the logits of its routers for those of the "
-            "whole batch, and each rank has those of its tokens"
+            "the outer model would take the router logits of a rank's tokens for those of the "
+            "whole batch"
         )
     if not hasattr(model.config, ROUTER_LOGITS) or not hasattr(model, "router_aux_loss_coef"):
         return None
     labels = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
-    given = {"labels": labels % model.config.vocab_size}
+    inputs = {"labels": labels % model.config.vocab_size}
     if predicts_next(model):
-        given["shift_labels"] = given["labels"].flip(1)
+        inputs["shift_labels"] = inputs["labels"].flip(1)
     with frozen(model):
-        plain = probe(model, tuple(range(NUM_TOKENS)), **given)
+        plain = probe(model, tuple(range(NUM_TOKENS)), **inputs)
         try:
-            routed = probe(model, tuple(range(NUM_TOKENS)), **given | {ROUTER_LOGITS: True})
+            routed = probe(model, tuple(range(NUM_TOKENS)), **inputs | {ROUTER_LOGITS: True})
         except Exception as error:  # for example, the model has no layer of experts
             return f"the stock model fails with it ({type(error).__name__}: {error})"
     if getattr(routed, "aux_loss", None) is None:

@@ -1,4 +1,4 @@
-"""Checks which models a plan serves: models whose tokens meet in attention only."""
+"""Checks which models a plan serves: models that mix tokens in attention only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel_plans.huggingface.core.positions import (
 )
 from parallel_plans.huggingface.states.stateful import stateful_layers
 
-# Types of layers whose tokens meet in attention, or not at all.
+# Types of layers that mix tokens in attention, or not at all.
 WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
 # In a description from `_stateful_layers`: kinds of layers in which an index chooses the keys.
 INDEXED = re.compile(r"\((\w*_)?(indexed|compressed|sparse)\w*\)")
@@ -81,8 +81,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         )
     if layers:
         yield (
-            f"{', '.join(layers)} carry a state along the sequence, or convolve it, and tell no "
-            "cache of transformers of it, which could hand it over"
+            f"{', '.join(layers)} carry a state along the sequence, or convolve it, and store it "
+            "in no cache of transformers, from which a rank could pass it on"
         )
     # Models with states do not declare that attribute; running them shows what they do.
     if not getattr(model, "_supports_attention_backend", False) and not stateful_layers(model):
@@ -100,8 +100,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if types and not any(length_dependent(model)):
         yield (
             f"rotary embeddings of type {types.pop()!r} depend on the largest position, and none "
-            "of its modules has that rope_type, so that it cannot be told that of the batch; "
-            "default, linear, llama3 and yarn need nothing of it"
+            "of its modules has that rope_type, so the plan cannot pass it the one of the batch; "
+            "default, linear, llama3 and yarn do not depend on it"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in path:
@@ -122,7 +122,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
 
 
 def _reasons_of_parts(model: Any) -> Iterator[str]:
-    """Yield the reasons why a model around a language model has no plan."""
+    """Yield the reasons why an outer model has no plan."""
     decoder = language_model_of(model)
     path = next((name for name, x in model.named_modules() if x is decoder), "")
     beside = ", ".join(name for name in parts_beside_text(model) if name != path)
@@ -164,7 +164,7 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     if refused := [layer for layer, path in paths.items() if path not in served]:
         return [f"{paths[layer]} ({stateful[layer]})" for layer in refused]
     if served:
-        return []  # running the model shows whether tokens meet anywhere else
+        return []  # running the model shows whether it mixes tokens elsewhere
     return [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
@@ -175,9 +175,9 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
 
 def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary embeddings: some models have one for each type of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    nested = [x for x in given.values() if isinstance(x, dict)]
-    return {x["rope_type"] for x in (given, *nested) if x.get("rope_type")}
+    options = getattr(config, "rope_parameters", None) or {}
+    nested = [x for x in options.values() if isinstance(x, dict)]
+    return {x["rope_type"] for x in (options, *nested) if x.get("rope_type")}
 
 
 def _counts_itself(embedding: nn.Embedding, owner: nn.Module) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from parallel_plans.huggingface.core.attention_function import at_positions
 from parallel_plans.huggingface.core.language_model import language_model_of
 from parallel_plans.huggingface.core.patterns import PROBE, frozen, pattern_of
-from parallel_plans.huggingface.states.relay import KeptStates, StateSpecs
-from parallel_plans.huggingface.states.stateful import relayed, stateful_layers
+from parallel_plans.huggingface.states.state_passing import LocalStatePassing, StateSpecs
+from parallel_plans.huggingface.states.stateful import passing_states, stateful_layers
 
 NUM_TOKENS = 8
 ROUTER_LOGITS = "output_router_logits"
@@ -47,11 +47,11 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
     if hasattr(config, ROUTER_LOGITS):  # a config may request them
         inputs = {ROUTER_LOGITS: False} | inputs
 
-    def tell(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # This replaces any mask that a model around it has made: each token sees only itself.
+    def add_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # This replaces any mask that an outer model has made: each token sees only itself.
         return args, kwargs | {"ring": index[0], "attention_mask": torch.ones_like(positions)}
 
-    hook = decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    hook = decoder.register_forward_pre_hook(add_inputs, with_kwargs=True)
     try:
         return model(
             input_ids=index % config.vocab_size,
@@ -92,14 +92,14 @@ TOLERANCE = 0.02
 # Zigzag shards: one has a gap, the other lacks the first and last tokens.
 SHARDS = ((0, 1, 6, 7), (2, 3, 4, 5))
 
-# Contiguous shards, for models whose layers hand over a state.
+# Contiguous shards, for models whose layers carry a state.
 NEIGHBOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 # Outputs by module name and number of the call, in execution order.
-Outputs = dict[tuple[str, int], Tensor]
+ModuleOutputs = dict[tuple[str, int], Tensor]
 
 
-def check_locality(model: Any) -> StateSpecs:
+def check_token_mixing(model: Any) -> StateSpecs:
     """Refuse a model in which tokens interact outside of attention and of states of layers.
 
     Returns:
@@ -109,8 +109,8 @@ def check_locality(model: Any) -> StateSpecs:
         ValueError: naming the first module whose output depends on the other tokens, or if the
             model does not pass the keywords of attention down to it.
     """
-    layers, states = stateful_layers(model), KeptStates()
-    with frozen(model), relayed(layers, states):
+    layers, states = stateful_layers(model), LocalStatePassing()
+    with frozen(model), passing_states(layers, states):
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
         states.forget()
         for shard in NEIGHBOURS if layers else SHARDS:
@@ -166,7 +166,7 @@ def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]
         hook.remove()
 
 
-def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> None:
+def _check_states(model: Any, layers: list[nn.Module], states: LocalStatePassing) -> None:
     """Refuse a layer that reads its state only when it is called with a single token."""
     names = {module: name for name, module in model.named_modules()}
     for number, (kind, _) in states.unused.items():
@@ -177,9 +177,9 @@ def _check_states(model: Any, layers: list[nn.Module], states: KeptStates) -> No
         )
 
 
-def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
+def _outputs(model: Any, indices: tuple[int, ...]) -> ModuleOutputs:
     """Return the output of each module for the tokens at `indices`, with isolated tokens."""
-    outputs: Outputs = {}
+    outputs: ModuleOutputs = {}
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(_recorder(names, outputs)) for module in names]
     try:
@@ -190,7 +190,7 @@ def _outputs(model: Any, indices: tuple[int, ...]) -> Outputs:
     return outputs
 
 
-def _recorder(names: dict[nn.Module, str], outputs: Outputs) -> Callable[..., None]:
+def _recorder(names: dict[nn.Module, str], outputs: ModuleOutputs) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             # A module may run several times, for example when layers share it.

@@ -19,11 +19,15 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring import next_token_labels
 from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.documents import Documents
-from parallel_plans.huggingface.core.frames import Pieces
-from parallel_plans.huggingface.core.given_masks import GivenMask, given_masks, is_given
+from parallel_plans.huggingface.core.documents import DocumentBounds
 from parallel_plans.huggingface.core.language_model import has_axes
-from parallel_plans.huggingface.losses.loss import Loss
+from parallel_plans.huggingface.core.layer_inputs import ScanChunks
+from parallel_plans.huggingface.core.model_masks import (
+    PrecomputedMask,
+    is_precomputed,
+    precomputed_masks,
+)
+from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -38,14 +42,14 @@ NO_ALORA = (
     "alora_invocation_tokens out"
 )
 SAME_BATCH = (
-    "get the same batch (a sampler has to count, and random collators be seeded by, "
-    "data-parallel ranks only) and have the same weights (seeded before the model is made, or "
-    "loaded, and gradients averaged over them)"
+    "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
+    "rank only) and have the same weights (seeded before the model is made, or loaded, and "
+    "gradients averaged over them)"
 )
 
 
 @dataclass(frozen=True)
-class Batch:
+class ModelBatch:
     """The arguments of a call, about all tokens or about those of this rank.
 
     Attributes:
@@ -53,7 +57,7 @@ class Batch:
         tokens: ids, `(B, S)`, or embeddings, `(B, S, H)`.
         positions: `(B, S)`, or with several axes `(3, B, S)` or `(4, B, S)`.
         mask: 1 for tokens and 0 for padding, `(B, S)`.
-        seen: what tokens see if the model around made their masks: one, or one per layer type.
+        seen: what tokens see if the outer model made their masks: one, or one per layer type.
         labels: what each token should predict, `(B, S)`.
         num_items: divisor of the loss, the number of labels of the whole batch.
         cu_seq_lens_q: boundaries of documents in the whole batch, `(D+1,)`.
@@ -79,31 +83,31 @@ class BatchPlan:
 
     Attributes:
         seq_len: tokens of a row, without padding.
-        dealt_length: tokens of a row, with the padding of the layout.
+        sharded_length: tokens of a row, with the padding of the layout.
         layout: the layout of this batch.
         documents: where documents begin and end.
-        positions: the positions of all tokens, in a shape of `Batch.positions`.
+        positions: the positions of all tokens, in a shape of `ModelBatch.positions`.
         indices: which tokens of a padded row this rank has, `(L,)`.
-        pieces: pieces of the sequence, for layers with a state.
+        scan_chunks: chunks of the sequence, for layers with a state.
     """
 
     seq_len: int
-    dealt_length: int
+    sharded_length: int
     layout: Layout
-    documents: Documents
+    documents: DocumentBounds
     positions: Tensor
     indices: Tensor
-    pieces: Pieces | None
+    scan_chunks: ScanChunks | None
 
 
-def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
+def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBatch:
     """Check the arguments of a call, and return them as a batch.
 
     Raises:
         ValueError: naming the argument that would be computed wrongly.
     """
-    others = dict(given)
-    seen = others.pop("attention_mask") if is_given(others.get("attention_mask")) else None
+    others = dict(arguments)
+    seen = others.pop("attention_mask") if is_precomputed(others.get("attention_mask")) else None
     cu_seq_lens_q, cu_seq_lens_k, *_ = [others.pop(name, None) for name in BOUNDARIES]
     num_items = others.pop("num_items_in_batch", None)
     seq_len = check_batch(model, others)
@@ -121,10 +125,10 @@ def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
                 "cu_seq_lens_q say where documents are, and the model has made its masks without "
                 "them; give position_ids that start again instead"
             )
-        seen = given_masks(seen, seq_len)
+        seen = precomputed_masks(seen, seq_len)
     others.pop("ignore_index", None)  # it is the only one that labels may have, see `check_batch`
     name = "input_ids" if "input_ids" in others else "inputs_embeds"
-    return Batch(
+    return ModelBatch(
         name=name,
         tokens=others.pop(name),
         positions=others.pop(POSITIONS, None),
@@ -138,9 +142,9 @@ def parse(model: Any, given: dict[str, Any], loss: Loss) -> Batch:
     )
 
 
-def shard(batch: Batch, indices: Tensor, dealt_length: int) -> Batch:
-    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `dealt_length`."""
-    padding = dealt_length - batch.tokens.shape[1]
+def shard(batch: ModelBatch, indices: Tensor, sharded_length: int) -> ModelBatch:
+    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `sharded_length`."""
+    padding = sharded_length - batch.tokens.shape[1]
 
     def local(x: Tensor | None, dim: int = 1, value: int = 0) -> Any:
         if x is None:
@@ -166,7 +170,7 @@ def shard(batch: Batch, indices: Tensor, dealt_length: int) -> Batch:
 
 
 def keywords(
-    batch: Batch, ring: RingInputs, mask: Tensor | None = None, use_cache: bool = False
+    batch: ModelBatch, ring: RingInputs, mask: Tensor | None = None, use_cache: bool = False
 ) -> dict[str, Any]:
     """Return the keywords of the model's forward on these tokens.
 
@@ -182,7 +186,7 @@ def keywords(
         batch.name: batch.tokens,
         POSITIONS: batch.positions,
         "attention_mask": seen if isinstance(seen, dict) else mask,
-        "ring": ring._replace(given=seen) if isinstance(seen, GivenMask) else ring,
+        "ring": ring._replace(precomputed=seen) if isinstance(seen, PrecomputedMask) else ring,
         "use_cache": use_cache,
     }
 
@@ -197,7 +201,7 @@ def has_content(batch: dict[str, Any]) -> bool:
 
 
 def described(batch: dict[str, Any]) -> dict[str, str]:
-    """Describe the batch, so that ranks can tell whether they have the same one."""
+    """Describe the batch, so that ranks can compare theirs."""
     return {name: _described(x) for name, x in batch.items()}
 
 
@@ -218,17 +222,17 @@ def _described(x: Any) -> str:
     return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
 
 
-def check_batch(model: Any, given: dict[str, Any]) -> int:
+def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     """Refuse what would be computed wrongly; return the length of the sequence, in tokens.
 
     Raises:
         ValueError: naming the argument.
     """
     _check_model(model)
-    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+    if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
     for name in ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask"):
-        x = given.get(name)
+        x = arguments.get(name)
         if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
             raise ValueError(
                 f"{name} must be one tensor over a sharded sequence, plain and whole on every "
@@ -237,19 +241,19 @@ def check_batch(model: Any, given: dict[str, Any]) -> int:
         if x is not None:
             check_strided(name, x)
             _check_dtype(name, x)
-    if given.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions is not supported over a sharded sequence, whose scores no rank has; "
             "leave it out"
         )
-    _check_kept(given)
-    if given.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+    _check_kept(arguments)
+    if arguments.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
         raise ValueError(
-            f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got {given['ignore_index']}; "
-            "give such labels that number"
+            f"ignore_index is {IGNORE_INDEX} over a sharded sequence, got "
+            f"{arguments['ignore_index']}; set the labels to ignore to it"
         )
-    seq_len = _check_lengths(model, given)
-    _check_range(model, given)
+    seq_len = _check_lengths(model, arguments)
+    _check_range(model, arguments)
     return seq_len
 
 
@@ -269,15 +273,15 @@ def has_alora(adapters: Iterable[Any]) -> bool:
     return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
 
 
-def _check_kept(given: dict[str, Any]) -> None:
+def _check_kept(arguments: dict[str, Any]) -> None:
     """Refuse a `logits_to_keep` that is not a number of last tokens, or comes with labels."""
-    kept = given.get(LOGITS_TO_KEEP, 0)
+    kept = arguments.get(LOGITS_TO_KEEP, 0)
     if type(kept) is not int or kept < 0:
         what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
         raise ValueError(
             f"{LOGITS_TO_KEEP} must be a number of last tokens over a sharded sequence, got {what}"
         )
-    if kept and given.get("labels") is not None:
+    if kept and arguments.get("labels") is not None:
         raise ValueError(
             f"labels need the logits of all tokens, and {LOGITS_TO_KEEP}={kept}; leave one out"
         )
@@ -304,8 +308,8 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
         ValueError: naming the argument.
     """
     head = model.get_output_embeddings()
-    num_labels = model.config.num_labels if head is None else _num_words(model, head)
-    num_tokens = _num_words(model, model.get_input_embeddings())
+    num_labels = model.config.num_labels if head is None else _num_entries(model, head)
+    num_tokens = _num_entries(model, model.get_input_embeddings())
     for name, count in (("input_ids", num_tokens), ("labels", num_labels)):
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -318,21 +322,21 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
             )
 
 
-def _num_words(model: Any, embeddings: nn.Module) -> int:
+def _num_entries(model: Any, embeddings: nn.Module) -> int:
     """Return the number of rows of the weight, or the vocabulary size if a wrapper hides it."""
     weight = getattr(embeddings, "weight", None)
     return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 
 
-def _check_lengths(model: Any, given: dict[str, Any]) -> int:
+def _check_lengths(model: Any, arguments: dict[str, Any]) -> int:
     """Refuse inputs of wrong shape or different lengths; return the length."""
     lengths = {}
-    for name, x in given.items():
+    for name, x in arguments.items():
         if not isinstance(x, Tensor):
             continue
         _check_shape(model, name, x)
         lengths[name] = x.shape[-1 if name == POSITIONS else 1]
-    _check_rows(given)
+    _check_rows(arguments)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
     return next(iter(lengths.values()))
@@ -351,11 +355,11 @@ def _check_shape(model: Any, name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must hold at least one token, got shape {tuple(x.shape)}")
 
 
-def _check_rows(given: dict[str, Any]) -> None:
+def _check_rows(arguments: dict[str, Any]) -> None:
     """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
-    tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    tokens = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
     for name, rows in (("attention_mask", 1), (POSITIONS, 1), ("labels", len(tokens))):
-        x = given.get(name)
+        x = arguments.get(name)
         if x is not None and x.shape[-2] not in (rows, len(tokens)):
             raise ValueError(
                 f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
@@ -363,7 +367,7 @@ def _check_rows(given: dict[str, Any]) -> None:
 
 
 # Bytes that are summed as one integer.
-WORD = 8
+WORD_BYTES = 8
 
 
 class Agreement:
@@ -426,8 +430,8 @@ def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
 def _sum(x: Tensor) -> Tensor:
     """Return the sum of the bits of a tensor, eight bytes at a time; it may overflow."""
     flat = x.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % WORD:
+    if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
-    end = flat.numel() // WORD * WORD
+    end = flat.numel() // WORD_BYTES * WORD_BYTES
     # A sum of smaller integers would first convert the whole tensor to int64.
     return flat[:end].view(torch.int64).sum() + flat[end:].sum()

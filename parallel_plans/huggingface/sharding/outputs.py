@@ -110,16 +110,16 @@ class Outputs:
         if x.ndim < 3 or x.shape[1] != num_tokens:
             raise ValueError(
                 f"the model's output {name}, {tuple(x.shape)}, has no token for each of the "
-                f"{num_tokens} of this rank: what is made of the whole sequence is "
-                "not supported; leave it out"
+                f"{num_tokens} of this rank: outputs for the whole sequence are not supported; "
+                "leave it out"
             )
         local = x.detach() if detaches else x
         if self.unshards:
             return self.whole(local, spec.plan)
-        return from_local_tokens(local, self.axis.mesh, 1, spec.plan.dealt_length)
+        return from_local_tokens(local, self.axis.mesh, 1, spec.plan.sharded_length)
 
     def whole(self, local: Tensor, plan: BatchPlan) -> Tensor:
         """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""
         layout = plan.layout if isinstance(plan.layout, Balanced) else None
-        sharded = from_local_tokens(local, self.axis.mesh, 1, plan.dealt_length)
+        sharded = from_local_tokens(local, self.axis.mesh, 1, plan.sharded_length)
         return unshard_sequence(sharded, 1, layout)[:, : plan.seq_len]

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.extension import Layout, axis_group, checked_barrier, local_tokens
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
-from parallel_plans.huggingface.core.documents import Documents, find_documents
-from parallel_plans.huggingface.core.frames import Dealt
-from parallel_plans.huggingface.core.given_masks import largest
+from parallel_plans.huggingface.core.documents import DocumentBounds, find_documents
+from parallel_plans.huggingface.core.layer_inputs import ShardedInputs
+from parallel_plans.huggingface.core.model_masks import largest
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.core.positions import LargestPosition, LastTokens, counter_of
 from parallel_plans.huggingface.core.restore import NO_PICKLE
 from parallel_plans.huggingface.losses.head import loss_head, pops_logits
-from parallel_plans.huggingface.losses.loss import Loss, asks_router_logits, router_spec
+from parallel_plans.huggingface.losses.loss import LossFunction, router_spec, uses_router_logits
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
     Agreement,
-    Batch,
     BatchPlan,
+    ModelBatch,
     described,
     has_content,
     keywords,
@@ -38,7 +38,7 @@ from parallel_plans.huggingface.sharding.batch import (
     shard,
 )
 from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec
-from parallel_plans.huggingface.states.relay import AxisRelay
+from parallel_plans.huggingface.states.state_passing import AxisStatePassing
 
 
 class Sharding:
@@ -53,11 +53,11 @@ class Sharding:
         model: Any,
         axis: SequenceAxis,
         layer_masks: LayerMasks,
-        loss: Loss,
+        loss: LossFunction,
         unshard_outputs: bool,
-        relay: AxisRelay | None = None,
+        passing: AxisStatePassing | None = None,
     ) -> None:
-        self.axis, self.layer_masks, self.loss, self.relay = axis, layer_masks, loss, relay
+        self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
         self.largest = LargestPosition(model)
         self.returns_logits = False  # together with a loss, even if the call does not request them
@@ -77,28 +77,30 @@ class Sharding:
         """Refuse pickling: the plan put functions into the model that refer to process groups."""
         raise TypeError(NO_PICKLE)
 
-    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
         found = named_arguments(self._names, args, kwargs)
         if "cache_position" not in self._names:
             found.pop("cache_position", None)  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            found.pop("labels", None)  # they belong to the model around a base model
+            found.pop("labels", None)  # the outer model of a base model takes them
         return found
 
-    def inputs(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
+    def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
-        has_logits = pops_logits(model, given) or self.returns_logits
-        self.agree(model, given)
-        batch = parse(model, given, self.loss)
+        has_logits = pops_logits(model, arguments) or self.returns_logits
+        self.agree(model, arguments)
+        batch = parse(model, arguments, self.loss)
         plan = self.plan(batch)
         self.largest.set(plan.positions)
         batch = replace(batch, positions=plan.positions)
-        local = shard(batch, plan.indices, plan.dealt_length)
+        local = shard(batch, plan.indices, plan.sharded_length)
         return self.call(model, local, plan, has_logits)
 
-    def plan(self, batch: Batch) -> BatchPlan:
+    def plan(self, batch: ModelBatch) -> BatchPlan:
         """Decide how a batch is sharded, and find its documents and positions."""
         layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
         documents = find_documents(
@@ -109,12 +111,12 @@ class Sharding:
             cu_seq_lens_q=batch.cu_seq_lens_q,
             cu_seq_lens_k=batch.cu_seq_lens_k,
         )
-        if self.relay is None:
-            length, pieces = layout.dealt_length(seq_len, mesh.size()), None
+        if self.passing is None:
+            length, scan_chunks = layout.dealt_length(seq_len, mesh.size()), None
         else:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
-            pieces = self.relay.begin(self._boundaries(batch, documents), length, batch.mask)
+            scan_chunks = self.passing.begin(self._boundaries(batch, documents), length, batch.mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         if layout.per_batch:
@@ -122,30 +124,31 @@ class Sharding:
             documents = replace(documents, runs=sequence_runs(layout))
         indices = torch.arange(length, device=batch.tokens.device)
         indices, positions = local_tokens(indices, mesh, 0, layout), self.positions(batch)
-        return BatchPlan(seq_len, length, layout, documents, positions, indices, pieces)
+        return BatchPlan(seq_len, length, layout, documents, positions, indices, scan_chunks)
 
-    def _boundaries(self, batch: Batch, documents: Documents) -> Tensor | None:
+    def _boundaries(self, batch: ModelBatch, documents: DocumentBounds) -> Tensor | None:
         """Return the document boundaries for stateful layers, which mask padding themselves."""
         known = self._known_masks
-        starts_anew = not known or any(x.starts_anew(documents.has_axes) for x in known)
-        is_packed = starts_anew and batch.mask is None
+        restarts = not known or any(x.restarts(documents.has_axes) for x in known)
+        is_packed = restarts and batch.mask is None
         return documents.packed if is_packed or batch.cu_seq_lens_q is not None else None
 
-    def _balanced(self, documents: Documents, seq_len: int, seen: Any) -> Balanced:
+    def _balanced(self, documents: DocumentBounds, seq_len: int, seen: Any) -> Balanced:
         """Return a layout with equal work for the documents and the most frequent mask."""
         if torch.compiler.is_compiling():
             raise ValueError(
                 "the balanced layout shards each batch by its documents, which a graph cannot: "
                 "compile the model with another layout"
             )
-        # One layout serves all layers: of given masks the largest decides, else the most frequent.
+        # One layout serves all layers: of precomputed masks the largest decides, else the most
+        # frequent.
         if seen is not None:
             return Balanced(None, seq_len, self.axis.mesh.size(), slices=largest(seen))
         masks = [x.mask for x in self._known_masks]
         mask = max(masks, key=masks.count, default=Mask.causal())
         return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
-    def positions(self, batch: Batch, past: int = 0, mask: Tensor | None = None) -> Tensor:
+    def positions(self, batch: ModelBatch, past: int = 0, mask: Tensor | None = None) -> Tensor:
         """Return the given positions, or count them as the model does, by default from zero.
 
         Args:
@@ -165,33 +168,33 @@ class Sharding:
         return found[:, -num_tokens:] + (past if found.shape[1] == num_tokens else 0)
 
     def call(
-        self, model: Any, batch: Batch, plan: BatchPlan, has_logits: bool
+        self, model: Any, batch: ModelBatch, plan: BatchPlan, has_logits: bool
     ) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward, and what joining its outputs needs.
 
         The model does not get the labels: the plan takes the loss, or a head that has them.
         """
-        frame = Dealt(self.axis, plan.dealt_length, plan.documents, plan.documents.runs)
-        ring = RingInputs((frame,), plan.indices, self.layer_masks, pieces=plan.pieces)
+        inputs = ShardedInputs(self.axis, plan.sharded_length, plan.documents, plan.documents.runs)
+        ring = RingInputs((inputs,), plan.indices, self.layer_masks, scan_chunks=plan.scan_chunks)
         # Layers with a state mask their own padding.
-        how = keywords(batch, ring, None if self.relay is None else batch.mask)
+        how = keywords(batch, ring, None if self.passing is None else batch.mask)
         router = None
-        if asks_router_logits(model, batch.others, self.loss.why_no_balance):
+        if uses_router_logits(model, batch.others, self.loss.why_no_balance):
             is_token = plan.indices < plan.seq_len
             weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
             router, how[ROUTER_LOGITS] = router_spec(model, weights), True
-        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.dealt_length)
+        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
         in_head = not has_logits and loss_head(model) is not None
         labels = (None, batch.labels) if in_head else (batch.labels, None)
         return how, OutputSpec(plan, *labels, batch.num_items, has_logits, router, kept)
 
     def keep_logits(
-        self, how: dict[str, Any], layout: Layout, seq_len: int, dealt_length: int
+        self, how: dict[str, Any], layout: Layout, seq_len: int, sharded_length: int
     ) -> LastTokens | None:
         """Return the tokens whose logits are requested, if not all; set them in the keywords."""
         if not how.get(LOGITS_TO_KEEP):
             return None
-        kept = LastTokens.of(self.axis, layout, seq_len, dealt_length, how[LOGITS_TO_KEEP])
+        kept = LastTokens.of(self.axis, layout, seq_len, sharded_length, how[LOGITS_TO_KEEP])
         how[LOGITS_TO_KEEP] = kept.local_indices(how["ring"].indices.device)
         return kept
 
@@ -200,7 +203,7 @@ class Sharding:
         if has_content(batch):
             self.agreement.check(model, batch, self.axis.mesh)
 
-    def meet(self, batch: dict[str, Any], what: str) -> None:
+    def check_same_batch(self, batch: dict[str, Any], what: str) -> None:
         """Check in every forward that all ranks have the same batch; `what` names it in errors.
 
         Raises:
@@ -213,8 +216,8 @@ class Sharding:
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """Join the outputs of a batch; `losses` come from a head that computes them."""
         self.finish(spec)
-        if self.relay is not None:
-            self.relay.keep(output)
+        if self.passing is not None:
+            self.passing.keep(output)
         return self.outputs.joined(output, spec, losses)
 
     def finish(self, spec: OutputSpec) -> None:
@@ -234,26 +237,26 @@ class Sharding:
         return self.outputs.whole(local, plan)
 
 
-def forward_by_name(model: nn.Module, given_of: Callable[..., Any], run: Any) -> MethodType:
-    """Return a method to replace a model's forward, which calls `run(model, given)`.
+def forward_by_name(model: nn.Module, arguments_of: Callable[..., Any], run: Any) -> MethodType:
+    """Return a method to replace a model's forward, which calls `run(model, arguments)`.
 
     This is a method of the instance, not a hook: torch.compile runs the hooks of the module that it
     compiles outside the graph.
 
     Args:
         model: the model.
-        given_of: returns the arguments of a call by name, see `Sharding.given`.
+        arguments_of: returns the arguments of a call by name, see `Sharding.arguments`.
         run: returns the output with named fields.
     """
     plain = type(model).forward
 
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = given_of(self, args, kwargs)
-        is_tuple = given.pop("return_dict", None) is False
+        arguments = arguments_of(self, args, kwargs)
+        is_tuple = arguments.pop("return_dict", None) is False
         if is_tuple:  # it is read by index, so it always includes logits
-            given["output_logits"] = True
-        output = run(self, given)
+            arguments["output_logits"] = True
+        output = run(self, arguments)
         return output.to_tuple() if is_tuple else output
 
     return own_method(model, forward)

@@ -1,4 +1,4 @@
-"""Hands over the state that layers carry along the sequence, through their cache.
+"""Passes the state that layers carry along the sequence from rank to rank, through their cache.
 
 Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
 They read the state after the previous tokens from it, and store the state after their own. Here a
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from dtensor_ring.extension import within_layer
-from parallel_plans.huggingface.core.frames import Pieces
+from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.versions import parameter_of_cache
 
 # The cache methods with which stateful layers store a state.
@@ -39,34 +39,34 @@ States = dict[StateKey, Tensor]
 
 # Maps the input of a layer, its attention mask and the states before it to the output and the
 # states after it.
-Run = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
+RunLayer = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A call of a stateful layer.
 
     Attributes:
         number: index of the layer among the stateful layers.
         hidden: the input of the layer, `(B, L, H)`.
         trains: whether the layer has parameters that need a gradient.
-        pieces: the pieces of the batch, if the model passes them to the layer.
+        chunks: the chunks of the batch, if the model passes them to the layer.
     """
 
     number: int
     hidden: Tensor
     trains: bool
-    pieces: Pieces | None
+    chunks: ScanChunks | None
 
 
-class Relay(Protocol):
+class StatePassing(Protocol):
     """Moves states between shards of the sequence."""
 
-    def call(self, call: Call, run: Run) -> Any:
+    def call(self, call: LayerCall, run: RunLayer) -> Any:
         """Return the output of a layer for its tokens; this may run the layer several times."""
 
 
 @dataclass
-class HandOver:
+class StateCache:
     """Stands in for the cache in one call of one layer."""
 
     before: States
@@ -90,14 +90,14 @@ class HandOver:
         """Prepend the last columns of the previous tokens to `conv_states`, `(B, C, L)`."""
         if conv_kernel_size is None:
             raise ValueError(
-                f"a convolution of layer {layer_idx} does not tell its cache how many tokens it "
-                "sees, and so not what it needs of the tokens before"
+                f"a convolution of layer {layer_idx} does not pass its kernel size to its cache, "
+                "so it is unknown how many earlier tokens it needs"
             )
         key, num_before = ("conv", state_idx), conv_kernel_size - 1
-        tail = self.before.get(key)
-        if tail is None:
-            tail = conv_states.new_zeros(*conv_states.shape[:-1], num_before)
-        whole = torch.cat([tail.to(conv_states.dtype), conv_states], -1)
+        last = self.before.get(key)
+        if last is None:
+            last = conv_states.new_zeros(*conv_states.shape[:-1], num_before)
+        whole = torch.cat([last.to(conv_states.dtype), conv_states], -1)
         self.after[key] = whole[..., whole.shape[-1] - num_before :]
         return whole
 
@@ -149,9 +149,9 @@ def required_parameters(layer: nn.Module) -> list[str]:
 
 
 @contextmanager
-def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
-    """Make these layers hand over their states by a relay within a context."""
-    relay_states(layers, relay)
+def passing_states(layers: list[nn.Module], passing: StatePassing) -> Iterator[None]:
+    """Open a context in which these layers pass their states on."""
+    pass_states(layers, passing)
     try:
         yield
     finally:
@@ -159,14 +159,14 @@ def relayed(layers: list[nn.Module], relay: Relay) -> Iterator[None]:
             del layer.forward
 
 
-def relay_states(layers: list[nn.Module], relay: Relay) -> None:
-    """Make these layers hand over their states by a relay from now on."""
+def pass_states(layers: list[nn.Module], passing: StatePassing) -> None:
+    """Make these layers pass their states on from now on."""
     for number, layer in enumerate(layers):
-        layer.forward = MethodType(_forward(layer, number, relay), layer)
+        layer.forward = MethodType(_forward(layer, number, passing), layer)
 
 
-def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
-    """Return the layer's forward, run by a relay that receives and sends its states."""
+def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[..., Any]:
+    """Return a forward of the layer that receives its states, and sends them on."""
     plain, cache = type(layer).forward, _cache_parameter(layer)
     assert cache is not None, f"{type(layer).__name__} has no state"
     known = signature(plain)
@@ -177,30 +177,32 @@ def _forward(layer: nn.Module, number: int, relay: Relay) -> Callable[..., Any]:
     @torch.compiler.disable
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ring = kwargs.pop("ring", None)  # for attention; kernels accept no other keywords
-        given = known.bind(self, *args, **kwargs)
-        hidden = given.arguments[first]
-        _refuse_more_inputs(self, {name: given.arguments[name] for name in needed})
-        kept = {name: x for name, x in given.arguments.items() if name in ("self", first)}
-        others = {name: _without_tokens(x) for name, x in given.arguments.items()} | kept
+        bound = known.bind(self, *args, **kwargs)
+        hidden = bound.arguments[first]
+        _refuse_more_inputs(self, {name: bound.arguments[name] for name in needed})
+        kept = {name: x for name, x in bound.arguments.items() if name in ("self", first)}
+        others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept
 
         def run(hidden: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
-            here = HandOver(before)
+            here = StateCache(before)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
-            given.arguments.update(others | masks | {first: hidden, cache: here})
+            bound.arguments.update(others | masks | {first: hidden, cache: here})
             state = here.get_recurrent_state(number) if scans(plain) else None
-            runs = plain if state is None else going_on(plain, state)
-            return runs(*given.args, **given.kwargs), here.after
+            runs = plain if state is None else continued_from(plain, state)
+            return runs(*bound.args, **bound.kwargs), here.after
 
         trains = any(x.requires_grad for x in self.parameters())
         with within_layer(self):
-            return relay.call(Call(number, hidden, trains, getattr(ring, "pieces", None)), run)
+            return passing.call(
+                LayerCall(number, hidden, trains, getattr(ring, "scan_chunks", None)), run
+            )
 
     return forward
 
 
-def _refuse_more_inputs(layer: nn.Module, given: dict[str, Any]) -> None:
+def _refuse_more_inputs(layer: nn.Module, arguments: dict[str, Any]) -> None:
     """Refuse a second tensor of tokens next to the layer's input: its order is unknown."""
-    for name, x in given.items():
+    for name, x in arguments.items():
         if isinstance(x, Tensor):
             raise ValueError(
                 f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
@@ -224,7 +226,7 @@ def scans(forward: Callable[..., Any]) -> bool:
     return SCAN in unwrap(forward).__code__.co_names
 
 
-def going_on(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
+def continued_from(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
     """Return a copy of a layer's forward whose scan continues from a state.
 
     Args:

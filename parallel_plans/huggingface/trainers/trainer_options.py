@@ -18,8 +18,8 @@ DEEPSPEED = (
 )
 
 LEFT = (
-    ". TrainingArguments do not ask for FSDP: the environment does, by ACCELERATE_USE_FSDP, which "
-    "also an Accelerator that shards sets for all that come after it in its process"
+    ". TrainingArguments do not ask for FSDP: the environment does, by ACCELERATE_USE_FSDP; an "
+    "Accelerator that shards sets it for all later ones of its process"
 )
 
 
@@ -37,7 +37,7 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
     """
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     sharded = {name: size for name, size in sizes.items() if name in ("dp_shard", "tp")}
-    for is_given, why in (
+    for is_refused, why in (
         (args.deepspeed or getattr(state, "deepspeed_plugin", None) is not None, DEEPSPEED),
         (
             getattr(state, "megatron_lm_plugin", None) is not None,
@@ -73,7 +73,7 @@ def check_launch(args: Any, state: Any, plugin: Any, mesh: DeviceMesh) -> None:
             "launch",
         ),
     ):
-        if is_given:
+        if is_refused:
             raise ValueError(why)
 
 
@@ -88,7 +88,7 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
     Raises:
         ValueError: naming the option and what to do.
     """
-    for is_given, why in (
+    for is_refused, why in (
         (
             not args.average_tokens_across_devices,
             "average_tokens_across_devices=False would weight tokens by the batch they are in; "
@@ -126,7 +126,7 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
         ),
         (has_alora(adapters), NO_ALORA),
     ):
-        if is_given:
+        if is_refused:
             raise ValueError(why)
 
 

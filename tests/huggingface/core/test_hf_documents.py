@@ -13,12 +13,12 @@ from torch.distributed.utils import _to_kwargs
 from dtensor_ring import Mask
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import (
-    Documents,
+    DocumentBounds,
     cached_documents,
     find_documents,
     left_padding,
 )
-from parallel_plans.huggingface.core.frames import Dealt, Decoded
+from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, ShardedInputs
 from parallel_plans.huggingface.core.patterns import LayerMask
 
 SEQ_LEN = 6
@@ -87,7 +87,7 @@ def test_chunks_of_packed_documents_count_from_position_0() -> None:
 
 
 def test_tokens_that_were_added_are_not_seen() -> None:
-    assert bounds(Documents().bounded(4).of(OTHER)[0]) == [[0, 4]]
+    assert bounds(DocumentBounds().bounded(4).of(OTHER)[0]) == [[0, 4]]
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_boundaries_stay_on_the_cpu() -> None:
     """fully_shard moves what a layer is called with to the device, on a GPU, by this function."""
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     axis: Any = SimpleNamespace()
-    documents = Documents(bounds, bounds, {2: bounds}, bounds)
-    frames = (
-        Dealt(axis, 4, documents, bounds, bounds),
-        Decoded(axis, documents, bounds, bounds, 4, None, bounds),
+    documents = DocumentBounds(bounds, bounds, {2: bounds}, bounds)
+    layers = (
+        ShardedInputs(axis, 4, documents, bounds, bounds),
+        DecodeInputs(axis, documents, bounds, bounds, 4, None, bounds),
     )
-    dealt = RingInputs(frames, bounds, {})
+    dealt = RingInputs(layers, bounds, {})
     _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)
     assert moved["ring"].indices.is_meta
-    assert moved["ring"].frames == frames
+    assert moved["ring"].layers == layers
 
 
 def test_documents_of_a_cache() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import masking_utils
 
 from dtensor_ring import Mask
-from parallel_plans.huggingface.core.given_masks import ModelMask
+from parallel_plans.huggingface.core.model_masks import ModelMask
 from parallel_plans.huggingface.core.patterns import LayerMask, pattern_of, read_patterns
 from tests.families import small_model
 

@@ -130,7 +130,7 @@ def test_saved(pool: Pool, family: str) -> None:
 
 
 def part() -> None:
-    """A plan on a part, whose config was told of the ring by the model around it."""
+    """A plan on a part, in whose config the outer model has set the ring."""
     model = small_model("Gemma 3")
     planned(model.model, unshard_outputs=True)
     model.config._attn_implementation = "ring"  # as docs/huggingface.md says of images in text

@@ -110,7 +110,7 @@ SAMPLE = ("beams", "two of each", "no cache", "prompt lookup")
 
 @pytest.mark.parametrize("family", ["Gemma 3", "Qwen3-VL"])
 def test_ways_to_generate(pool: Pool, family: str) -> None:
-    """Each rank runs the tower on its images only."""
+    """Each rank runs the encoder on its images only."""
     pool.run(3, check_ways, family, SAMPLE, "zigzag", True)
 
 

@@ -75,7 +75,7 @@ def test_ranks_that_drift_apart(pool: Pool, name: str) -> None:
 
 
 def check_start() -> None:
-    """What differs before the first token is told by name, and the group goes on."""
+    """What differs before the first token is named, and the group goes on."""
     ours, rank = sharded("Llama"), dist.get_rank()
     for changes, match in (
         ({"input_ids": tokens() + rank}, "differ in input_ids: .*checksum"),
@@ -117,7 +117,7 @@ OTHER_TURNS = {
 
 @torch.no_grad()
 def check_other_turn(name: str) -> None:
-    """All ranks are told, after whatever number of turns on which they agreed."""
+    """All ranks raise, after whatever number of forwards on which they agreed."""
     ours, is_last = sharded("Gemma 3"), dist.get_rank() == dist.get_world_size() - 1
     first, last, match = OTHER_TURNS[name]
     cache = ContextParallelCache(ours)

@@ -17,8 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, Sta
 from dtensor_ring import ShardedCache
 from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.versions import with_cache
-from parallel_plans.huggingface.generation import turn as window
-from parallel_plans.huggingface.generation.turn import Window
+from parallel_plans.huggingface.generation import new_tokens as window
+from parallel_plans.huggingface.generation.new_tokens import WindowCache
 from tests.families import SMALL
 from tests.huggingface.generation.generating import (
     CACHE,
@@ -124,7 +124,7 @@ def check_misused() -> None:
     hook.remove()
     assert cache.get_seq_length() == 13
     again = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
-    assert torch.equal(again[0], angles[0]), "not those of the turn that failed"
+    assert torch.equal(again[0], angles[0]), "not those of the forward that failed"
     hook = layer.register_forward_pre_hook(lambda *_: deepcopy(cache.layers[1]))
     with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
         ours(tokens(1), cache=cache)
@@ -152,7 +152,7 @@ def _fail(*_: Any) -> None:
 
 @torch.no_grad()
 def check_half_done() -> None:
-    """What fails in some layer is done in none: turns, and choices of rows."""
+    """What fails in some layer is done in none: forwards, and choices of rows."""
     cases: tuple[tuple[str, Any, str, int, Any], ...] = (
         (
             "Mistral, short window",
@@ -162,7 +162,7 @@ def check_half_done() -> None:
             lambda x, cache: x(tokens(2), cache=cache),
         ),
         ("Gemma 3", ShardedCache, "select", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
-        ("Gemma 3", Window, "selected", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
+        ("Gemma 3", WindowCache, "selected", 1, lambda _, cache: cache.batch_repeat_interleave(2)),
     )
     for family, owner, name, number, call in cases:
         ours = sharded(family)
@@ -225,7 +225,7 @@ def check_rows() -> None:
         pairs[0][1].crop(-20)
 
 
-def check_turns_of_a_chat() -> None:
+def check_a_chat() -> None:
     """Answers of several turns, then the next question: as of the stock model."""
     for family in ("Llama", "Gemma 3", "DeepSeek-V3"):
         ours, theirs = sharded(family), stock(family)
@@ -251,7 +251,7 @@ CHECKS = {
     "lookup": (check_lookup, 2),
     "bytes": (check_usage, 3),
     "rows": (check_rows, 2),
-    "a chat": (check_turns_of_a_chat, 3),
+    "a chat": (check_a_chat, 3),
 }
 
 

@@ -14,14 +14,14 @@ from parallel_plans.huggingface.losses import cross_entropy
 from parallel_plans.huggingface.losses.cross_entropy import IGNORE_INDEX, projected_cross_entropy
 from tests.test_memory import Counted
 
-NUM_TOKENS, NUM_WORDS, WIDTH = 10, 150, 6
+NUM_TOKENS, NUM_ENTRIES, WIDTH = 10, 150, 6
 
 
 class Case(NamedTuple):
     has_bias: bool = False
     scale: float = 1.0
     softcap: float = 0.0
-    tile_bytes: int = 400  # 10 of the words
+    tile_bytes: int = 400  # 10 vocabulary entries
     num_tokens: int = NUM_TOKENS
     labels: int | None = None
 
@@ -35,15 +35,15 @@ CASES = {
     "all": Case(True, 3.0, 2.0),
     "no tokens": Case(True, num_tokens=0),
     "no labels": Case(True, labels=IGNORE_INDEX),
-    "the last word": Case(labels=NUM_WORDS - 1),
+    "the last entry": Case(labels=NUM_ENTRIES - 1),
 }
 
 
 def tensors(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
     """Hidden states, weight and bias; labels, one of them missing."""
     torch.manual_seed(0)
-    shapes = [(case.num_tokens, WIDTH), (NUM_WORDS, WIDTH), (NUM_WORDS,)][: 2 + case.has_bias]
-    labels = torch.randint(NUM_WORDS, (case.num_tokens,))
+    shapes = [(case.num_tokens, WIDTH), (NUM_ENTRIES, WIDTH), (NUM_ENTRIES,)][: 2 + case.has_bias]
+    labels = torch.randint(NUM_ENTRIES, (case.num_tokens,))
     labels[3:4] = IGNORE_INDEX
     if case.labels is not None:
         labels.fill_(case.labels)
@@ -59,8 +59,8 @@ def dense(inputs: list[Tensor], labels: Tensor, case: Case) -> Tensor:
 
 def tiled(inputs: list[Tensor], labels: Tensor, case: Case) -> Tensor:
     hidden, weight, *bias = inputs
-    tail = case.scale, case.softcap
-    return projected_cross_entropy(hidden, weight, bias[0] if bias else None, labels, *tail)
+    scaling = case.scale, case.softcap
+    return projected_cross_entropy(hidden, weight, bias[0] if bias else None, labels, *scaling)
 
 
 def results(losses: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -104,8 +104,8 @@ def test_gradients_that_nobody_needs(frozen: int) -> None:
     torch.testing.assert_close(found, [expected[i] for i in kept], rtol=0, atol=0)
 
 
-def test_words_without_probability() -> None:
-    """As a bias of -inf for words that fill up the vocabulary; whole tiles of them come first."""
+def test_entries_without_probability() -> None:
+    """As a bias of -inf for entries that fill up the vocabulary; whole tiles of them come first."""
     case = CASES["bias"]
     inputs, labels = tensors(case)
     inputs[2].data[:40] = -torch.inf
@@ -127,8 +127,8 @@ def test_mean_of_no_labels() -> None:
     assert not torch.cat([x.flatten() for x in grads[0]]).any()
 
 
-@pytest.mark.parametrize("label", [NUM_WORDS, -1])
-def test_labels_that_are_no_words(label: int) -> None:
+@pytest.mark.parametrize("label", [NUM_ENTRIES, -1])
+def test_labels_out_of_the_vocabulary(label: int) -> None:
     inputs, labels = tensors(Case(labels=label))
     with pytest.raises(RuntimeError, match=r"labels are from 0 to 149, or -100"):
         tiled(inputs, labels, Case())
@@ -153,12 +153,12 @@ def test_autocast() -> None:
     assert not torch.equal(found[0], results(tiled(inputs, labels, Case()), inputs)[0])
 
 
-def peak_bytes(num_tokens: int, num_words: int, width: int, dtype: torch.dtype) -> int:
+def peak_bytes(num_tokens: int, num_entries: int, width: int, dtype: torch.dtype) -> int:
     """Of forward and backward, beside the gradients; on the meta device, at any size."""
     options: Any = {"dtype": dtype, "device": "meta"}
-    weight, hidden = (torch.empty(x, width, **options) for x in (num_words, num_tokens))
+    weight, hidden = (torch.empty(x, width, **options) for x in (num_entries, num_tokens))
     labels = torch.empty(num_tokens, dtype=torch.int64, device="meta")
-    gradients = (num_words + num_tokens) * width * dtype.itemsize
+    gradients = (num_entries + num_tokens) * width * dtype.itemsize
     with Counted(0) as counted:
         losses, lse = cross_entropy.forward(hidden, weight, None, labels, 1.0, 30.0)
         forward = counted.peak
@@ -170,8 +170,8 @@ def peak_bytes(num_tokens: int, num_words: int, width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1024, 4096])
 def test_memory(width: int, dtype: torch.dtype) -> None:
-    """Of 16k tokens and 128k words: less than an eighth of the logits in float32."""
-    num_tokens, num_words = 16 * 1024, 128 * 1024
-    peak = peak_bytes(num_tokens, num_words, width, dtype)
-    logits = 4 * num_tokens * num_words
+    """Of 16k tokens and 128k vocabulary entries: less than an eighth of the logits in float32."""
+    num_tokens, num_entries = 16 * 1024, 128 * 1024
+    peak = peak_bytes(num_tokens, num_entries, width, dtype)
+    logits = 4 * num_tokens * num_entries
     assert logits / 64 < peak < logits / 8, f"{logits / peak:.1f}"

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.losses.head import Tail, find_tail, loss_head
+from parallel_plans.huggingface.losses.head import LogitsTransform, find_logits_transform, loss_head
 from tests.dense import largest
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
 from tests.pool import Pool
@@ -46,24 +46,30 @@ def cohere() -> Any:
     return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.3))
 
 
-MODELS: dict[str, tuple[Callable[[], Any], Tail | None]] = {
-    **{family: (partial(small_model, family), Tail()) for family in FAMILIES},
-    "Gemma 2": (partial(small_model, "Gemma 2", final_logit_softcapping=2.0), Tail(1.0, 2.0)),
-    "Gemma 3, cap": (partial(small_model, "Gemma 3", final_logit_softcapping=30.0), Tail(1.0, 30)),
-    "Granite": (partial(small_model, "Granite", logits_scaling=3.0), Tail(1 / 3)),
-    "Cohere": (cohere, Tail(0.3)),
-    "Llama, tied": (partial(small_model, "Llama", tie_word_embeddings=True), Tail()),
+MODELS: dict[str, tuple[Callable[[], Any], LogitsTransform | None]] = {
+    **{family: (partial(small_model, family), LogitsTransform()) for family in FAMILIES},
+    "Gemma 2": (
+        partial(small_model, "Gemma 2", final_logit_softcapping=2.0),
+        LogitsTransform(1.0, 2.0),
+    ),
+    "Gemma 3, cap": (
+        partial(small_model, "Gemma 3", final_logit_softcapping=30.0),
+        LogitsTransform(1.0, 30),
+    ),
+    "Granite": (partial(small_model, "Granite", logits_scaling=3.0), LogitsTransform(1 / 3)),
+    "Cohere": (cohere, LogitsTransform(0.3)),
+    "Llama, tied": (partial(small_model, "Llama", tie_word_embeddings=True), LogitsTransform()),
     "Granite, bfloat16": (
         lambda: small_model("Granite", logits_scaling=3.0).bfloat16(),
-        Tail(1 / 3),
+        LogitsTransform(1 / 3),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tails(name: str) -> None:
+def test_logits_transforms(name: str) -> None:
     make, expected = MODELS[name]
-    assert find_tail(make()) == pytest.approx(expected, rel=1e-6)
+    assert find_logits_transform(make()) == pytest.approx(expected, rel=1e-6)
 
 
 def hooked() -> Any:
@@ -80,8 +86,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_tails(name: str) -> None:
-    assert find_tail(OTHERS[name]()) is None
+def test_other_transforms(name: str) -> None:
+    assert find_logits_transform(OTHERS[name]()) is None
 
 
 def parametrized(model: Any) -> Any:

@@ -107,7 +107,7 @@ def test_load_balancing_losses_of_transformers(family: str) -> None:
 
 def with_images() -> None:
     model, batch = planned("Llama 4"), batch_of("Llama 4", "several images")
-    refused = "Llama4.* cannot take output_router_logits=True .* around the language model .* leave"
+    refused = "Llama4.* cannot take output_router_logits=True .* outer model .* leave"
     loss = model(**batch).loss.detach()
     with pytest.raises(ValueError, match=refused):
         model(**batch, output_router_logits=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.losses.loss import Loss
+from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import parse, shard
 from tests.families import SMALL
 from tests.pool import Pool
@@ -36,7 +36,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 def test_parts_of_a_batch() -> None:
     """Labels are shifted in the whole batch; padding has none, and is no token."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    loss = Loss(None, True, None, None)
+    loss = LossFunction(None, True, None, None)
     types = torch.ones_like(IDS)
     given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
     whole = parse(model, given | {"use_cache": False}, loss)

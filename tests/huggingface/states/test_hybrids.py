@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from parallel_plans.huggingface.states.relay import KeptStates, first
-from parallel_plans.huggingface.states.stateful import relayed, required_parameters, stateful_layers
+from parallel_plans.huggingface.states.state_passing import LocalStatePassing, first
+from parallel_plans.huggingface.states.stateful import (
+    passing_states,
+    required_parameters,
+    stateful_layers,
+)
 from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
@@ -45,11 +49,11 @@ def test_hybrid_equals_the_stock_model(
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_layers_go_on_from_their_states(family: str) -> None:
     """Two halves of a sequence are the whole with the states of the first half, and not without."""
-    layers, states = stateful_layers(small_model(family)), KeptStates()
+    layers, states = stateful_layers(small_model(family)), LocalStatePassing()
     assert bool(layers) == ("attention only" not in family)
     torch.manual_seed(1)
     x = torch.randn(2, 10, 16)
-    with torch.no_grad(), relayed(layers, states):
+    with torch.no_grad(), passing_states(layers, states):
         for layer in layers:
             whole, ends = output(layer, x), []
             for forgets in (False, True):
@@ -71,8 +75,8 @@ def output(layer: Any, hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "layout", "reason"),
     [
-        ("RecurrentGemma", LAYOUT, r"layers\.0 \(linear_attention\).* tell no cache"),
-        ("xLSTM", LAYOUT, "tell no cache"),
+        ("RecurrentGemma", LAYOUT, r"layers\.0 \(linear_attention\).* store it in no cache"),
+        ("xLSTM", LAYOUT, "store it in no cache"),
         (
             "LFM2",
             "balanced",
@@ -133,7 +137,7 @@ def test_compiled_as_a_whole(
         found = {
             name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)
         }
-        assert found == {"_forward.<locals>.forward", "Pieces.of"}, breaks
+        assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
         assert len(breaks) == 2, breaks
 
 

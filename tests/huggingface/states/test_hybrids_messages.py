@@ -32,13 +32,13 @@ class StateCalls(TorchDispatchMode):
         """Calls in their order: r(eceive) and s(end)."""
         self.sent: Counter[str] = Counter()
         self._op: Any = None
-        self._deals_tokens = False
+        self._shards_tokens = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.states += {receive_op: "r", send_op: "s"}.get(func, "")
         self._op = func
         # The sum of the ranks' losses is an exchange, too: of one number each.
-        self._deals_tokens = func is all_to_all_op and args[0][0].shape[-1] > 1
+        self._shards_tokens = func is all_to_all_op and args[0][0].shape[-1] > 1
         return func(*args, **kwargs or {})
 
     def starting(self, start: Any) -> Any:
@@ -48,7 +48,7 @@ class StateCalls(TorchDispatchMode):
             for message in sends:
                 self.sent["states"] += self._op in (receive_op, send_op)
                 size = message.flat.numel() * message.flat.itemsize
-                self.sent["exchanged"] += size * self._deals_tokens
+                self.sent["exchanged"] += size * self._shards_tokens
             return start(transport, receives, sends)
 
         return counting

@@ -96,7 +96,7 @@ def test_checkpointing_repeats_a_layer_with_its_own_documents(pool: Pool) -> Non
 
 
 def refused_batches() -> None:
-    with pytest.raises(ValueError, match="does not tell it of which batch"):
+    with pytest.raises(ValueError, match="does not say of which batch"):
         two_batches("Mamba 2", True)
 
 

@@ -62,7 +62,7 @@ def train_all(folder: str, is_told_first: bool) -> list[tuple[list[float], set[s
     return found
 
 
-@pytest.mark.parametrize("is_told_first", [False, True], ids=["one by one", "all told first"])
+@pytest.mark.parametrize("is_told_first", [False, True], ids=["one by one", "all set first"])
 def test_each_trains_as_one_process(pool: Pool, tmp_path: Path, is_told_first: bool) -> None:
     from transformers import Trainer
 

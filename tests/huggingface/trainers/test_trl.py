@@ -119,14 +119,14 @@ def per_token(layout: str | None, shifted: bool) -> tuple[dict[str, Any], int]:
     """What TRL's head says of tokens, the gradient of its sum, and the rows that it projects."""
     from trl.trainer.utils import add_fused_lm_head
 
-    from parallel_plans.huggingface.trl import _deal_tokens
+    from parallel_plans.huggingface.trl import _shard_tokens
 
     model = small_model("Llama", use_cache=False)
     if layout is not None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         parallelize_module(model, mesh, context_parallel_plan(model, layout))
     add_fused_lm_head(model, temperature=0.7, outputs=FIELDS)
-    _deal_tokens(model)
+    _shard_tokens(model)
     seen: list[int] = []
     model.model.register_forward_hook(lambda *x: seen.append(x[-1].last_hidden_state.shape[1]))
     tokens = torch.arange(2, 24).view(2, 11)

@@ -1,4 +1,4 @@
-"""Models whose tokens meet outside of attention are found out by what they compute."""
+"""Models that mix tokens outside of attention are found by what they compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.patterns import read_patterns
-from parallel_plans.huggingface.probing.probe import check_locality
+from parallel_plans.huggingface.probing.probe import check_token_mixing
 from tests.families import FAMILIES, small_model
 
 
@@ -37,7 +37,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_local(family: str) -> None:
     model = small_model(family).train()
-    check_locality(model)
+    check_token_mixing(model)
     assert all(module.training for module in model.modules())
 
 
@@ -45,7 +45,7 @@ def test_rounding_by_the_number_of_rows_is_no_mixing() -> None:
     """As of matrix products in bfloat16, by which a router may choose another expert."""
     model = small_model("Llama").bfloat16()
     model.model.embed_tokens = After(model.model.embed_tokens, MIXES["number"])
-    check_locality(model)
+    check_token_mixing(model)
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=list(MIXES))
@@ -53,7 +53,7 @@ def test_what_mixes_tokens_is_named(mix: Callable[[Tensor], Tensor]) -> None:
     model = small_model("Llama")
     model.model.embed_tokens = After(model.model.embed_tokens, mix)
     with pytest.raises(ValueError, match=r"the output of model\.embed_tokens for a token depends"):
-        check_locality(model)
+        check_token_mixing(model)
 
 
 def test_rotary_embeddings_that_grow() -> None:
@@ -62,7 +62,7 @@ def test_rotary_embeddings_that_grow() -> None:
         lambda module, args, output: tuple(x * x.shape[1] for x in output)
     )
     with pytest.raises(ValueError, match="for a token depends on tokens"):
-        check_locality(model)
+        check_token_mixing(model)
 
 
 def test_rotary_embeddings_that_count_by_themselves() -> None:
@@ -70,7 +70,7 @@ def test_rotary_embeddings_that_count_by_themselves() -> None:
     rotary, forward = model.model.rotary_emb, model.model.rotary_emb.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).view(1, -1))
     with pytest.raises(ValueError, match="for a token depends on tokens"):
-        check_locality(model)
+        check_token_mixing(model)
 
 
 def built(name: str, head: str, **options: Any) -> Any:
@@ -85,9 +85,9 @@ def built(name: str, head: str, **options: Any) -> Any:
 def test_models_of_transformers() -> None:
     trigrams = {"intermediate_size": 16, "embedding_size": 16, "intra_bottleneck_size": 8}
     with pytest.raises(ValueError, match=r"mobilebert\.embeddings.* depends on tokens"):
-        check_locality(built("MobileBert", "ForMaskedLM", **trigrams))
+        check_token_mixing(built("MobileBert", "ForMaskedLM", **trigrams))
     with pytest.raises(ValueError, match="gets no keyword arguments"):
-        check_locality(
+        check_token_mixing(
             built("Nemotron", "ForCausalLM", intermediate_size=16, num_key_value_heads=2)
         )
     with pytest.raises(ValueError, match="works on its masks by itself"):

@@ -14,7 +14,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.vision.tower import Embeddings, Images, Share, Tower
+from parallel_plans.huggingface.vision.image_sharding import (
+    EmbeddingSize,
+    Images,
+    ImageSharding,
+    Share,
+)
 from tests.dense import largest
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import FAMILIES, batch_of, small_model
@@ -27,8 +32,8 @@ CASES = {"several images": 3, "one image": 2, "packed": 3, "padded right": 3}
 """Images of a batch: of three one rank gets two, and one of four ranks none."""
 
 
-def tower_of(model: Any) -> Tower:
-    found = [vars(x).get("context_parallel_tower") for x in model.modules()]
+def image_sharding_of(model: Any) -> ImageSharding:
+    found = [vars(x).get("context_parallel_images") for x in model.modules()]
     return next(x for x in found if x is not None)
 
 
@@ -40,7 +45,7 @@ def dealt(family: str, cases: tuple[str, ...]) -> list[tuple[float, int]]:
     for case in cases:
         batch = batch_of(family, case)
         error = difference(results_of(model, batch), results_of(stock, batch))[0]
-        found.append((error, tower_of(model).num_run))
+        found.append((error, image_sharding_of(model).num_run))
     return found
 
 
@@ -74,7 +79,7 @@ def one_image() -> list[tuple[float, int]]:
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
     batch = {name: x[-1:] for name, x in batch_of("Gemma 3", "several images").items()}
     error = difference(results_of(model, batch), results_of(stock, batch))[0]
-    return [(error, tower_of(model).num_run)]
+    return [(error, image_sharding_of(model).num_run)]
 
 
 def test_one_image_on_two_ranks(pool: Pool) -> None:
@@ -84,7 +89,7 @@ def test_one_image_on_two_ranks(pool: Pool) -> None:
 
 
 def mixed() -> list[tuple[float, int]]:
-    """A tower in which images meet is found, and runs whole on every rank."""
+    """An encoder that mixes images is found, and runs whole on every rank."""
     kind = type(small_model("Gemma 3").model)
     plain = kind.get_image_features
 
@@ -97,7 +102,7 @@ def mixed() -> list[tuple[float, int]]:
         return dealt("Gemma 3", ("several images",))
 
 
-def test_images_that_meet_in_the_tower(pool: Pool) -> None:
+def test_images_that_mix_in_the_encoder(pool: Pool) -> None:
     for ((error, count),) in pool.run(2, mixed):
         assert error < 1e-5
         assert count == 3
@@ -120,7 +125,7 @@ def with_fsdp() -> list[float]:
     batch = batch_of("Gemma 3", "several images")
     for x in (model, stock):
         x(**batch, use_cache=False).loss.backward()
-    assert tower_of(model).num_run == (1, 0, 1, 1)[dist.get_rank()]
+    assert image_sharding_of(model).num_run == (1, 0, 1, 1)[dist.get_rank()]
     grads = dict(stock.named_parameters())
     norms = [x.grad.norm() for x in stock.parameters() if x.grad is not None]
     scale = torch.stack(norms).max() * 1e-2
@@ -154,15 +159,15 @@ PATCHES, WIDTH = 256, 4 * 1024
         ((1, 1, 1), 98_400_000, False, True),
     ],
 )
-def test_images_are_dealt_where_it_pays(
+def test_images_are_sharded_where_it_pays(
     sizes: tuple[int, ...], num_weights: int, trains: bool, is_sharded: bool
 ) -> None:
-    tower: Any = Tower(None, num_weights, 1, None)  # type: ignore[arg-type]
-    tower._embeddings = Embeddings(PATCHES, WIDTH)  # type: ignore[arg-type]
+    image_sharding: Any = ImageSharding(None, num_weights, 1, None)  # type: ignore[arg-type]
+    image_sharding._embeddings = EmbeddingSize(PATCHES, WIDTH)  # type: ignore[arg-type]
     images: Any = Images.of({"pixel_values": torch.empty(len(sizes), 3, 16, 16)})
     assert images.sizes == sizes
     with torch.set_grad_enabled(trains):
-        assert tower._pays(images, Share.of(sizes, 0, 2)) == is_sharded
+        assert image_sharding._pays(images, Share.of(sizes, 0, 2)) == is_sharded
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
 from dtensor_ring.extension import Layout, append_runs
-from parallel_plans.huggingface.core.documents import Documents, cached_documents
-from parallel_plans.huggingface.core.frames import Dealt, Decoded, Frame
+from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
+from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
 from parallel_plans.huggingface.core.positions import LastTokens
 
 
 @dataclass(frozen=True)
-class Turn:
+class NewTokens:
     """New tokens after those of a cache, either sharded over the ranks or replicated.
 
     Attributes:
@@ -24,7 +24,7 @@ class Turn:
         layout: the layout in which new tokens are sharded.
         past: number of cached tokens.
         num_tokens: number of new tokens, on all ranks together.
-        dealt_length: number of new tokens with the padding of the layout; 0 if replicated.
+        sharded_length: number of new tokens with the padding of the layout; 0 if replicated.
         left_padding: number of padding tokens at the start of each row, `(B,)`.
         num_kept: number of last tokens whose logits are requested; no others can be cropped later.
         chunks: sizes of the chunks that layers see.
@@ -34,55 +34,55 @@ class Turn:
     layout: Layout
     past: int
     num_tokens: int
-    dealt_length: int
+    sharded_length: int
     left_padding: Tensor | None
     num_kept: int
     chunks: frozenset[int]
 
     @property
     def end(self) -> int:
-        """The number of cached tokens after this turn."""
+        """The number of cached tokens after this forward."""
         return self.past + self.num_tokens
 
-    def documents(self, begin: int) -> Documents:
+    def documents(self, begin: int) -> DocumentBounds:
         """Return the documents of the positions from `begin` on, counted from there."""
-        if self.left_padding is None and not begin and self.dealt_length <= self.num_tokens:
-            return Documents()
+        if self.left_padding is None and not begin and self.sharded_length <= self.num_tokens:
+            return DocumentBounds()
         return cached_documents(self.left_padding, begin, self.end, self.chunks)
 
-    def full(self, cache: ShardedCache) -> Frame:
+    def full(self, cache: ShardedCache) -> LayerInputs:
         """Return how layers that see everything attend.
 
         Args:
-            cache: the cache of these layers, in this turn.
+            cache: the cache of these layers, in this forward.
         """
         documents, mesh = self.documents(0), self.axis.mesh
-        if self.dealt_length:
-            return Dealt(self.axis, None, documents, cache.query_runs, cache.key_runs)
+        if self.sharded_length:
+            return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
         num_columns = cache.table.num_local[mesh.get_local_rank()]
         starts = torch.tensor([self.past], device="cpu")
-        return Decoded(self.axis, documents, cache.key_runs, starts, num_columns, mesh)
+        return DecodeInputs(self.axis, documents, cache.key_runs, starts, num_columns, mesh)
 
-    def window(self, num_held: int) -> Frame:
+    def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.
 
         Args:
             num_held: number of tokens that they hold.
         """
         begin = self.past - num_held
-        if not self.dealt_length:
+        if not self.sharded_length:
             columns = num_held + self.num_tokens
             key_runs = torch.tensor([[[begin, columns]]], device="cpu")
             starts = torch.tensor([self.past], device="cpu")
-            return Decoded(self.axis, self.documents(0), key_runs, starts, columns, None)
+            return DecodeInputs(self.axis, self.documents(0), key_runs, starts, columns, None)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
-        runs = torch.tensor(append_runs(self.layout, self.dealt_length, size))
+        runs = torch.tensor(append_runs(self.layout, self.sharded_length, size))
         runs[..., 0] += num_held * (runs[..., 1] > 0)  # empty runs stay at 0
         held = [window_slice(rank, size, num_held) for rank in range(size)]
         slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)
         key_runs = torch.cat([slices, runs], 1)
-        return Dealt(self.axis, None, self.documents(begin), runs, key_runs, begin)
+        return ShardedInputs(self.axis, None, self.documents(begin), runs, key_runs, begin)
 
 
 def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
@@ -93,10 +93,10 @@ def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
 Pair = tuple[Tensor, Tensor]
 
 
-class Window:
+class WindowCache:
     """Holds the tokens in a layer's window of `size` tokens that the next token still sees.
 
-    Every rank holds them, so a decode step needs no message. After a sharded turn, each rank
+    Every rank holds them, so a decode step needs no message. After a sharded forward, each rank
     receives the last tokens from their owners once.
     """
 
@@ -115,25 +115,25 @@ class Window:
         """The bytes that the held tokens take on each rank."""
         return sum(x.numel() * x.itemsize for x in self._held or ())
 
-    def append(self, key: Tensor, value: Tensor, turn: Turn) -> Pair:
+    def append(self, key: Tensor, value: Tensor, new: NewTokens) -> Pair:
         """Append new tokens, and return this rank's columns of held and new tokens."""
         # Keep one more token for each that may be cropped: earlier windows still need it.
-        num_kept = self.size - 1 + max(0, turn.num_kept - 1)
+        num_kept = self.size - 1 + max(0, new.num_kept - 1)
         held = self._held or (key[:, :, :0], value[:, :, :0])
-        if not turn.dealt_length:
+        if not new.sharded_length:
             whole = _cat(held, (key, value))
             # A view: it keeps the few tokens before it until the next turn, and copies nothing.
             self._next = lambda: _last(whole, num_kept)
             return whole
-        axis = turn.axis
-        count = min(num_kept, turn.num_tokens)
-        last = LastTokens.of(axis, turn.layout, turn.num_tokens, turn.dealt_length, count)
+        axis = new.axis
+        count = min(num_kept, new.num_tokens)
+        last = LastTokens.of(axis, new.layout, new.num_tokens, new.sharded_length, count)
         own = last.local_indices(key.device)
-        tail = torch.cat([key.index_select(2, own), value.index_select(2, own)], -1)
+        columns = torch.cat([key.index_select(2, own), value.index_select(2, own)], -1)
         dims = key.shape[3], value.shape[3]
 
         def joined() -> Pair:
-            new_key, new_value = last.join(tail, 2).split(dims, -1)
+            new_key, new_value = last.join(columns, 2).split(dims, -1)
             return _cat(_last(held, num_kept - count), (new_key, new_value))
 
         self._next = joined
@@ -142,7 +142,7 @@ class Window:
         return _cat(own_slice, (key, value))
 
     def appended(self) -> Pair | None:
-        """Return what is held after the turn. All ranks must call layers in the same order."""
+        """Return what is held after the forward. All ranks must call layers in the same order."""
         return self._held if self._next is None else self._next()
 
     def selected(self, rows: Tensor) -> Pair | None:
@@ -169,8 +169,8 @@ class Window:
         if self.num_held - num_tokens < min(self.size - 1, seq_len - num_tokens):
             raise ValueError(
                 f"cannot take {num_tokens} tokens away: layers with a window of {self.size} have "
-                f"the last {self.num_held} tokens only; as many can be taken away as the last call "
-                "returned logits of, less one"
+                f"the last {self.num_held} tokens only; at most one fewer can be taken away than "
+                "the last call returned logits of"
             )
 
     def crop(self, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Turns masks that a model around the sharded one made into the keys that each token sees."""
+"""Turns the masks that an outer model made into the keys that each token sees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelMask:
         """Return the mask that a model cuts from this one."""
         return cut(self, index)
 
-    def given(self) -> GivenMask:
+    def precompute(self) -> PrecomputedMask:
         """Return the keys that each token of the batch sees.
 
         Raises:
@@ -57,7 +57,7 @@ class ModelMask:
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
         # Cached tokens are not queries: their ranges are empty.
-        return GivenMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
+        return PrecomputedMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
 
     @property
     def _queries(self) -> Tensor:
@@ -126,7 +126,7 @@ def mask_of(
 ) -> Pattern | ModelMask:
     """Implement the mask interface named `ring`.
 
-    A sharded model needs the pattern of a mask only. A model around it asks for masks of the whole
+    A sharded model needs the pattern of a mask only. An outer model asks for masks of the whole
     batch, which may differ from batch to batch.
     """
     pattern = pattern_of(**kwargs)
@@ -135,7 +135,7 @@ def mask_of(
     return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask, q_offset)
 
 
-class GivenMask:
+class PrecomputedMask:
     """The range of keys that each position of a layer sees, `(B, S)`."""
 
     def __init__(self, begins: Tensor, ends: Tensor) -> None:
@@ -150,7 +150,7 @@ class GivenMask:
         return self._slices[origin]
 
 
-def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False) -> Any:
+def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False) -> Any:
     """Return what tokens see by a mask from outside, or by each mask of a dict by layer type.
 
     Args:
@@ -165,7 +165,8 @@ def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False
     """
     if isinstance(mask, dict) and mask:
         return {
-            name: given_masks(x, seq_len, f" for {name}", keeps_plain) for name, x in mask.items()
+            name: precomputed_masks(x, seq_len, f" for {name}", keeps_plain)
+            for name, x in mask.items()
         }
     if is_pattern(mask):
         raise ValueError(
@@ -175,13 +176,13 @@ def given_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False
     if not isinstance(mask, ModelMask):
         what = tuple(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"attention_mask must be one tensor (B, S), got {what}{of}; if the model around this "
-            'one made it, set its config.text_config._attn_implementation = "ring", so that it '
-            "makes masks that a ring can read"
+            f"attention_mask must be one tensor (B, S), got {what}{of}; if an outer model made it, "
+            'set config.text_config._attn_implementation = "ring" there, so that it makes masks '
+            "that a ring can read"
         )
     if mask.shape[1] != seq_len:
         raise ValueError(f"an attention_mask of {mask.shape[1]} tokens came with {seq_len} tokens")
-    return mask if keeps_plain and not mask.pattern.is_extended else mask.given()
+    return mask if keeps_plain and not mask.pattern.is_extended else mask.precompute()
 
 
 def padding_of(mask: Any) -> Tensor | None:
@@ -190,16 +191,16 @@ def padding_of(mask: Any) -> Tensor | None:
     return next((x.padding for x in masks if isinstance(x, ModelMask)), None)
 
 
-def largest(given: Any) -> Slices:
-    """Return the slices with the most visible pairs among the results of `given_masks`."""
-    masks = given.values() if isinstance(given, dict) else [given]
+def largest(precomputed: Any) -> Slices:
+    """Return the slices with the most visible pairs among the results of `precomputed_masks`."""
+    masks = precomputed.values() if isinstance(precomputed, dict) else [precomputed]
     every = [x.slices() for x in masks]
     num_queries = max(int(table[:, 1].max(initial=0)) for x in every for table in x)
     return max(every, key=lambda x: visible_pairs(x, (0, num_queries)))
 
 
-def is_given(mask: Any) -> bool:
-    """Return whether an attention mask was made by a model around the sharded one."""
+def is_precomputed(mask: Any) -> bool:
+    """Return whether an attention mask was made by an outer model."""
     if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
         return True
     # The shape of a nested tensor cannot be read.

@@ -1,15 +1,15 @@
-"""The model around a language model: it merges images into the text, and has the head.
+"""The outer model: it merges images into the text, calls a language model, and has the head.
 
-The model's own code runs with the whole batch on every rank: the vision tower, the merge of
-embeddings, positions, and masks. A rank may run the tower on some of the images only (`tower.py`).
-The language model shards its inputs, and returns the hidden states of this rank's tokens, on which
-the head then runs. With a cache it returns, on every rank, the hidden states of all new tokens
-whose logits are asked for.
+The model's own code runs with the whole batch on every rank: the vision encoder, the merge of
+embeddings, positions, and masks. A rank may run the encoder on some of the images only
+(`image_sharding.py`). The language model shards its inputs, and returns the hidden states of this
+rank's tokens, on which the head then runs. With a cache it returns, on every rank, the hidden
+states of all new tokens whose logits are asked for.
 
-Note [Gradients of the tower]: each rank has all embeddings, and uses those of its own tokens. All
-ranks have one loss, whose backward sums over them, so each rank's gradient is scaled by the world
-size, and the mean over the axis is the full gradient. The tower's backward is linear in it, so the
-tower needs no correction.
+Note [Gradients of the vision encoder]: each rank has all embeddings, and uses those of its own
+tokens. All ranks have one loss, whose backward sums over them, so each rank's gradient is scaled by
+the world size, and the mean over the axis is the full gradient. The encoder's backward is linear in
+it, so the encoder needs no correction.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.documents import Documents
+from parallel_plans.huggingface.core.documents import DocumentBounds
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
-from parallel_plans.huggingface.generation.cached import (
+from parallel_plans.huggingface.generation.cached_forward import (
     GROWS,
-    asks_cache,
     cache_of,
     call_with_cache,
+    uses_cache,
 )
 from parallel_plans.huggingface.losses.head import give_labels, take_losses
 from parallel_plans.huggingface.sharding.batch import BOUNDARIES, LOGITS_TO_KEEP
@@ -42,7 +42,7 @@ from parallel_plans.huggingface.sharding.sharding import (
     named_arguments,
     own_method,
 )
-from parallel_plans.huggingface.vision.tower import install_tower
+from parallel_plans.huggingface.vision.image_sharding import install_image_sharding
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
@@ -57,12 +57,12 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_
 
 
 @dataclass
-class Call:
-    """A forward of the model around a language model.
+class OuterCall:
+    """A forward of an outer model.
 
     Attributes:
-        model: the model around.
-        taken: arguments about the sharded tokens, see `OF_TOKENS`.
+        model: the outer model.
+        token_arguments: arguments about the sharded tokens, see `OF_TOKENS`.
         tokens: ids, `(B, S)`.
         is_image: whether a token is a part of an image, `(B, S)`.
         cache: keys and values of the tokens before.
@@ -71,7 +71,7 @@ class Call:
     """
 
     model: Any
-    taken: dict[str, Any]
+    token_arguments: dict[str, Any]
     tokens: Tensor | None
     is_image: Tensor | None
     cache: ContextParallelCache | None
@@ -79,23 +79,25 @@ class Call:
     spec: OutputSpec | None = None
 
 
-class Around:
+class OuterModel:
     """Carries a batch to the language model within a model, and its outputs back to the head."""
 
     def __init__(self, model: Any, sharding: Sharding) -> None:
         self._names = list(signature(model.forward).parameters)
         self._sharding = sharding
-        self._call: Call | None = None
+        self._call: OuterCall | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OuterModel:
         """Return `self`: copies of a model share the forward that calls this object."""
         return self
 
-    def given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
         found = named_arguments(self._names, args, kwargs)
         if model.get_output_embeddings() is None:
-            found.pop("labels", None)  # they belong to a model around the base model
+            found.pop("labels", None)  # the outer model of a base model takes them
         return found
 
     @property
@@ -104,31 +106,33 @@ class Around:
         return self._call is not None
 
     @contextmanager
-    def call(self, model: Any, given: dict[str, Any]) -> Iterator[Call]:
-        """Return a context in which the model runs; pop the arguments in `OF_TOKENS` from `given`.
+    def call(self, model: Any, arguments: dict[str, Any]) -> Iterator[OuterCall]:
+        """Open a context in which the model runs; take the arguments in `OF_TOKENS` out.
 
         Raises:
             RingError: on every rank, if the ranks have different batches.
             ValueError: if the cache belongs to another model.
         """
-        cache = cache_of(model, self._sharding, given) if asks_cache(given) else None
+        cache = cache_of(model, self._sharding, arguments) if uses_cache(arguments) else None
         for name in (*NAMES_OF_CACHE, "use_cache"):
-            given.pop(name, None)
-        taken = {name: given.pop(name) for name in OF_TOKENS if name in given}
+            arguments.pop(name, None)
+        token_arguments = {name: arguments.pop(name) for name in OF_TOKENS if name in arguments}
         # Check on every call: otherwise a rank without images would not join the exchange. Text
         # after a cache is compared where it is sharded, or in a message of a layer.
-        if cache is None or has_images(given):
-            self._sharding.meet(given | taken, "a batch with images")
+        if cache is None or has_images(arguments):
+            self._sharding.check_same_batch(arguments | token_arguments, "a batch with images")
         if cache is not None:
-            self._sharding.agree(model, given | taken)
-        is_image = image_tokens(model.config, given)
-        call = self._call = Call(model, taken, given.get("input_ids"), is_image, cache)
+            self._sharding.agree(model, arguments | token_arguments)
+        is_image = image_tokens(model.config, arguments)
+        call = self._call = OuterCall(
+            model, token_arguments, arguments.get("input_ids"), is_image, cache
+        )
         try:
             yield call
         finally:
             self._call = None
 
-    def begun(self, decoder: Any) -> Call:
+    def running_call(self, decoder: Any) -> OuterCall:
         """Return the call in which the language model runs now.
 
         Raises:
@@ -144,28 +148,30 @@ class Around:
         return call
 
 
-def install_around(model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None) -> None:
+def install_outer_model(
+    model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None
+) -> None:
     """Shard the tokens of a model where it calls its language model, and maybe images before."""
-    around = Around(model, sharding)
+    outer = OuterModel(model, sharding)
 
     def is_called() -> bool:
         # Before the first token, `generate` itself may ask for the embeddings of a prompt's images.
-        return around.is_called or sharding.generates
+        return outer.is_called or sharding.generates
 
-    install_tower(model, decoder, sharding.axis, deal_images, is_called)
-    model.forward = _whole_forward(model, sharding, around)
-    decoder.forward = own_method(decoder, _dealt_forward(type(decoder).forward, sharding, around))
+    install_image_sharding(model, decoder, sharding.axis, deal_images, is_called)
+    model.forward = _outer_forward(model, sharding, outer)
+    decoder.forward = own_method(decoder, _inner_forward(type(decoder).forward, sharding, outer))
 
 
-def _whole_forward(model: nn.Module, sharding: Sharding, around: Around) -> MethodType:
-    """Return the forward of the model around."""
+def _outer_forward(model: nn.Module, sharding: Sharding, outer: OuterModel) -> MethodType:
+    """Return the forward of the outer model."""
     plain: Any = type(model).forward
 
-    def run(self: nn.Module, given: dict[str, Any]) -> Any:
+    def run(self: nn.Module, arguments: dict[str, Any]) -> Any:
         try:
-            with around.call(self, given) as call:
+            with outer.call(self, arguments) as call:
                 how = {} if call.cache is None else {cache_name(self): call.cache}
-                output = plain(self, **given, **how, use_cache=call.cache is not None)
+                output = plain(self, **arguments, **how, use_cache=call.cache is not None)
         finally:
             losses = take_losses(self)
         if not call.has_run:
@@ -176,23 +182,23 @@ def _whole_forward(model: nn.Module, sharding: Sharding, around: Around) -> Meth
 
     run_eager = torch.compiler.disable(run, reason=GROWS)
 
-    def run_either(self: nn.Module, given: dict[str, Any]) -> Any:
-        return run_eager(self, given) if asks_cache(given) else run(self, given)
+    def run_either(self: nn.Module, arguments: dict[str, Any]) -> Any:
+        return run_eager(self, arguments) if uses_cache(arguments) else run(self, arguments)
 
-    return forward_by_name(model, around.given, run_either)
+    return forward_by_name(model, outer.arguments, run_either)
 
 
-def _dealt_forward(plain: Any, sharding: Sharding, around: Around) -> Any:
+def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
     """Return the forward of the language model; the head runs on its result."""
     kept = _of_last(plain)
 
     @wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given, call = sharding.given(self, args, kwargs), around.begun(self)
+        arguments, call = sharding.arguments(self, args, kwargs), outer.running_call(self)
         if call.cache is not None:
-            asked = given | call.taken, call.tokens
+            asked = arguments | call.token_arguments, call.tokens
             return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
-        batch, spec = sharding.inputs(call.model, given | call.taken)
+        batch, spec = sharding.inputs(call.model, arguments | call.token_arguments)
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, spec.plan.documents)
         give_labels(call.model, spec.head_labels)
@@ -218,10 +224,10 @@ def _of_last(plain: Any) -> Any:
     return forward
 
 
-def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
+def image_tokens(config: Any, arguments: dict[str, Any]) -> Tensor | None:
     """Return which tokens are parts of images, `(B, S)`; `None` if none are, or it is unknown."""
-    tokens = given.get("input_ids")
-    if not has_images(given):
+    tokens = arguments.get("input_ids")
+    if not has_images(arguments):
         return None
     ids = [getattr(config, name, None) for name in IMAGE_TOKENS]
     known = [x for x in ids if isinstance(x, int)]
@@ -230,9 +236,9 @@ def image_tokens(config: Any, given: dict[str, Any]) -> Tensor | None:
     return torch.isin(tokens, torch.tensor(known, device=tokens.device))
 
 
-def has_images(given: dict[str, Any]) -> bool:
+def has_images(arguments: dict[str, Any]) -> bool:
     """Return whether the arguments hold images or other features beside text."""
-    return any(_is_of_images(x) for name, x in given.items() if name != "inputs_embeds")
+    return any(_is_of_images(x) for name, x in arguments.items() if name != "inputs_embeds")
 
 
 def _is_of_images(x: Any) -> bool:
@@ -242,7 +248,7 @@ def _is_of_images(x: Any) -> bool:
     )
 
 
-def check_cuts(is_image: Tensor, documents: Documents) -> None:
+def check_cuts(is_image: Tensor, documents: DocumentBounds) -> None:
     """Refuse a document that begins within an image: its parts could not see one another.
 
     Raises:

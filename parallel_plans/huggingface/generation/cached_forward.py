@@ -12,10 +12,14 @@ from torch import Tensor
 from dtensor_ring.extension import axis_group, gathered, local_tokens
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import left_padding
-from parallel_plans.huggingface.core.given_masks import given_masks, is_given, padding_of
+from parallel_plans.huggingface.core.model_masks import (
+    is_precomputed,
+    padding_of,
+    precomputed_masks,
+)
 from parallel_plans.huggingface.core.positions import LastTokens
-from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name, given_cache
-from parallel_plans.huggingface.generation.turn import Turn
+from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_argument, cache_name
+from parallel_plans.huggingface.generation.new_tokens import NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
@@ -36,13 +40,13 @@ OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
 
-def asks_cache(given: dict[str, Any]) -> bool:
+def uses_cache(arguments: dict[str, Any]) -> bool:
     """Return whether a call has a cache, or asks for a new one, which labels rule out."""
-    asks_new = bool(given.get("use_cache")) and given.get("labels") is None
-    return given_cache(given) is not None or asks_new
+    asks_new = bool(arguments.get("use_cache")) and arguments.get("labels") is None
+    return cache_argument(arguments) is not None or asks_new
 
 
-def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextParallelCache:
+def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> ContextParallelCache:
     """Return the cache of a call that has one, or a new one for a call that asks for one.
 
     Raises:
@@ -50,7 +54,7 @@ def cache_of(model: Any, sharding: Sharding, given: dict[str, Any]) -> ContextPa
     """
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
-    cache = given_cache(given)
+    cache = cache_argument(arguments)
     if isinstance(cache, ContextParallelCache) and cache.sharding is sharding:
         return cache
     name = cache_name(model)
@@ -87,12 +91,12 @@ def _is_fresh(cache: Any) -> bool:
 
 @torch.compiler.disable(reason=GROWS)
 def forward_with_cache(
-    plain: Callable[..., Any], model: Any, sharding: Sharding, given: dict[str, Any]
+    plain: Callable[..., Any], model: Any, sharding: Sharding, arguments: dict[str, Any]
 ) -> Any:
     """Run a whole model on new tokens with a cache, see `call_with_cache`."""
-    cache = cache_of(model, sharding, given)
-    sharding.agree(model, given)
-    return call_with_cache(plain, model, sharding, cache, given)
+    cache = cache_of(model, sharding, arguments)
+    sharding.agree(model, arguments)
+    return call_with_cache(plain, model, sharding, cache, arguments)
 
 
 def call_with_cache(
@@ -100,7 +104,7 @@ def call_with_cache(
     model: Any,
     sharding: Sharding,
     cache: ContextParallelCache,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     tokens: Tensor | None = None,
     of_kept: str = "logits",
 ) -> Any:
@@ -111,35 +115,35 @@ def call_with_cache(
         model: a model, or the language model within one that merged images into its embeddings.
         sharding: how the model is sharded.
         cache: keys and values of the tokens before.
-        given: the arguments of the call, by name.
+        arguments: the arguments of the call, by name.
         tokens: ids that the embeddings were made of, which ranks compare.
         of_kept: name of the output that has the last tokens only, if not all are asked for.
 
     Raises:
         ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
     """
-    asked = {name: x for name, x in given.items() if name not in OF_CALL}
+    asked = {name: x for name, x in arguments.items() if name not in OF_CALL}
     mask, memory = asked.pop("attention_mask", None), cache.memory
     _check(model, asked, mask)
     batch, past = parse(model, asked, sharding.loss), memory.seq_len
     num_tokens = batch.tokens.shape[1]
     if tokens is None:
         tokens = batch.tokens
-    seen = given_masks(mask, num_tokens, keeps_plain=True) if is_given(mask) else None
+    seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
     batch, kept = replace(batch, positions=positions, seen=seen), None
-    with memory.turn(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (turn, frames):
-        indices = torch.arange(turn.dealt_length or num_tokens, device=tokens.device)
-        if turn.dealt_length:  # otherwise a layer's message compares the tokens
-            sharding.meet(given | {"input_ids": tokens}, "a sharded append step")
-            indices = local_tokens(indices, turn.axis.mesh, 0, turn.layout)
-            batch = shard(batch, indices, turn.dealt_length)
-        ring = RingInputs(frames, past + indices, sharding.layer_masks, past=past)
+    with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
+        indices = torch.arange(new.sharded_length or num_tokens, device=tokens.device)
+        if new.sharded_length:  # otherwise a layer's message compares the tokens
+            sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
+            indices = local_tokens(indices, new.axis.mesh, 0, new.layout)
+            batch = shard(batch, indices, new.sharded_length)
+        ring = RingInputs(inputs, past + indices, sharding.layer_masks, past=past)
         how = keywords(batch, ring, use_cache=True)
-        if turn.dealt_length:
-            kept = sharding.keep_logits(how, turn.layout, num_tokens, turn.dealt_length)
+        if new.sharded_length:
+            kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
         sharding.largest.set(positions)
@@ -147,10 +151,10 @@ def call_with_cache(
             output = plain(model, **how, **{cache_name(model): cache})
         finally:
             sharding.largest.clear()
-    if not turn.dealt_length:
+    if not new.sharded_length:
         return output
     last = {of_kept: kept}
-    return type(output)(**{name: _whole(x, turn, last.get(name)) for name, x in output.items()})
+    return type(output)(**{name: _whole(x, new, last.get(name)) for name, x in output.items()})
 
 
 def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
@@ -170,21 +174,21 @@ def _check(model: Any, batch: dict[str, Any], mask: Any) -> None:
             "transformers drops the cache of layers with activation checkpointing in training; "
             "call model.eval() first, or pass use_cache=False"
         )
-    is_dense = isinstance(mask, Tensor) and is_given(mask)
-    if is_dense or not (mask is None or isinstance(mask, Tensor) or is_given(mask)):
+    is_dense = isinstance(mask, Tensor) and is_precomputed(mask)
+    if is_dense or not (mask is None or isinstance(mask, Tensor) or is_precomputed(mask)):
         raise ValueError(
             "attention_mask must be one tensor (B, S) of the cached and the new tokens, got "
             f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
         )
 
 
-def _whole(x: Any, turn: Turn, kept: LastTokens | None) -> Any:
+def _whole(x: Any, new: NewTokens, kept: LastTokens | None) -> Any:
     """Return an output for all new tokens, or for those that are kept, on every rank."""
     if isinstance(x, tuple):
-        return tuple(_whole(part, turn, kept) for part in x)
+        return tuple(_whole(part, new, kept) for part in x)
     if not isinstance(x, Tensor):
         return x
     if kept is not None:
         return kept.join(x, 1)
-    mesh, length = turn.axis.mesh, turn.dealt_length
-    return gathered(x, 1, axis_group(mesh), length, turn.layout.spec)[:, : turn.num_tokens]
+    mesh, length = new.axis.mesh, new.sharded_length
+    return gathered(x, 1, axis_group(mesh), length, new.layout.spec)[:, : new.num_tokens]

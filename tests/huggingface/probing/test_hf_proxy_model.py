@@ -1,4 +1,4 @@
-"""A small twin is of the kind of the large model."""
+"""A small proxy is of the kind of the large model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from parallel_plans.huggingface.probing.twin import HEAD_DIM, HEADS, VOCABULARY, small_config
+from parallel_plans.huggingface.probing.proxy_model import HEAD_DIM, HEADS, VOCABULARY, small_config
 
 LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.core.given_masks import ModelMask, given_masks, mask_of
+from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.dense import largest
 from tests.pool import Pool
@@ -146,7 +146,7 @@ def test_ranges_are_read() -> None:
         (model_mask(seen), seen),
         (model_mask(seen, padding), seen & padding[:, None] & padding[..., None]),
     ):
-        for table, row in zip(mask.given().slices(), expected, strict=True):
+        for table, row in zip(mask.precompute().slices(), expected, strict=True):
             assert torch.equal(torch.from_numpy(shown(table, (9, 9))), row.long())
 
 
@@ -159,7 +159,7 @@ def test_ranges_of_new_tokens_are_read(origin: int) -> None:
     seen = torch.stack([seen, seen & (index > index[:, None] - 4)])
     padding = index.expand(2, -1) >= torch.tensor([[0], [2]])
     expected = seen & padding[:, None] & padding[..., None] & (index[:, None] >= 5)
-    slices = model_mask(seen, padding, past=5).given().slices(origin)
+    slices = model_mask(seen, padding, past=5).precompute().slices(origin)
     for table, row in zip(slices, expected[:, origin:, origin:], strict=True):
         assert torch.equal(torch.from_numpy(shown(table, row.shape)), row.long())
 
@@ -173,26 +173,26 @@ def test_two_short_ranges_far_apart_are_refused() -> None:
 
     mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
     with pytest.raises(ValueError, match="each token sees one range"):
-        mask.given()
+        mask.precompute()
 
 
 def test_heads_that_differ_are_refused() -> None:
     pattern = MARKER, True, None, True
     mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
     with pytest.raises(ValueError, match="each token sees one range"):
-        mask.given()
+        mask.precompute()
 
 
 def test_masks_of_a_compiled_model_are_refused() -> None:
     mask = {"full_attention": mask_of(mask_function=None)}
     with pytest.raises(ValueError, match="for full_attention cannot be read while the model is"):
-        given_masks(mask, 8)
+        precomputed_masks(mask, 8)
 
 
 def test_more_than_one_range_is_refused() -> None:
     seen = torch.ones(1, 9, 9, dtype=torch.bool)
     seen[0, 8, 4] = False
     with pytest.raises(ValueError, match="each token sees one range"):
-        model_mask(seen).given()
+        model_mask(seen).precompute()
     with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
-        given_masks({"full_attention": model_mask(seen)}, 8)
+        precomputed_masks({"full_attention": model_mask(seen)}, 8)

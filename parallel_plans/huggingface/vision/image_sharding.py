@@ -1,13 +1,14 @@
-"""Runs the vision tower of a model on each image on one rank only, where that is faster.
+"""Runs the vision encoder of a model on each image on one rank only, where that is faster.
 
-Note [When images are dealt]: a rank that runs the tower on its own images only saves the flops of
-the other images, but the embeddings must be sent. The cost model counts 2 flops for each weight of
-the tower and each patch, 6 if a backward follows, and the bytes of all embeddings in forward and
-backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their batches.
+Note [When images are sharded]: a rank that runs the encoder on its own images only saves the flops
+of the other images, but the embeddings must be sent. The cost model counts 2 flops for each weight
+of the encoder and each patch, 6 if a backward follows, and the bytes of all embeddings in forward
+and backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their
+batches.
 
 Note [Gradients of sharded images]: the gradients of an image's embeddings from the tokens of all
 ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of the
-tower's gradients is the same as if each rank ran all images, and so is the mean.
+encoder's gradients is the same as if each rank ran all images, and so is the mean.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TOLERANCE = 0.02
 class Share(NamedTuple):
     """The images that this rank runs, and the sizes of what all ranks run.
 
-    A rank without an image runs the first one and drops the result: FSDP gathers the tower's
+    A rank without an image runs the first one and drops the result: FSDP gathers the encoder's
     weights on all ranks or on none.
 
     Attributes:
@@ -69,7 +70,7 @@ class Share(NamedTuple):
         return cls(*((begin, end) if begin < end else (0, 1)), sizes, totals)
 
 
-class Embeddings(NamedTuple):
+class EmbeddingSize(NamedTuple):
     """The size of image embeddings, measured on the first images; equal on all ranks.
 
     Attributes:
@@ -86,76 +87,78 @@ class Embeddings(NamedTuple):
         return [int(x) for x in found] if all(x.denominator == 1 for x in found) else None
 
 
-class Tower:
+class ImageSharding:
     """Shards the images of a model's calls over the ranks of an axis, and gathers embeddings.
 
     Args:
         axis: the axis that shards the tokens.
         num_weights: number of weights of the modules that embed images.
         patch: pixels of a patch in an image.
-        deals: whether to shard images; `None` lets the cost model decide.
+        shards: whether to shard images; `None` lets the cost model decide.
 
     Attributes:
         num_run: images of the last call that this rank ran and needed; 0 if they cannot be split.
     """
 
     def __init__(
-        self, axis: SequenceAxis, num_weights: int, patch: int, deals: bool | None
+        self, axis: SequenceAxis, num_weights: int, patch: int, shards: bool | None
     ) -> None:
-        self._axis, self._num_weights, self._patch, self._deals = axis, num_weights, patch, deals
+        self._axis, self._num_weights, self._patch, self._shards = axis, num_weights, patch, shards
         self._is_tried = False
-        self._embeddings: Embeddings | None = None
+        self._embeddings: EmbeddingSize | None = None
         self.num_run = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tower:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ImageSharding:
         """Return itself: copies of a model share the call that it is a part of."""
         return self
 
-    def features(self, plain: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> Any:
+    def features(
+        self, plain: Callable[..., Any], model: nn.Module, arguments: dict[str, Any]
+    ) -> Any:
         """Return the model's `get_image_features` of all images."""
         rank, size = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
-        may_deal = self._deals is not False and size > 1 and not torch.compiler.is_compiling()
-        images = Images.of(given) if may_deal else None
+        may_shard = self._shards is not False and size > 1 and not torch.compiler.is_compiling()
+        images = Images.of(arguments) if may_shard else None
         self.num_run = 0 if images is None else len(images.sizes)
         if images is None or len(images.sizes) < 2:
-            return plain(model, **given)
+            return plain(model, **arguments)
         share = Share.of(images.sizes, rank, size)
         if not self._is_tried:
             self._embeddings, self._is_tried = self._tried(plain, model, images, share), True
         if not self._pays(images, share):
-            return plain(model, **given)
+            return plain(model, **arguments)
         self.num_run = share.end - share.begin if share.totals[rank] else 0
         output = plain(model, **images.part(share.begin, share.end))
-        # Other outputs of the tower cover only this rank's images, so they are dropped.
+        # Other outputs of the encoder cover only this rank's images, so they are dropped.
         return type(output)(**self._joined(_merged(output), share))
 
     def _tried(
         self, plain: Any, model: nn.Module, images: Images, share: Share
-    ) -> Embeddings | None:
+    ) -> EmbeddingSize | None:
         """Return the size of embeddings, or `None` if an image's embeddings depend on other images.
 
-        The tower's code does not show this, so it is run once in evaluation mode.
+        The encoder's code does not show this, so it is run once in evaluation mode.
         """
         with frozen(model):
-            whole = [*_rows(_merged(plain(model, **images.given)))]
+            whole = [*_rows(_merged(plain(model, **images.arguments)))]
             part = [*_rows(_merged(plain(model, **images.part(share.begin, share.end))))]
         ratios = {Fraction(len(x), sum(images.sizes)) for x in whole}
         width = sum(x.shape[1] * x.itemsize for x in whole)
-        found = Embeddings(ratios.pop(), width) if len(ratios) == 1 else None
+        found = EmbeddingSize(ratios.pop(), width) if len(ratios) == 1 else None
         is_equal = found is not None and _is_part(part, whole, share, found)
         # The ranks ran different images, but must reach the same result.
         wrong = self._axis.sum(torch.tensor(float(not is_equal), device=whole[0].device))
         return None if wrong.item() else found
 
     def _pays(self, images: Images, share: Share) -> bool:
-        """Return whether sharding pays, see Note [When images are dealt]."""
+        """Return whether sharding pays, see Note [When images are sharded]."""
         found = self._embeddings
         if found is None or found.rows(share.sizes) is None:
             return False
-        if self._deals is not None:
-            return self._deals
+        if self._shards is not None:
+            return self._shards
         total, most = sum(share.totals), max(share.totals)
-        pixels = images.given["pixel_values"]
+        pixels = images.arguments["pixel_values"]
         num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
         flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
         num_bytes = 2 * found.num_bytes * total * found.tokens
@@ -181,15 +184,15 @@ class Tower:
         return {name: _formed(x, parts, tokens) for name, x in merged.items()}
 
 
-def check_dealing(model: Any, deals: Any) -> None:
+def check_deal_images(model: Any, shards: Any) -> None:
     """Refuse `deal_images` for a model that has no known method to embed images.
 
     Raises:
         ValueError: saying what is supported.
     """
-    if deals not in (None, True, False):
-        raise ValueError(f"deal_images must be True, False or None, got {deals!r}")
-    if deals and not _owners(model):
+    if shards not in (None, True, False):
+        raise ValueError(f"deal_images must be True, False or None, got {shards!r}")
+    if shards and not _owners(model):
         raise ValueError(
             f"deal_images=True needs a model that makes embeddings by a method {FEATURES}, and "
             f"{type(model).__name__} has none; leave deal_images out"
@@ -202,27 +205,29 @@ def _owners(model: Any) -> list[Any]:
     return [x for x in owners if not any(y in owners for y in x.modules() if y is not x)]
 
 
-def install_tower(
-    model: Any, decoder: nn.Module, axis: SequenceAxis, deals: bool | None, is_called: Any
+def install_image_sharding(
+    model: Any, decoder: nn.Module, axis: SequenceAxis, shards: bool | None, is_called: Any
 ) -> None:
     """Shard images where a model calls `get_image_features`, while `is_called()`."""
     for owner in _owners(model):
-        tower = Tower(axis, _num_weights(model, decoder), _patch_size(model.config), deals)
-        owner.get_image_features = MethodType(_features(owner, tower, is_called), owner)
-        owner.context_parallel_tower = tower
+        image_sharding = ImageSharding(
+            axis, _num_weights(model, decoder), _patch_size(model.config), shards
+        )
+        owner.get_image_features = MethodType(_features(owner, image_sharding, is_called), owner)
+        owner.context_parallel_images = image_sharding
 
 
-def _features(owner: Any, tower: Tower, is_called: Callable[[], bool]) -> Any:
+def _features(owner: Any, image_sharding: ImageSharding, is_called: Callable[[], bool]) -> Any:
     plain = type(owner).get_image_features
 
     @wraps(plain)
     def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_called():  # a user calls it, perhaps on one rank only
             return plain(self, *args, **kwargs)
-        given = dict(signature(plain).bind(self, *args, **kwargs).arguments)
-        del given["self"]
-        given |= given.pop("kwargs", {})
-        return tower.features(plain, self, given)
+        arguments = dict(signature(plain).bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments |= arguments.pop("kwargs", {})
+        return image_sharding.features(plain, self, arguments)
 
     return get_image_features
 
@@ -274,7 +279,7 @@ def _flat(x: Any) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
-def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: Embeddings) -> bool:
+def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: EmbeddingSize) -> bool:
     """Return whether this rank's embeddings equal their rows among those of all images."""
     rows = found.rows(share.sizes)
     if rows is None or len(part) != len(whole):
@@ -294,30 +299,30 @@ class Images(NamedTuple):
     """Arguments of `get_image_features`, and how large each of their images is.
 
     Attributes:
-        given: the arguments, by name.
+        arguments: the arguments, by name.
         sizes: size of each image, in patches if the model counts them, else in pixels, else 1.
         has_grid: whether the patches of all images are rows of one tensor.
     """
 
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     sizes: tuple[int, ...]
     has_grid: bool
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Images | None:
+    def of(cls, arguments: dict[str, Any]) -> Images | None:
         """Return the images of a call; `None` if it is unknown where to cut them."""
-        pixels, grid = given.get(PIXELS), given.get(GRID)
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        pixels, grid = arguments.get(PIXELS), arguments.get(GRID)
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         if not isinstance(pixels, Tensor) or not pixels.numel():
             return None
         if isinstance(grid, Tensor):
             sizes = tuple(grid.prod(-1).tolist())
             is_known = set(tensors) == {PIXELS, GRID} and sum(sizes) == len(pixels)
-            return cls(given, sizes, True) if is_known else None
+            return cls(arguments, sizes, True) if is_known else None
         # Batches padded with empty images have one dim more.
         if pixels.ndim > 4 or any(len(x) != len(pixels) for x in tensors.values()):
             return None
-        return cls(given, _sizes(given, len(pixels)), False)
+        return cls(arguments, _sizes(arguments, len(pixels)), False)
 
     def part(self, begin: int, end: int) -> dict[str, Any]:
         """Return the arguments for images `begin ... end - 1`."""
@@ -328,13 +333,13 @@ class Images(NamedTuple):
             else x[first:last]
             if self.has_grid and name == PIXELS
             else x[begin:end]
-            for name, x in self.given.items()
+            for name, x in self.arguments.items()
         }
 
 
-def _sizes(given: dict[str, Any], number: int) -> tuple[int, ...]:
+def _sizes(arguments: dict[str, Any], number: int) -> tuple[int, ...]:
     """Return the sizes of images that are one row each."""
-    sizes, places = given.get(SIZES), given.get(PLACES)
+    sizes, places = arguments.get(SIZES), arguments.get(PLACES)
     if isinstance(sizes, Tensor):
         return tuple(sizes.prod(-1).tolist())
     if isinstance(places, Tensor):  # -1 marks padding

@@ -1,4 +1,4 @@
-"""Describes how layers attend in one forward: the queries and keys of a rank, in pieces."""
+"""Describes how layers attend in one forward: the queries and keys of a rank, in chunks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import SequenceAxis, decode_attention
-from parallel_plans.huggingface.core.documents import Documents
+from parallel_plans.huggingface.core.documents import DocumentBounds
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardedInputs:
     """Attention with sharded queries and keys: keys and values travel, as in training.
 
     This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
@@ -31,7 +31,7 @@ class Dealt:
 
     axis: SequenceAxis
     seq_len: int | None
-    documents: Documents
+    documents: DocumentBounds
     runs: Tensor | None = None
     key_runs: Tensor | None = None
     begin: int = 0
@@ -43,7 +43,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodeInputs:
     """Attention with the same few queries on all ranks, and keys that are sharded or replicated.
 
     Attributes:
@@ -59,7 +59,7 @@ class Decoded:
     """
 
     axis: SequenceAxis
-    documents: Documents
+    documents: DocumentBounds
     key_runs: Tensor
     query_starts: Tensor
     num_columns: int
@@ -98,10 +98,10 @@ class Decoded:
         )
 
 
-Frame = Dealt | Decoded
+LayerInputs = ShardedInputs | DecodeInputs
 
 
-class Piece(NamedTuple):
+class ScanChunk(NamedTuple):
     """A contiguous range of tokens of one row and one document.
 
     Attributes:
@@ -116,7 +116,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class ScanChunks:
     """What stateful layers need to know about a batch.
 
     This is not a tuple, because fully_shard moves tensors in a layer's tuples to the device.
@@ -142,8 +142,8 @@ class Pieces:
         mask: Tensor | None,
         rank: int,
         world_size: int,
-    ) -> Pieces:
-        """Return the pieces of one rank. Each rank has a contiguous shard of the same length.
+    ) -> ScanChunks:
+        """Return the chunks of one rank. Each rank has a contiguous shard of the same length.
 
         Args:
             boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
@@ -162,22 +162,22 @@ class Pieces:
         found = [sorted({int(x) - begin for x in row if begin <= x < end}) for row in rows]
         return cls(shard, tuple(map(tuple, found)), padding, (boundaries, mask))
 
-    def same_batch(self, other: Pieces) -> bool:
+    def same_batch(self, other: ScanChunks) -> bool:
         """Return whether both batches have equal boundaries and masks on all ranks."""
         return all(
             x is y or (x is not None and y is not None and torch.equal(x, y))
             for x, y in zip(self.batch, other.batch, strict=True)
         )
 
-    def of_row(self, row: int) -> list[Piece]:
-        """Return the pieces of a row in order."""
+    def of_row(self, row: int) -> list[ScanChunk]:
+        """Return the chunks of a row in order."""
         starts = self.starts[row if len(self.starts) > 1 else 0]
         cuts = sorted({0, *starts, self.length})
-        return [Piece(x, y, x in starts) for x, y in pairwise(cuts)]
+        return [ScanChunk(x, y, x in starts) for x, y in pairwise(cuts)]
 
-    def mask(self, row: int, piece: Piece) -> Tensor | None:
-        """Return the attention mask of a piece, `(1, L)`; `None` without a mask."""
+    def mask(self, row: int, chunk: ScanChunk) -> Tensor | None:
+        """Return the attention mask of a chunk, `(1, L)`; `None` without a mask."""
         if self.padding is None:
             return None
         row = row if len(self.padding) > 1 else 0
-        return self.padding[row : row + 1, piece.begin : piece.end]
+        return self.padding[row : row + 1, chunk.begin : chunk.end]

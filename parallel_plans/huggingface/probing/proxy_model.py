@@ -1,4 +1,4 @@
-"""Makes a small twin of a model: the same code and kinds of layers, but narrow and short."""
+"""Makes a small proxy of a model: the same code and kinds of layers, but narrow and short."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     return type(config).from_dict(small | parts | changes)
 
 
-def small_twin(model: Any) -> Any:
+def small_proxy(model: Any) -> Any:
     """Return a small model of the same class, with random weights on the CPU.
 
     Raises:
@@ -96,17 +96,18 @@ def small_twin(model: Any) -> Any:
         torch.manual_seed(0)
         try:
             # If layers share weights, the code may need two of a kind.
-            twin = type(model)(small_config(model.config, 1 + _ties_layers(model)))
+            proxy = type(model)(small_config(model.config, 1 + _ties_layers(model)))
         except Exception as error:  # model code may raise anything
             raise ValueError(
-                f"{type(model).__name__} is on the meta device, and the plan cannot make a small "
-                f"one of its config to run a few tokens through ({type(error).__name__}: {error}); "
-                "give it weights first, by from_pretrained or to_empty"
+                f"{type(model).__name__} is on the meta device, and the plan cannot build a small "
+                "proxy of it from its config, to run a few tokens through "
+                f"({type(error).__name__}: {error}); give it weights first, by from_pretrained or "
+                "to_empty"
             ) from error
         with torch.no_grad():
-            for x in twin.parameters():  # biases of 0 and norms of 1 would have no effect
+            for x in proxy.parameters():  # biases of 0 and norms of 1 would have no effect
                 x.add_(0.1 * torch.randn_like(x))
-    return twin
+    return proxy
 
 
 def _ties_layers(model: Any) -> bool:
@@ -116,7 +117,7 @@ def _ties_layers(model: Any) -> bool:
 
 
 class Layers(NamedTuple):
-    """The number of layers of a model, and the indices of those that its twin keeps."""
+    """The number of layers of a model, and the indices of those that its proxy keeps."""
 
     number: int
     kept: list[int]

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from dtensor_ring import Contiguous, SequenceAxis, relayout
 from dtensor_ring.extension import Layout, layout_names, receive_state, send_state
-from parallel_plans.huggingface.core.frames import Pieces
+from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.patterns import frozen
 from parallel_plans.huggingface.states.stateful import (
-    Call,
-    Run,
+    LayerCall,
+    RunLayer,
     StateKey,
     States,
-    relayed,
+    passing_states,
     required_parameters,
     stateful_layers,
 )
@@ -35,8 +35,8 @@ class StateSpec(NamedTuple):
 StateSpecs = tuple[tuple[StateSpec, ...], ...]
 
 
-class KeptStates:
-    """Hands states from shard to shard in one process, in sequence order.
+class LocalStatePassing:
+    """Passes states from shard to shard in one process, in sequence order.
 
     Attributes:
         unused: a state that a layer ignores when it has several tokens, by layer.
@@ -46,7 +46,7 @@ class KeptStates:
         self._states: dict[int, States] = {}
         self.unused: dict[int, StateKey] = {}
 
-    def call(self, call: Call, run: Run) -> Any:
+    def call(self, call: LayerCall, run: RunLayer) -> Any:
         before = self._states.get(call.number, {})
         output, self._states[call.number] = run(call.hidden, None, before)
         for key, x in before.items():  # some layers read a state for single tokens only
@@ -72,17 +72,17 @@ class KeptStates:
 
 def specs_of(model: Any) -> StateSpecs:
     """Return the states of a model's layers from a run of two tokens, also on the meta device."""
-    layers, states = stateful_layers(model), KeptStates()
+    layers, states = stateful_layers(model), LocalStatePassing()
     weight = next(model.parameters())
     hidden = weight.new_zeros(1, 2, model.config.hidden_size)
-    with frozen(model), relayed(layers, states):
+    with frozen(model), passing_states(layers, states):
         for layer in layers:
             layer(hidden, **dict.fromkeys(required_parameters(layer)))
     return states.specs(len(layers))
 
 
-class AxisRelay:
-    """Hands states from rank to rank, with one message for each layer and row of the batch.
+class AxisStatePassing:
+    """Passes states from rank to rank, with one message for each layer and row of the batch.
 
     Note [Row by row]: the ranks process a row in turn, since each needs the states of the previous
     rank. While the next rank processes a row, this one processes the row after it.
@@ -98,10 +98,10 @@ class AxisRelay:
         self, axis: SequenceAxis, specs: StateSpecs, order: Layout | str = Contiguous.name
     ) -> None:
         self._axis, self._specs, self._order = axis, specs, order
-        self._last: Pieces | None = None
-        self._alive: WeakSet[Pieces] = WeakSet()
+        self._last: ScanChunks | None = None
+        self._alive: WeakSet[ScanChunks] = WeakSet()
 
-    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> Pieces:
+    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> ScanChunks:
         """Begin a batch of `length` tokens.
 
         Args:
@@ -110,29 +110,29 @@ class AxisRelay:
             mask: the attention mask of all tokens without that padding, `(B, S)`.
 
         Returns:
-            The pieces to pass to calls of layers. Checkpointing repeats these calls in backward,
-            when there may be a later batch. A call without pieces uses those of the last batch.
+            The chunks to pass to calls of layers. Checkpointing repeats these calls in backward,
+            when there may be a later batch. A call without chunks uses those of the last batch.
         """
         mesh = self._axis.mesh
-        self._last = Pieces.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
+        self._last = ScanChunks.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
         self._alive.add(self._last)
         return self._last
 
     def keep(self, output: dict[str, Any]) -> None:
-        """Keep the pieces of the last batch alive as long as its outputs."""
+        """Keep the chunks of the last batch alive as long as its outputs."""
         for x in () if torch.compiler.is_compiling() else output.values():
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 found: Any = x.grad_fn.metadata
-                found["pieces"] = self._last
+                found["scan_chunks"] = self._last
 
-    def call(self, call: Call, run: Run) -> Any:
-        pieces = self._pieces(call) if call.pieces is None else call.pieces
+    def call(self, call: LayerCall, run: RunLayer) -> Any:
+        chunks = self._chunks(call) if call.chunks is None else call.chunks
         mesh = self._axis.mesh
         x = relayout(call.hidden, mesh, 1, self._order)
         # Received states need a gradient on all ranks if the sent ones have one.
         needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
         outputs = [
-            self._row(call.number, x[row : row + 1], needs_own, pieces, row, run)
+            self._row(call.number, x[row : row + 1], needs_own, chunks, row, run)
             for row in range(len(x))
         ]
         out = torch.cat([first(output) for output in outputs])
@@ -140,7 +140,7 @@ class AxisRelay:
         return (out, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else out
 
     def _row(
-        self, number: int, x: Tensor, needs_own: bool, pieces: Pieces, row: int, run: Run
+        self, number: int, x: Tensor, needs_own: bool, chunks: ScanChunks, row: int, run: RunLayer
     ) -> Any:
         """Return the output of a layer for one row."""
         specs = self._specs[number]
@@ -150,10 +150,10 @@ class AxisRelay:
         parts = zip(specs, flat.split(sizes, 1), strict=True)
         states = {spec.key: part.reshape(1, *spec.shape).to(spec.dtype) for spec, part in parts}
         outs = []
-        for piece in pieces.of_row(row):
-            before = {} if piece.is_first else states
-            output, states = _of_piece(
-                run, x[:, piece.begin : piece.end], pieces.mask(row, piece), before
+        for chunk in chunks.of_row(row):
+            before = {} if chunk.is_first else states
+            output, states = _run_chunk(
+                run, x[:, chunk.begin : chunk.end], chunks.mask(row, chunk), before
             )
             outs.append(first(output))
         # One message holds all states, so its dtype must be wide enough for each.
@@ -162,8 +162,8 @@ class AxisRelay:
         out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
-    def _pieces(self, call: Call) -> Pieces:
-        """Return the pieces for a call without any, as in models without attention.
+    def _chunks(self, call: LayerCall) -> ScanChunks:
+        """Return the chunks for a call without any, as in models without attention.
 
         Raises:
             ValueError: if checkpointing repeats the call, and batches that await backward differ.
@@ -173,15 +173,15 @@ class AxisRelay:
         others = [x for x in self._alive if x is not self._last and not x.same_batch(self._last)]
         if in_backward and others:
             raise ValueError(
-                "checkpointing repeats a layer with a state, whose model does not tell it of which "
+                "checkpointing repeats a layer with a state, whose model does not say of which "
                 "batch, and batches with other documents or padding wait for their backward: run "
                 "the backward of a batch before the next forward, and drop its outputs"
             )
         return self._last
 
 
-def _of_piece(run: Run, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
-    """Return the output for a piece, and the states after it."""
+def _run_chunk(run: RunLayer, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
+    """Return the output for a chunk, and the states after it."""
     if x.shape[1] > 1 or not before:
         return run(x, mask, before)
     # A layer may process a single token differently, for generation, so the token is repeated.

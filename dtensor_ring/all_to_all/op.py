@@ -231,10 +231,10 @@ def unflatten_all_to_all(arguments: tuple[Any, ...]) -> AllToAllArgs:
     return _ARGUMENTS.unflatten(arguments)
 
 
-ALL_TO_ALL = "dtensor_ring::all_to_all"
+ALL_TO_ALL = "dtensor_ring::exchange"
 
 torch.library.define(ALL_TO_ALL, f"(Tensor[] tensors, {ALL_TO_ALL_SCHEMA}) -> Tensor[]")
-all_to_all_op = torch.ops.dtensor_ring.all_to_all.default
+all_to_all_op = torch.ops.dtensor_ring.exchange.default
 
 
 def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
@@ -391,5 +391,5 @@ def _recorded_all_to_all(keyset: Any, tensors: list[Tensor], *options: Any) -> A
     return below_autograd(all_to_all_op, forward, keyset, tensors, *options)
 
 
-LIBRARY.impl("all_to_all", _recorded_all_to_all, "Autograd", with_keyset=True)
+LIBRARY.impl("exchange", _recorded_all_to_all, "Autograd", with_keyset=True)
 register_samples(ALL_TO_ALL)

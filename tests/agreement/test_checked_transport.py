@@ -85,7 +85,7 @@ def _turn_around() -> Found:
 
 def test_calls_in_another_order(pool: Pool) -> None:
     for text, _ in pool.run(2, _call_in_another_order):
-        assert "they differ in call site: test_agreed.py:" in text
+        assert "they differ in call site: test_checked_transport.py:" in text
 
 
 def _call_in_another_order() -> Found:

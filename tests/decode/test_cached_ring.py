@@ -235,7 +235,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another ring": (
         {"key_runs": torch.tensor([[[0, 4]], [[4, 4]]])},
         ValueError,
-        "these key_runs shard 8 tokens over 2 ranks, not 8 tokens to 1",
+        "these key_runs shard 8 tokens over 2 ranks, not 8 tokens over 1",
     ),
     "negative": (
         {"key_runs": torch.tensor([[[-1, 9]]])},

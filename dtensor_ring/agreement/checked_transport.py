@@ -266,7 +266,7 @@ class CheckedTransport(Transport):
             return [peer] if 0 <= peer < size else []
         # A record that carries messages goes to all ranks; others go to the next rank.
         if self._piggybacks:
-            return [other % size for other in range(rank + 1, rank + size)]
+            return [*range(rank + 1, size), *range(rank)]
         return [(rank + side) % size]
 
     def _send_record(self, payloads: Mapping[int, Tensor] | None = None) -> None:

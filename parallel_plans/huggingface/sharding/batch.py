@@ -264,7 +264,8 @@ def _check_model(model: Any) -> None:
             "torch.export takes one process, and a context-parallel model sends messages; export "
             "within `with stock_model(model):`"
         )
-    if has_alora(getattr(model, "peft_config", {}).values()):
+    adapters = getattr(model, "peft_config", None)
+    if adapters and has_alora(adapters.values()):
         raise ValueError(NO_ALORA)
 
 
@@ -307,13 +308,14 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    head = model.get_output_embeddings()
-    num_labels = model.config.num_labels if head is None else _num_entries(model, head)
-    num_tokens = _num_entries(model, model.get_input_embeddings())
-    for name, count in (("input_ids", num_tokens), ("labels", num_labels)):
+    for name, embeddings in (
+        ("input_ids", model.get_input_embeddings()),
+        ("labels", model.get_output_embeddings()),
+    ):
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
             continue
+        count = _num_entries(model, embeddings)
         wrong = x[((x < 0) | (x >= count)) & ((x != IGNORE_INDEX) | (name != "labels"))]
         if wrong.numel():
             raise ValueError(
@@ -322,8 +324,13 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
             )
 
 
-def _num_entries(model: Any, embeddings: nn.Module) -> int:
-    """Return the number of rows of the weight, or the vocabulary size if a wrapper hides it."""
+def _num_entries(model: Any, embeddings: nn.Module | None) -> int:
+    """Return the number of rows of the weight, or the vocabulary size if a wrapper hides it.
+
+    A model without a head over the vocabulary has one entry for each of its labels.
+    """
+    if embeddings is None:
+        return model.config.num_labels
     weight = getattr(embeddings, "weight", None)
     return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 

@@ -66,7 +66,7 @@ def ring_backward(
                 if step.number:
                     _collect(sums, grad_shard, label)
                     _contribute(sums, step, shares, label)
-                    # After the kernels: a sum travels one hop after its shard.
+                    # After the kernels: on the ring, a sum travels one hop after its shard.
                     sums.post(step, label)
         _collect(sums, grad_shard, Label("backward", len(plan.steps) - 1, plan.rank))
     return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()

@@ -171,7 +171,8 @@ class CheckedTransport(Transport):
         )
         self._direction, self._piggybacks, self._chain = direction, piggybacks, chain
         self._step: int | None = None
-        self._number = self._tag = self._phase = 0
+        self._number = self._tag = 0
+        self._phase = 0  # calls of `at`: equal on two ranks if they started the same messages
         self._record_works: list[PendingWork] = []
         self._peer_records: dict[int, RecordWork] = {}  # by peer
         # Records go by the process group, whatever transport moves the other messages.

@@ -29,7 +29,8 @@ STORE_TIMEOUT = 0.25
 # The time limit for its first answer, when nothing has failed yet, in seconds.
 FIRST_TIMEOUT = 5.0
 
-# How long a rank waits for the others to raise, in seconds: all know of a failure within a second.
+# How long a rank waits for the others to raise, in seconds. It delays the report of each
+# failure, and all ranks shall know within a second.
 OTHERS_TIMEOUT = 0.5
 
 

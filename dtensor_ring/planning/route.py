@@ -38,12 +38,13 @@ class Hop(NamedTuple):
 class Route(ABC):
     """How one rank receives keys and values, and sends gradients back.
 
-    A new route is a class with these three members and a row in `ROUTES`. No other code knows how
-    messages travel: the loops post the hops that they are given.
+    A new route is a class with these three members and a row in `ROUTES`. Loops and transport know
+    of no route: they post the hops that they are given. `KeyDemand.stages` counts for the ring.
 
     Hop i of the shards is posted before the kernels of step i, and waited for after them: what it
-    receives serves the steps after i, and the hops after i may forward it. A rank receives at most
-    one packet of a source. Hop i of the sums is posted when step i has added its gradients, after
+    receives serves the steps after i, and the hops after i may forward it. A hop may be empty. A
+    packet that arrives early keeps a buffer until its step. A rank receives at most one packet of a
+    source. Hop i of the sums is posted when step i has added its gradients, after
     hop i of the shards was posted, and waited for before the next one is posted.
 
     Each rank runs its steps independently, but two ranks must agree on the order of all messages
@@ -208,7 +209,7 @@ def ring_unless_sparse(rank: int, demand: KeyDemand) -> Route:
     return (DirectRoute if demand.direct_is_lighter else RingRoute)(rank, demand)
 
 
-# Factories of routes, by name as in the spec of a strategy.
+# Factories of routes, by name as in the spec of a strategy. `ring` chooses among them.
 ROUTES: dict[str, Callable[[int, KeyDemand], Route]] = {
     "ring": ring_unless_sparse,
     "around": RingRoute,

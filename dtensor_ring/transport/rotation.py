@@ -237,7 +237,7 @@ class ShardRotation(Rotation):
         """Yield the keys and values of a step, while messages for later steps are in flight."""
         self._transport.at(label)
         hop = self._hops[step.number]
-        moves = any(hop)  # false in the last step
+        moves = any(hop)  # false if nothing is sent, received or released, as in the last step
         outgoing = self._outgoing(hop.sends, label) if moves else []
         with label("send"):
             if moves:

@@ -1,4 +1,4 @@
-"""Sessions: calls are counted, one at a time, and a group that was shut down takes none."""
+"""Group states: calls are counted, one at a time, and a group that was shut down takes none."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ Tokens moved and needed, imbalance, makespan, that if neighbours always wait, mi
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardedBatch:
     """One batch of documents, sharded."""
 
     seq_len: int
@@ -110,7 +110,7 @@ def lockstep(schedule: Schedule) -> float:
     return float(begun.max() * len(areas) / areas.sum())
 
 
-def measure(seq_len: int, world_size: int, seed: int, repeats: int) -> Dealt:
+def measure(seq_len: int, world_size: int, seed: int, repeats: int) -> ShardedBatch:
     ends = documents(seed, seq_len)
     layout = Balanced(CAUSAL, seq_len, world_size, ends)
     times = []
@@ -123,14 +123,14 @@ def measure(seq_len: int, world_size: int, seed: int, repeats: int) -> Dealt:
     schedule = describe_schedule(layout, CAUSAL, seq_len, world_size, ends)
     runs = (layout.runs(rank, world_size, seq_len) for rank in range(world_size))
     tiles = (sum(len(step.tiles) for step in plan.steps) for plan in schedule.plans)
-    return Dealt(
+    return ShardedBatch(
         *(seq_len, world_size, seed, len(ends) - 1, sum(schedule.received), needed(layout)),
         *(schedule.imbalance, schedule.makespan, lockstep(schedule), median(times)),
         *(max(map(len, runs)), max(tiles)),
     )
 
 
-def report(console: Console, found: list[Dealt]) -> None:
+def report(console: Console, found: list[ShardedBatch]) -> None:
     """Print what was measured, in Markdown."""
     console.print(
         "\nCausal attention in documents of lognormal lengths. Tokens that travel to all ranks "

@@ -212,17 +212,13 @@ def relayout(
     before, after = _side("layout", now, length, group), _side("to", to, length, group)
     if before.layout == after.layout:
         return tensor
-    args = AllToAllArgs(
+    args = AllToAllArgs.of_tokens(
         batch_runs=BatchRuns(before.runs, after.runs),
         layout=before.spec,
         to=after.spec,
         heads=1,
-        num_heads=(1,),
-        num_key_heads=1,
         seq_len=length,
-        num_tokens=None,
-        group_name=group.group_name,
-        is_compiled=torch.compiler.is_compiling(),
+        group=group,
     )
     if torch.compiler.is_compiling():
         result = all_to_all_tokens(local, dim, args)

@@ -101,6 +101,30 @@ class AllToAllArgs(NamedTuple):
     mask: Mask = FULL
     key_seq_len: Length | None = None
 
+    @classmethod
+    def of_tokens(
+        cls,
+        batch_runs: BatchRuns,
+        layout: str | None,
+        to: str | None,
+        heads: int,
+        seq_len: Length,
+        group: dist.ProcessGroup,
+    ) -> AllToAllArgs:
+        """Return the exchange of whole tokens: each is one head, with all that belongs to it."""
+        return cls(
+            batch_runs=batch_runs,
+            layout=layout,
+            to=to,
+            heads=heads,
+            num_heads=(1,),
+            num_key_heads=1,
+            seq_len=seq_len,
+            num_tokens=None,
+            group_name=group.group_name,
+            is_compiled=torch.compiler.is_compiling(),
+        )
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the axis."""

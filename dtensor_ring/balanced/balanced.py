@@ -256,7 +256,7 @@ def balanced_partition(
 def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:
     """Yield the partitions of fixed layouts, which do not look at documents."""
     for layout in WHOLE:
-        yield Partition.dealt(layout, world_size, seq_len)
+        yield Partition.of_layout(layout, world_size, seq_len)
 
 
 def _by_units(
@@ -276,7 +276,7 @@ def _by_units(
         packer, is_large = Packer(work, world_size, seq_len), num_parts > 1
         packer.pack_parts(Units(*(x[is_large] for x in units)), num_parts[is_large])
         packer.pack_units(Units(*(x[~is_large] for x in units)))
-        yield packer.dealt()
+        yield packer.partition()
 
 
 def _by_blocks(
@@ -288,7 +288,7 @@ def _by_blocks(
         edges = np.append(np.arange(0, seq_len, shard // rounds), seq_len)
         packer = Packer(work, world_size, seq_len, reserve=0)
         packer.pack_units(Units(edges[:-1], edges[1:], work.areas(edges[:-1], edges[1:])))
-        yield packer.dealt()
+        yield packer.partition()
         rounds *= 2
 
 

@@ -141,7 +141,9 @@ def _cost(
     num_groups = world_size // heads
     work = AttentionWork(checked_slices(mask, world_size, (seq_len, seq_len), None))
     joined = layout if heads == 1 else Joined(layout, heads)
-    makespan, received = ring_cost(work, Partition.dealt(joined, num_groups, seq_len), num_groups)
+    makespan, received = ring_cost(
+        work, Partition.of_layout(joined, num_groups, seq_len), num_groups
+    )
     moved = 2 * hybrid.stateful * relayout_tokens(layout, seq_len, world_size)
     token = 2 * hybrid.heads[1] * hybrid.head_dim * hybrid.itemsize
     pair = PAIR * hybrid.heads[0] * hybrid.head_dim

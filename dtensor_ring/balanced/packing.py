@@ -39,7 +39,7 @@ class Partition(NamedTuple):
         )
 
     @classmethod
-    def dealt(cls, layout: Layout, world_size: int, seq_len: int) -> Partition:
+    def of_layout(cls, layout: Layout, world_size: int, seq_len: int) -> Partition:
         """Build the partition of a layout whose runs have stride 1."""
         return cls.of(
             [
@@ -131,7 +131,7 @@ class Packer:
         num_tokens = max(1, int(self._room[rank]) + self._kept[rank])
         return FINE * (self._mean - self._loads[rank]) // num_tokens
 
-    def dealt(self) -> Partition:
+    def partition(self) -> Partition:
         """Return all pieces. Units left over fill rank after rank, in the order of positions."""
         rooms = [x + y for x, y in zip(self._room.tolist(), self._kept, strict=True)]
         rank = 0

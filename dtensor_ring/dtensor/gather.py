@@ -76,17 +76,13 @@ def gathered(
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
     """
     # Model the gather as an exchange with a single head that is replicated to all ranks.
-    args = AllToAllArgs(
+    args = AllToAllArgs.of_tokens(
         batch_runs=BatchRuns(runs, runs),
         layout=layout,
         to=layout,
         heads=group.size(),
-        num_heads=(1,),
-        num_key_heads=1,
         seq_len=seq_len,
-        num_tokens=None,
-        group_name=group.group_name,
-        is_compiled=torch.compiler.is_compiling(),
+        group=group,
     )
     whole = all_to_all_tokens(local, dim, args)
     # A compiled graph defines all gradients by itself.

@@ -200,12 +200,13 @@ class ProcessGroupTransport(Transport):
 
     def abort(self) -> None:
         """Close the connections of this rank: ranks that wait for it get an error."""
-        group = self._group
-        with suppress(RuntimeError):  # closed already
-            # Gloo has no abort, but a wait that times out closes all connections of the rank.
-            unsent = torch.empty(1, dtype=torch.uint8)
-            late = group.recv([unsent], (group.rank() + 1) % group.size(), ABORT_TAG)
-            late.wait(timedelta(milliseconds=1))
+        group, rank = self._group, self._group.rank()
+        # Gloo has no abort, but a wait that times out closes all connections of the rank. It needs
+        # one that is open: the rank that failed first may have closed its own.
+        unsent = torch.empty(1, dtype=torch.uint8)
+        for peer in (*range(rank + 1, group.size()), *range(rank)):
+            with suppress(RuntimeError):  # closed already, or by this wait
+                group.recv([unsent], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
         with suppress(RuntimeError):
             group.abort()
 

@@ -47,6 +47,7 @@ class Fault:
             told of the fault was not told by the time limit.
         world_size: the number of ranks.
         repeated: what all ranks do over and over, on a mesh.
+        late: a rank that begins a second later, when the process of rank 1 has ended.
     """
 
     what: Callable[[], object]
@@ -58,6 +59,7 @@ class Fault:
     terms: Terms = USUAL
     world_size: int = 3
     repeated: Callable[[DeviceMesh], object] = TRAINING
+    late: int | None = None
 
     @property
     def survivors(self) -> list[int]:
@@ -104,6 +106,10 @@ FAULTS = {
     "stopped, decoding": Fault(stop, **DECODE | STOPPED),
     "append, caught": Fault(break_kernel, APPEND, **DECODE | SILENT),
     "append, uncaught": Fault(break_kernel, APPEND, **DECODE | UNCAUGHT),
+    # Rank 2 waits for rank 0, which finds its connection to rank 1 closed already.
+    "append, uncaught, rank 0 late": Fault(
+        break_kernel, APPEND, reported="rank [01]", **DECODE | UNCAUGHT, late=0
+    ),
 }
 
 
@@ -176,6 +182,9 @@ def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None
 def suffer(log: Log, fault: Fault) -> Reported:
     """Steps of training, until this rank is told that rank 1 has a fault."""
     mesh, is_victim = init_device_mesh("cpu", (fault.world_size,)), dist.get_rank() == VICTIM
+
+    if dist.get_rank() == fault.late:
+        sleep(1.0)
 
     def strike() -> None:
         log("fault")

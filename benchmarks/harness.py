@@ -106,7 +106,9 @@ def spawn(
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (world_size, folder, measure, todo, bind), nprocs=world_size)
+        args = world_size, folder, measure, todo, bind
+        # A test's fork server has imported torch already.
+        mp.start_processes(work, args, nprocs=world_size, start_method="forkserver")
         return json.loads(Path(folder, "results.json").read_text())
 
 

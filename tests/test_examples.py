@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.scripts import run_script
 from tests.test_public import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -21,20 +24,12 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 ALONE |= {"MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
 
-def test_quickstart() -> None:
-    script = str(EXAMPLES / "quickstart.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen([sys.executable, *prefix, script], cwd=ROOT, env=environment, **pipes)
-        for prefix in (TORCHRUN, ())
-    ]
-    for run, world_size in zip(runs, (2, 1), strict=True):
-        printed, errors = run.communicate(timeout=120)
-        assert run.returncode == 0, errors
-        assert not errors
-        checked = r"world size (\d), .*: causal and sliding match one device\n"
-        assert re.fullmatch(checked, printed).group(1) == str(world_size)  # pyrefly: ignore
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_quickstart(ranks: int) -> None:
+    checked = rf"world size {ranks or 1}, .*: causal and sliding match one device\n"
+    first, *others = run_script(EXAMPLES / "quickstart.py", ranks=ranks)
+    assert re.fullmatch(checked, first.printed)
+    assert not any(x.errors for x in (first, *others))
 
 
 def test_demo(tmp_path: Path) -> None:
@@ -59,12 +54,28 @@ def test_demo(tmp_path: Path) -> None:
         assert all(begin <= first <= last <= end for _, first, last in spans)
 
 
-def test_generate(tmp_path: Path) -> None:
-    options = ("--prompt-len", "300", "--new", "5", "--seconds", "1", "--out", tmp_path)
-    command = [sys.executable, EXAMPLES / "generate_hf.py", *options]
-    run = subprocess.run(command, timeout=200, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "all 5 tokens agree: True" in run.stdout
+def test_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "generate_hf.py"
+    options = ("--prompt-len", "300", "--new", "5", "--seconds", "1", "--out", str(tmp_path))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [str(script), *options])
+    import generate_hf
+
+    def launch(command: list[str], **given: Any) -> SimpleNamespace:
+        assert tuple(command[1:5]) == (*TORCHRUN[:3], "--nproc-per-node=2")
+        assert command[5:] == sys.argv
+        run_script(script, *options, ranks=2)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(generate_hf.subprocess, "run", launch)
+    try:
+        generate_hf.main()
+    finally:
+        torch.set_num_threads(1)
+    printed = capsys.readouterr().out
+    assert "all 5 tokens agree: True" in printed
     assert (tmp_path / "generate_hf.pt").exists()
     found = json.loads((tmp_path / "generated.json").read_text())
     pair = 4 * 2 * 2 * 32 * 4  # layers, heads, keys and values, head dim, bytes
@@ -73,26 +84,15 @@ def test_generate(tmp_path: Path) -> None:
 
 
 def test_profile(tmp_path: Path) -> None:
-    options = ("--seq-len", "64", "--folder", tmp_path)
-    command = [sys.executable, EXAMPLES / "profile_ring.py", *options]
-    run = subprocess.run(command, timeout=100, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"wrote {tmp_path / 'ring-rank0.json'}\n"
+    options = ("--seq-len", 64, "--folder", tmp_path)
+    (run,) = run_script(EXAMPLES / "profile_ring.py", *options)
+    assert run.printed == f"wrote {tmp_path / 'ring-rank0.json'}\n"
 
 
 def printed_losses(world_size: int, script: str, *options: str) -> list[float]:
-    """The losses that an example prints, one for each step; several ranks are torchrun's."""
-    torchrun = (*TORCHRUN[:-1], str(world_size)) if world_size > 1 else ()
-    run = subprocess.run(
-        [sys.executable, *torchrun, EXAMPLES / script, *options],
-        cwd=ROOT,
-        env=os.environ | ALONE,
-        timeout=200,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", run.stdout, re.M)]
+    """The losses that an example prints, one for each step."""
+    first, *_ = run_script(EXAMPLES / script, *options, ranks=world_size)
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", first.printed, re.M)]
 
 
 def test_train_own() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +30,7 @@ from dtensor_ring.transport.transport import BufferPool
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.models import load
 from tests.pool import Pool
+from tests.scripts import run_script
 from tests.test_public import ROOT
 
 SEQ_LEN, BATCH, RANKS = 1024, 2, 2
@@ -188,11 +187,10 @@ def test_a_config_of_torchtitan() -> None:
     if not HAS_TORCHTITAN:
         pytest.skip("torchtitan is not installed")
     model = "parallel_plans.torchtitan.config_registry:llama3_debugmodel_ring"
-    command = [sys.executable, "-m", "dtensor_ring", "estimate", "--model", model]
-    command += ["--seq-len", "4096", "--mesh", "cp=4"]
-    run = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True, check=True)
-    assert "6 x 16 heads over 16, head dim 16, 3 hops" in run.stdout
-    assert "Llama3Model" in run.stdout
+    options = ("--model", model, "--seq-len", 4096, "--mesh", "cp=4")
+    (run,) = run_script("dtensor_ring", "estimate", *options, cwd=ROOT)
+    assert "6 x 16 heads over 16, head dim 16, 3 hops" in run.printed
+    assert "Llama3Model" in run.printed
 
 
 HAS_TORCHTITAN = find_spec("torchtitan") is not None

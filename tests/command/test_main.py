@@ -17,6 +17,7 @@ from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
+from tests.scripts import run_script
 from tests.test_public import ROOT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -129,9 +130,8 @@ def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFix
 
 
 def test_doctor_of_two_ranks() -> None:
-    doctor = [*TORCHRUN, "-m", "dtensor_ring", "doctor", "--json"]
-    run = subprocess.run(doctor, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True)
-    found = json.loads(run.stdout)
+    first, _ = run_script("dtensor_ring", "doctor", "--json", ranks=2, cwd=ROOT)
+    found = json.loads(first.printed)
     assert found["ranks"]["found"].startswith("2 on ")
     assert {"ring, causal", "ring, window", "overlap"} <= found.keys()
     assert not any(row["is_bad"] for row in found.values())

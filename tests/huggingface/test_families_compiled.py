@@ -67,9 +67,16 @@ def compile_counts(family: str, each_layer: bool) -> tuple[int, list[float]]:
 @pytest.mark.parametrize(
     ("family", "each_layer"),
     [
-        *(("gpt-oss", False), ("Llama", False), ("Gemma 2", False), ("Gemma 2", True)),
-        # Gemma 2 has layers of two kinds, with a softcap.
-        *(pytest.param(family, True, marks=pytest.mark.repeats) for family in ("gpt-oss", "Llama")),
+        # Layers of two kinds, with sinks, and with a softcap.
+        *(("gpt-oss", False), ("Gemma 2", True)),
+        *(
+            pytest.param(family, each_layer, marks=pytest.mark.repeats)
+            for family, each_layer in (
+                ("gpt-oss", True),
+                ("Gemma 2", False),
+                *(("Llama", each_layer) for each_layer in (False, True)),
+            )
+        ),
     ],
 )
 def test_packed_batches_compile_once(pool: Pool, family: str, each_layer: bool) -> None:

@@ -121,7 +121,11 @@ def train_both(
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("none", (2, 2)), ("full", (4, 2)), ("selective", (2, 2))]
+    ("name", "calls"),
+    [
+        pytest.param("none", (2, 2), marks=pytest.mark.repeats),  # as in the demo
+        *(("full", (4, 2)), ("selective", (2, 2))),
+    ],
 )
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int, int]) -> None:
     """Selective checkpointing makes one ring forward and one backward for each of two layers."""

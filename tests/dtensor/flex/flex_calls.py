@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 LSE = AuxRequest(lse=True)
-OFTEN = (1, "contiguous"), (2, "contiguous"), (3, "zigzag"), (4, "zigzag")
+OFTEN = (1, "contiguous"), (2, "contiguous"), (4, "zigzag")
 
 
 def attend(query: Any, key: Any, value: Any, block_mask: BlockMask | None) -> tuple[Any, Any]:

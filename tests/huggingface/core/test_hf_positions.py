@@ -85,7 +85,9 @@ def compiled_losses(family: str) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["Phi-3, longrope", "OPT"])
+@pytest.mark.parametrize(
+    "family", ["Phi-3, longrope", pytest.param("OPT", marks=pytest.mark.repeats)]
+)
 def test_compiles_without_a_break(pool: Pool, family: str) -> None:
     for losses in pool.run(2, compiled_losses, family):
         for eager, compiled in losses:

@@ -23,7 +23,7 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 DTYPES = torch.float32, torch.bfloat16, torch.float64
 KERNELS = None, None, "reference"
 NAMES = "out", "lse", "dq", "dk", "dv"
-SHARDS = range(1, 18)
+SHARDS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17)
 """Tokens of a rank: from fewer than a vector of aten's kernel holds to more."""
 
 

@@ -137,7 +137,7 @@ def one_by_one(last_hops: LastHop) -> list[tuple[int, int, int]]:
     return found
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(rings() | cross_rings(), st.sampled_from([1, 30, 2**20]))
 def test_demand_is_what_is_visible(ring: Ring, block: int) -> None:
     expected = everything(TableDemand(table_of(ring)))
@@ -175,7 +175,7 @@ def narrow_bands(draw: st.DrawFn, seq_lens: tuple[int, int]) -> Slices:
     return Slices.of_tables(rows)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 30, 2**20]))
 def test_demand_of_sides_that_are_sharded_differently(
     data: st.DataObject, world_size: int, block: int

@@ -114,7 +114,7 @@ def covered(ring: Ring) -> Tensor:
     return count
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(rings() | cross_rings())
 @example(Ring(Contiguous(), 2, 10, Mask(4, None), ((0, 3, 10),)))  # more rows than columns
 @example(Ring(Contiguous(), 1, 8, Mask(0, 3, prefix=4), ((0, 6, 8),)))  # behind the prefix

@@ -63,7 +63,7 @@ def check(tiles: list[Tile], expected: Pairs) -> None:
         assert not bounded_left_only or num_rows <= num_cols
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.integers(0, 9), st.integers(0, 9), bounds, bounds)
 def test_band_tiles(num_rows: int, num_cols: int, left: int | None, right: int | None) -> None:
     expected = band((0, num_rows), (0, num_cols), left, right)

@@ -1,0 +1,202 @@
+"""Kernels and messages of a rank use memory in an order, on all routes, forward and backward.
+
+Each rank runs alone: what arrives are zeros. Its ops and messages are noted, and one wait after
+another is left out, to see that each is needed.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.all_to_all.plan import all_to_all_plan
+from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
+from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
+from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order, empty
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.decode.run import MERGES, Combine
+from dtensor_ring.ops import rows_op
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.transport import rotation
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
+from tests.rings import Ring
+from tests.streams import Happened, Trace, TracedTransport, race_in, traced
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+CAUSAL, FULL = Mask.causal(), Mask.full()
+SIZES = 2, 3, 4
+"""Of worlds."""
+
+
+@pytest.fixture(params=[True, False], ids=["on a gpu", "on a cpu"])
+def is_batched(request: pytest.FixtureRequest) -> bool:
+    if request.param and torch.version.cuda is None:
+        pytest.skip("builds for CPUs make no fake CUDA tensors")
+    return request.param
+
+
+def tensors(is_batched: bool, *shapes: tuple[int, ...], order: Order = TOKEN_MAJOR) -> list[Tensor]:
+    dtype, device = (torch.bfloat16, "cuda") if is_batched else (torch.float32, "cpu")
+    like = torch.empty(0, dtype=dtype, device=device)
+    return [empty(like, shape, order).zero_() for shape in shapes]
+
+
+@lru_cache(maxsize=1)
+def plans_of(ring: Ring) -> list[Plan]:
+    return ring.plans()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Forward and backward of a rank of a ring."""
+
+    ring: Ring
+    policy: TransferPolicy = DEFAULT_POLICY
+    order: Order = TOKEN_MAJOR
+    large: int = rotation.LARGE
+
+    @property
+    def world_size(self) -> int:
+        return self.ring.world_size
+
+    def run(self, rank: int, transport: Transport, is_batched: bool) -> None:
+        plan, kernel = (
+            plans_of(self.ring)[rank],
+            KERNELS["cuda_flash" if is_batched else "cpu_flash"],
+        )
+        (rows, cols), batch = plan.num_local, self.ring.batch
+        sides = (HEADS, rows), (KV_HEADS, cols), (KV_HEADS, cols), (HEADS, rows)
+        shapes = [(batch, heads, tokens, HEAD_DIM) for heads, tokens in sides]
+        query, key, value, grad_out = tensors(is_batched, *shapes, order=self.order)
+        how = plan, kernel, Scores(self.ring.mask, 0.125), transport, self.policy
+        with patch.object(rotation, "LARGE", self.large):
+            out, lse = ring_forward(query, (key, value), *how)
+            ring_backward(Saved(grad_out, out, lse), query, (key, value), *how)
+        for x in (query, key, value, grad_out, out, lse):
+            x.zero_()  # by the caller: they are the caller's again
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Tokens traded for heads and back, whose gradients travel the same two ways."""
+
+    layout: Layout
+    to: Layout
+    heads: int
+    world_size: int
+
+    def run(self, rank: int, transport: Transport, is_batched: bool) -> None:
+        seq_len = 8 * self.world_size + 3
+        plan = all_to_all_plan(self.layout, self.to, self.heads, rank, self.world_size, seq_len)
+        num_heads, label = (HEADS, KV_HEADS, KV_HEADS), Label("exchange", 0, rank)
+        shapes = [(BATCH, heads, plan.num_tokens[0], HEAD_DIM) for heads in num_heads]
+        moved = tensors(is_batched, *shapes)
+        for is_back in (False, True):
+            facts = tuple(map(TensorShape.of, moved))
+            messages = messages_of(plan, num_heads, KV_HEADS, facts, is_back)
+            moved = run_all_to_all(moved, messages, transport, label)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Partial results that ranks merge, which has no backward."""
+
+    world_size: int
+    merge: str
+
+    def run(self, rank: int, transport: Transport, is_batched: bool) -> None:
+        out, lse = tensors(is_batched, (BATCH, HEADS, 3, HEAD_DIM), (BATCH, HEADS, 3, 1))
+        combine = Combine(transport, rank, self.world_size, self.merge)
+        for _ in range(2):
+            combine(out, lse.squeeze(-1))
+
+
+@dataclass(frozen=True)
+class RankSum:
+    """A tensor that is summed over the ranks; the gradient is, too."""
+
+    world_size: int
+
+    def run(self, rank: int, transport: TracedTransport, is_batched: bool) -> None:
+        (local,) = tensors(is_batched, (1, 1, 5, 16))
+        known: dict[str, Any] = {"_resolve_process_group": lambda name: transport.group}
+        known["_checked_sum"] = lambda *args: nullcontext(transport)
+        with patch.multiple(rows_op, **known):
+            for is_back in (False, True):
+                local = rows_op.sum_ranks(local, "group", is_back)
+
+
+ROUTES = {
+    f"{route}, {size} ranks": Attention(Ring(ZigZag(), size, 64, CAUSAL, route=route))
+    for route in ("around", "direct", "all_gather")
+    for size in SIZES
+}
+WINDOW = Ring(ZigZag(), 4, 96, Mask.sliding(5))
+SHRINKING = Ring(ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), route="around")
+RINGS = {
+    "full": Attention(Ring(Contiguous(), 3, 20, FULL)),
+    "empty shards": Attention(Ring(ZigZag(), 4, 5, FULL)),
+    "window": Attention(WINDOW),
+    "many ranges": Attention(Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), route="around")),
+    "packets that shrink": Attention(SHRINKING),
+    "striped documents": Attention(Ring(Striped(), 3, 60, CAUSAL, ((0, 7, 25, 31, 60),))),
+    "from where it lies": Attention(Ring(ZigZag(), 4, 64, CAUSAL), large=1),
+    "large parts": Attention(WINDOW, large=1),
+    "head-major": Attention(Ring(ZigZag(), 3, 48, CAUSAL), order=HEAD_MAJOR, large=1),
+    "narrow": Attention(
+        SHRINKING, TransferPolicy(torch.float16, torch.bfloat16, num_parts=4), large=1
+    ),
+}
+EXCHANGES = {
+    f"{layout.spec} to {to.spec}, {heads} of {size}": Exchange(layout, to, heads, size)
+    for layout, to, heads, size in (
+        *((ZigZag(), ZigZag(), size, size) for size in SIZES),
+        (ZigZag(), Striped(), 1, 3),
+        (Contiguous(), ZigZag(), 2, 4),
+    )
+}
+DECODES = {
+    f"decode, {merge}, {size} ranks": Decoding(size, merge)
+    for merge in MERGES
+    for size in (2, 3, 4)
+}
+CASES = (
+    ROUTES
+    | RINGS
+    | EXCHANGES
+    | DECODES
+    | {f"sum, {size} ranks": RankSum(size) for size in (2, 3, 4)}
+)
+
+
+def steps_of(case: Any, rank: int, is_batched: bool) -> list[Happened]:
+    """What the host of a rank does."""
+    trace = Trace(is_batched)
+    with traced(trace):
+        case.run(rank, TracedTransport(trace, rank, case.world_size), is_batched)
+        trace.step("launch", "what comes after the call")
+    return trace.steps
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_memory_is_used_in_an_order(case: Any, is_batched: bool) -> None:
+    """And each wait is needed: without it something uses memory that a message still uses."""
+    for rank in range(case.world_size):
+        steps = steps_of(case, rank, is_batched)
+        assert race_in(steps) is None
+        posted, waits = (
+            [i for i, step in enumerate(steps) if step.what == what] for what in ("post", "wait")
+        )
+        assert len(posted) == len(waits)
+        for index in waits:
+            assert race_in(steps, forgotten=index), steps[index]

@@ -268,6 +268,7 @@ def traced(trace: Trace) -> Iterator[None]:
         # The checks of real operations know no group but real ones.
         patch.multiple(dist, P2POp=lambda what, flat, **_: (what, flat), batch_isend_irecv=batch),
         patch.multiple(torch.cuda, Stream=SideStream, stream=trace.on),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         patch.object(Tensor, "record_stream", lambda x, stream: trace.keep(x, stream)),
         torch.no_grad(),
         trace,

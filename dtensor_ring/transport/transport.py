@@ -100,7 +100,7 @@ def hold_until_complete(works: Sequence[Work], tensors: Iterable[Tensor]) -> Non
     """
     on_gpu = [x for x in tensors if x.is_cuda]
     if not on_gpu or torch.cuda.is_current_stream_capturing():
-        return  # gloo cancels what nobody waits for, and nothing runs during a capture
+        return  # gloo does not write to what is gone, and a capture runs nothing
     # On a stream of its own: a message may never come, and the current stream must not wait then.
     stream = torch.cuda.Stream(on_gpu[0].device)
     with torch.cuda.stream(stream):

@@ -102,13 +102,14 @@ def hold_until_complete(works: Sequence[Work], tensors: Iterable[Tensor]) -> Non
     if not on_gpu or torch.cuda.is_current_stream_capturing():
         return  # gloo does not write to what is gone, and a capture runs nothing
     # On a stream of its own: a message may never come, and the current stream must not wait then.
-    stream = torch.cuda.Stream(on_gpu[0].device)
-    with torch.cuda.stream(stream):
-        for work in works:
-            with suppress(RuntimeError):  # the group is shut down, and its messages ended
-                work.wait()
-    for x in on_gpu:
-        x.record_stream(stream)
+    with suppress(RuntimeError):  # the GPU failed, and runs nothing more
+        stream = torch.cuda.Stream(on_gpu[0].device)
+        with torch.cuda.stream(stream):
+            for work in works:
+                with suppress(RuntimeError):  # the group is shut down, and its messages ended
+                    work.wait()
+        for x in on_gpu:
+            x.record_stream(stream)
 
 
 class Transport(ABC):
@@ -253,7 +254,7 @@ def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None
     if device_type != "cuda" or world is None:
         return None
     of_all = world._get_backend(torch.device("cuda"))
-    if of_all.name() != "nccl":
+    if not of_all.name().startswith("nccl"):  # what "nccl" makes is named "nccl2" in torch 2.15
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = of_all.options._timeout  # in a mesh, options set the timeout

@@ -83,11 +83,12 @@ class Carrier:
 
 
 CARRIERS = (
-    Carrier("NCCL, which waits for the tile to end", is_hidden=False),
+    Carrier("NCCL, after the tile", is_hidden=False),
     Carrier("NCCL, beside the tile in a margin of 8", margin=8),
-    Carrier("NCCL, beside the tile on any multiprocessor"),
-    Carrier("NCCL, all shards in the first step", "all_gather"),
-    Carrier("copy engines, each from the owner", "direct"),
+    Carrier("NCCL, beside the tile"),
+    Carrier('the same, `strategy="direct"`', "direct"),
+    Carrier('the same, `strategy="all_gather"`', "all_gather"),
+    Carrier("copy engines, beside the tile"),
 )
 
 HOST = (0.43e-3, 0.94e-3)

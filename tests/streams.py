@@ -23,8 +23,8 @@ from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.test_fake_cuda_rings import fake_gpu
 from tests.traffic import Traffic
 
-KERNELS = "kernels"
-"""The current stream: the one on which a call's ops are launched."""
+CURRENT = "the current stream"
+"""The one on which a call's ops are launched."""
 
 
 class Use(NamedTuple):
@@ -75,7 +75,7 @@ class Streams:
         what, stream, name, uses, message = happened
         clock = self._clocks[stream]
         if what == "post":  # a message begins after what the current stream has
-            _join(clock, self._clocks[KERNELS])
+            _join(clock, self._clocks[CURRENT])
         if what == "take":
             self._free -= {use.storage for use in uses}
         if what in ("post", "launch", "free", "take"):
@@ -89,7 +89,7 @@ class Streams:
         if what == "wait":
             _join(clock, sent)
         if what == "loss":
-            is_safe = message in self._safe or _knows(self._clocks[KERNELS], sent)
+            is_safe = message in self._safe or _knows(self._clocks[CURRENT], sent)
             return None if is_safe else "memory of a message in flight goes back to the allocator"
         if what == "keep" and _knows(clock, sent):
             self._safe.add(message)
@@ -151,7 +151,7 @@ class Trace(Traffic):
         super().__init__()
         self.is_batched = is_batched
         self.steps: list[Happened] = []
-        self._stream, self._num_messages = KERNELS, 0
+        self._stream, self._num_messages = CURRENT, 0
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._known: list[StorageWeakRef] = []  # so that no other storage gets the address
         self._messages: list[Message] = []
@@ -160,7 +160,7 @@ class Trace(Traffic):
         """Note what the host does, by default on the current stream."""
         lost = [x for x in self._messages if any(ref.expired() for ref in x.memory)]
         self._messages = [x for x in self._messages if x not in lost]
-        self.steps += [Happened("loss", KERNELS, message=x.number) for x in lost]
+        self.steps += [Happened("loss", CURRENT, message=x.number) for x in lost]
         self.steps.append(Happened(what, stream or self._stream, *how, **more))
 
     def count(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:

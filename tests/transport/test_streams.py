@@ -34,7 +34,7 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import rotation
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
 from tests.rings import Ring
-from tests.streams import Happened, Trace, TracedTransport, race_in, traced
+from tests.streams import CURRENT, Happened, Trace, TracedTransport, Use, race_in, traced
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -174,6 +174,44 @@ OTHERS |= {
     f"decode, {merge}, {size} ranks": Decoding(size, merge) for merge in MERGES for size in SIZES
 }
 CASES = ROUTES | RINGS | EXCHANGES | OTHERS
+
+
+READ, WRITTEN, ELSEWHERE = ((Use(0, *at),) for at in ((0, 8, False), (0, 8, True), (8, 16, True)))
+READS, PACK, OTHER = (
+    Happened("launch", CURRENT, name, uses)
+    for name, uses in (("a kernel", READ), ("pack", WRITTEN), ("another", ELSEWHERE))
+)
+SEND, RECEIVE = (Happened("post", "message 0", "a message", x, message=0) for x in (READ, WRITTEN))
+WAIT, LOSS = (Happened(what, CURRENT, message=0) for what in ("wait", "loss"))
+FREE = Happened("free", CURRENT, uses=WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("steps", "race"),
+    [
+        ([RECEIVE, WAIT, READS, FREE], None),
+        ([PACK, SEND, READS, WAIT, PACK, FREE], None),
+        ([RECEIVE, OTHER, WAIT], None),
+        ([READS, RECEIVE, WAIT, LOSS], None),
+        (
+            [RECEIVE, READS, WAIT],
+            "a kernel on the current stream uses memory that a message on message 0",
+        ),
+        (
+            [SEND, PACK, WAIT],
+            "pack on the current stream uses memory that a message on message 0 may",
+        ),
+        (
+            [SEND, FREE, WAIT],
+            "free on the current stream uses memory that a message on message 0 may",
+        ),
+        ([RECEIVE, LOSS, WAIT], "memory of a message in flight goes back to the allocator"),
+        ([RECEIVE, WAIT, FREE, READS], "a kernel uses memory that was given back"),
+    ],
+)
+def test_what_is_a_race(steps: list[Happened], race: str | None) -> None:
+    found = race_in(steps)
+    assert found is race if race is None else str(found).startswith(race)
 
 
 def steps_of(case: Any, rank: int, is_batched: bool) -> list[Happened]:

@@ -195,15 +195,15 @@ FREE = Happened("free", CURRENT, uses=WRITTEN)
         ([READS, RECEIVE, WAIT, LOSS], None),
         (
             [RECEIVE, READS, WAIT],
-            "a kernel on the current stream uses memory that a message on message 0",
+            "a kernel on the current stream uses memory that a message",
         ),
         (
             [SEND, PACK, WAIT],
-            "pack on the current stream uses memory that a message on message 0 may",
+            "pack on the current stream uses memory that a message",
         ),
         (
             [SEND, FREE, WAIT],
-            "free on the current stream uses memory that a message on message 0 may",
+            "free on the current stream uses memory that a message",
         ),
         ([RECEIVE, LOSS, WAIT], "memory of a message in flight goes back to the allocator"),
         ([RECEIVE, WAIT, FREE, READS], "a kernel uses memory that was given back"),

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean
 
 from docs.marked import parts, table_row
 from dtensor_ring import Mask, ZigZag
+from dtensor_ring.planning.plan import Plan
 from tests.rings import Ring
 from tests.traffic import HEAD_DIM, HEADS, KV_HEADS, of_rank
 
@@ -60,6 +61,36 @@ GPUS = (
 LINK = 350e9
 """Bytes per second between two GPUs: NVLink of an H100 in one direction, as messages reach it."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A way in which messages travel.
+
+    Attributes:
+        name: of it.
+        route: the route of its messages.
+        margin: multiprocessors that attention leaves to messages in flight, forward.
+        is_hidden: whether messages travel beside kernels.
+    """
+
+    name: str
+    route: str = "around"
+    margin: int = 0
+    is_hidden: bool = True
+
+
+CARRIERS = (
+    Carrier("NCCL, after the tile", is_hidden=False),
+    Carrier("NCCL, beside the tile in a margin of 8", margin=8),
+    Carrier("NCCL, beside the tile"),
+    Carrier('the same, `strategy="direct"`', "direct"),
+    Carrier('the same, `strategy="all_gather"`', "all_gather"),
+    Carrier("copy engines, beside the tile"),
+)
+
 HOST = (0.43e-3, 0.94e-3)
 """Seconds of Python of 8 steps, forward and backward, around kernels that do nothing."""
 HOP = 0.1e-3
@@ -95,6 +126,39 @@ def bound(gpu: Gpu, num_parts: int | None, num_stages: int, with_waves: bool = T
     return alone / (alone / waves + moved + split)
 
 
+def columns_received(plans: Sequence[Plan], number: int) -> tuple[float, float]:
+    """Columns of shards and of sums that a hop brings, means of the ranks."""
+    shards, sums = (
+        mean(sum(len(x.cols) for x in hops[number].receives) for hops in of_stage)
+        for of_stage in ([plan.shards for plan in plans], [plan.sums for plan in plans])
+    )
+    return shards, sums
+
+
+@cache
+def received(route: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes that a rank receives while it computes a step, forward and backward, and after it."""
+    plans = replace(RING, route=route).plans()
+    per_token = 2 * KV_HEADS * HEAD_DIM
+    hops = [columns_received(plans, number) for number in range(RANKS)]
+    # Keys and values travel in 16 bits. Sums travel in 32, beside the step after theirs.
+    forward = [2 * per_token * shards for shards, _ in [*hops, (0, 0)]]
+    summed = [4 * per_token * sums for _, sums in [(0, 0), *hops]]
+    return tuple(forward), tuple(x + y for x, y in zip(forward, summed, strict=True))
+
+
+def carried(carrier: Carrier, gpu: Gpu, num_parts: int, num_stages: int) -> float:
+    """Speed next to one launch, with the messages."""
+    works = zip(flops()[:num_stages], gpu.flops, strict=False)
+    alone = sum(work / speed for work, speed in works)
+    slower = MULTIPROCESSORS / (MULTIPROCESSORS - carrier.margin) - 1
+    # Messages are in flight in all steps but the last; backwards leave no margin.
+    margin = flops()[0] / gpu.flops[0] / gpu.waves * slower * (RANKS - 1) / RANKS
+    found = received(carrier.route)[:num_stages]
+    exposed = sum(x[-1] if carrier.is_hidden else sum(x) for x in found) / LINK
+    return alone / (alone / bound(gpu, num_parts, num_stages) + margin + exposed)
+
+
 def host_bound(gpu: Gpu, stage: int) -> int:
     """Tokens of a rank below which the host takes longer than the kernels."""
     # Forward a hop moves shards; backward there is one of sums as well.
@@ -116,6 +180,7 @@ def tables() -> dict[str, str]:
         "steps": "\n".join(_steps()),
         "bytes": "\n".join(_bytes()),
         "bounds": "\n".join(_bounds()),
+        "transports": "\n".join(_transports()),
         "host": "\n".join(_host()),
     }
 
@@ -142,10 +207,7 @@ def _steps() -> Iterator[str]:
 def _step(number: int) -> Iterator[str]:
     plans = RING.plans()
     pairs = mean(sum(tile.area for tile in plan.steps[number].tiles) for plan in plans)
-    shards, sums = (
-        mean(sum(len(x.cols) for x in hops[number].receives) for hops in of_stage)
-        for of_stage in ([plan.shards for plan in plans], [plan.sums for plan in plans])
-    )
+    shards, sums = columns_received(plans, number)
     per_token = 2 * KV_HEADS * HEAD_DIM
     # Keys and values travel in 16 bits, sums of gradients in 32.
     moved = 2 * per_token * shards, per_token * (2 * shards + 4 * sums)
@@ -188,6 +250,23 @@ def _bounds() -> Iterator[str]:
             for num_parts in NUM_PARTS
         ]
         yield table_row(gpu.name, shown, *cells)
+
+
+def _transports() -> Iterator[str]:
+    yield from _head(
+        *("how messages travel", "MB received", "GB/s that hide them", "forward", "with backward")
+    )
+    gpu = GPUS[0]
+    for carrier in CARRIERS:
+        found = received(carrier.route)
+        times = [work / speed / RANKS for work, speed in zip(flops(), gpu.flops, strict=True)]
+        needed = [max(x[:-1]) / seconds for x, seconds in zip(found, times, strict=True)]
+        yield table_row(
+            carrier.name,
+            " + ".join(f"{sum(x) / 1e6:.0f}" for x in found),
+            ", ".join(f"{x / 1e9:.0f}" for x in needed) if carrier.is_hidden else "",
+            *(f"{carried(carrier, gpu, RANKS, stages):.1%}" for stages in (1, 2)),
+        )
 
 
 def _host() -> Iterator[str]:

@@ -34,15 +34,15 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM, DTYPE = 2, 4, 2, 64, torch.bfloat16
 
 
 @contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Tensors are fake ones of CUDA, and boundaries are there."""
+def fake_gpu(traffic: Traffic | None = None) -> Iterator[None]:
+    """Tensors are fake ones of CUDA, and boundaries are there; merges are counted."""
 
     def on(numbers: Numbers, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(len(x), dtype=numbers._dtype, device=device) for x in numbers._lists
         )
 
-    with FakeTensorMode(), counted_passes(Traffic()), patch.object(Numbers, "on", on):
+    with FakeTensorMode(), counted_passes(traffic or Traffic()), patch.object(Numbers, "on", on):
         yield
 
 

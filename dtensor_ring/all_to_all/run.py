@@ -3,6 +3,10 @@
 The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
 
 It moves tensors from sharded tokens to sharded heads and back, or from one layout to another.
+
+On a GPU, copies run on the current stream and messages on that of the process group. The copies of
+what stays on this rank run beside the messages, all others before or after them: see Note [Streams]
+in `dtensor_ring/transport/rotation.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span, length
-from dtensor_ring.transport.transport import P2P, Transport
+from dtensor_ring.transport.transport import P2P, Transport, hold_until_complete
 
 # Messages begin at a multiple of this many bytes, so a view of any dtype can begin there.
 ALIGNED = 16
@@ -291,8 +295,12 @@ def run_all_to_all(
             pack(packed, copy.part.heads_of(tensors), copy.part.cols)
     works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
-    with label("unpack"):
-        _unpack(results, plan.local_parts, tensors, [])
+    try:
+        with label("unpack"):
+            _unpack(results, plan.local_parts, tensors, [])
+    except BaseException:
+        hold_until_complete(works, (sent, received))
+        raise
     with label("wait"):
         for work in works:
             work.wait()

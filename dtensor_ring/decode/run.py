@@ -3,6 +3,9 @@
 Note [Bitwise equal ranks]: a row is merged from the same W partials in the order of the ranks,
 either on every rank or on one rank that sends the result. So all ranks get the same bits, and
 sample the same token.
+
+On a GPU, nothing runs beside the messages: the current stream waits for a round as soon as it is
+started, see Note [Streams] in `dtensor_ring/transport/rotation.py`. The host does not wait.
 """
 
 from __future__ import annotations

@@ -10,6 +10,36 @@ Note [Messages of a packet]: the owner sends a large key and value in place, as 
 arrive next to each other in one buffer. Later ranks forward them as one message. Both ranks must
 expect the same number of messages, so it depends on the size and the sender only, and not on
 strides. Tensors that are not contiguous are packed first.
+
+Note [Streams]: on a GPU the host only queues. Three things decide what runs when.
+
+- Kernels of attention, merges and copies run on the current stream, in the order of the code. In
+  backward that is the stream of the forward call: autograd sets it.
+- `Transport.start` puts the messages of a hop on a stream of the process group, which first waits
+  for all that the current stream holds. So a packet is packed before it is sent, and the former
+  content of a buffer was read before a message overwrites it.
+- `Work.wait` makes the current stream wait for the messages of the hop. So later kernels read what
+  arrived, and may overwrite what was sent. The host does not wait.
+
+A forward step starts its hop, launches its kernels, and waits for the hop. So kernels of one step
+run beside the messages for later steps; they do not read what is being received, nor write to what
+is being sent. A backward step starts its hop of shards and launches its kernels. Then it waits for
+the sums of the step before, adds to its own sum and starts that, and waits for its shards last.
+
+Note [Memory in flight]: the caching allocator gives memory back in the order of the stream on which
+it was allocated, and that is the current one. A buffer is freed after a wait for all its messages,
+so whoever gets its memory comes later on that stream. That is why nothing here calls
+`record_stream`. From `start` to `wait`, `_sent` and `_arriving` keep the packets alive. Process
+groups cannot be trusted with that:
+
+- NCCL's of torch 2.11 to 2.13 calls `record_stream` for each message between two ranks, whatever
+  TORCH_NCCL_AVOID_RECORD_STREAMS says. This is safe, but the allocator reuses a buffer only when
+  it sees that the group's stream has passed it. It keeps references for collectives only.
+- NCCL's of torch 2.15, a new one, records nothing. It keeps references to what it sends until the
+  wait, and none to what it receives.
+
+An error leaves messages in flight that nobody waits for. `hold_until_complete` records a stream
+that does. `tests/transport/test_streams.py` checks both notes for all routes.
 """
 
 from __future__ import annotations
@@ -28,7 +58,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
-from dtensor_ring.transport.transport import P2P, Transport, Work
+from dtensor_ring.transport.transport import P2P, Transport, Work, hold_until_complete
 
 # The owner sends key and value of a packet of at least this many bytes as two messages, in place.
 # Each message wakes a thread on a core that computes: below this size, a copy of both into one
@@ -143,11 +173,13 @@ class Rotation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not (self._resident or self._idle):
+        if not (self._resident or self._idle or self._works):
             return
         # After an error, messages may still write to the buffers in flight, so nobody else may
         # reuse those.
-        in_flight = _buffers(self._sent + [packet for _, packet in self._arriving])
+        packets = self._sent + [packet for _, packet in self._arriving]
+        hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
+        in_flight = _buffers(packets)
         kept = _buffers(self._resident.values())
         for buffer in self._idle + [x for key, x in kept.items() if key not in in_flight]:
             self._transport.free(buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,6 +92,26 @@ class Work(Protocol):
         """Return when the next kernels may read or overwrite the message's tensor."""
 
 
+def hold_until_complete(works: Sequence[Work], tensors: Iterable[Tensor]) -> None:
+    """Hold the memory of messages that an error left in flight until they are complete.
+
+    NCCL's process group of torch 2.15 holds what it sends, but not what it receives. Without this,
+    the next kernels would get memory that a message still writes to.
+    """
+    on_gpu = [x for x in tensors if x.is_cuda]
+    if not on_gpu or torch.cuda.is_current_stream_capturing():
+        return  # gloo does not write to what is gone, and a capture runs nothing
+    # On a stream of its own: a message may never come, and the current stream must not wait then.
+    with suppress(RuntimeError):  # the GPU failed, and runs nothing more
+        stream = torch.cuda.Stream(on_gpu[0].device)
+        with torch.cuda.stream(stream):
+            for work in works:
+                with suppress(RuntimeError):  # the group is shut down, and its messages ended
+                    work.wait()
+        for x in on_gpu:
+            x.record_stream(stream)
+
+
 class Transport(ABC):
     """Allocates the buffers of messages, and starts the messages of a hop.
 
@@ -140,7 +160,9 @@ class Transport(ABC):
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         """Start the messages of a hop; two ranks match their messages in the order of the lists.
 
-        Each `Work` keeps the tensor of its message alive until the message is complete.
+        On a GPU they begin after all that the current stream holds, see Note [Streams] in
+        `rotation.py`. Each `Work` keeps the tensor of its message alive until the message is
+        complete.
         """
 
 
@@ -232,7 +254,7 @@ def axis_group_options(device_type: str) -> dist.ProcessGroupNCCL.Options | None
     if device_type != "cuda" or world is None:
         return None
     of_all = world._get_backend(torch.device("cuda"))
-    if of_all.name() != "nccl":
+    if not of_all.name().startswith("nccl"):  # what "nccl" makes is named "nccl2" in torch 2.15
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = of_all.options._timeout  # in a mesh, options set the timeout

@@ -107,6 +107,7 @@ def test_messages_of_gpus_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) 
     """In groups that are made here, which keep the timeout of the job."""
     for backend, device, is_urgent in (
         ("nccl", "cuda", True),
+        ("nccl2", "cuda", True),
         ("nccl", "cpu", False),
         ("gloo", "cuda", False),
     ):

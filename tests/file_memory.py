@@ -82,7 +82,6 @@ class FileMemory:
             time.sleep(1e-4)
 
 
-
 class FilePeers:
     """The outboxes and signals of all ranks; the signals of a rank are those that it waits for."""
 

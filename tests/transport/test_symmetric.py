@@ -97,7 +97,9 @@ def check_ring(ring: Ring, folder: Path, is_late: bool, chunk_bytes: int = 1000)
         for actual in rounds:
             for what, x, whole in zip(("out", "lse", "q", "k", "v"), actual, case.expected()):
                 expected = whole[:, :, ring.positions(rank, of_keys=what in ("k", "v"))]
-                torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9, msg=f"{ring} {what}")
+                error = (x - expected).masked_fill_(x == expected, 0).abs()
+                assert x.shape == expected.shape
+                assert not error.numel() or error.max() < 1e-9, (ring, rank, what)
 
 
 def play_files(
@@ -174,10 +176,8 @@ def _attend(folder: Path) -> None:
     assert again.policy == axis.policy
     inputs = random_inputs(seq_len=24)
     dense = dense_attention(*inputs[:3], Mask.causal())
-    for strategy in ("around", "all_gather", "ulysses:3"):
+    for strategy in ("around", "all_gather", "ulysses"):
         sharded = [axis.shard(x, 2).requires_grad_() for x in inputs[:3]]
-        if strategy == "ulysses:3" and inputs[0].shape[1] % 3:
-            continue
         out = axis.attention(*sharded, strategy=strategy)
         out.backward(axis.shard(inputs[3], 2))
         torch.testing.assert_close(axis.unshard(out, 2).double(), dense.out, rtol=1e-5, atol=1e-5)

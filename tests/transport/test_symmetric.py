@@ -1,10 +1,9 @@
-"""Copy engines as a transport: whole rings over files, the order on streams, and what is refused."""
+"""Copy engines as a transport: rings over files, the order on streams, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -95,7 +94,8 @@ def check_ring(ring: Ring, folder: Path, is_late: bool, chunk_bytes: int = 1000)
 
     for rank, rounds in enumerate(play_files(ring.world_size, run, folder, is_late, chunk_bytes)):
         for actual in rounds:
-            for what, x, whole in zip(("out", "lse", "q", "k", "v"), actual, case.expected()):
+            named = zip(("out", "lse", "q", "k", "v"), actual, case.expected(), strict=True)
+            for what, x, whole in named:
                 expected = whole[:, :, ring.positions(rank, of_keys=what in ("k", "v"))]
                 error = (x - expected).masked_fill_(x == expected, 0).abs()
                 assert x.shape == expected.shape
@@ -321,7 +321,7 @@ class Logged(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            of, *rest = args
+            of = args[0]
             if function is Tensor.copy_:
                 streams = next(x for x in args if isinstance(x, Logged)).streams
                 to, source = (getattr(x, "place", "tensor") for x in args)
@@ -365,18 +365,13 @@ def test_the_order_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.log.append("kernels: tile")
     for work in works:
         work.wait()
-    staged, pulled = (
-        [
-            [f"side: wait for {2 + slot} of 2"]
-            + [f"side: copy tensor to rank 1 at {8 + 4 * slot}", f"side: put {slot} to 2"]
-            for slot in (0, 1, 0)
-        ],
-        [
-            [f"side: wait for {slot} of 0", f"side: copy rank 0 at {4 * slot} to tensor"]
-            + [f"side: put {2 + slot} to 0"]
-            for slot in (0, 1)
-        ],
-    )
+    staged, pulled = [], []
+    for slot in (0, 1, 0):
+        copy = f"side: copy tensor to rank 1 at {8 + 4 * slot}"
+        staged.append([f"side: wait for {2 + slot} of 2", copy, f"side: put {slot} to 2"])
+    for slot in (0, 1):
+        copy = f"side: copy rank 0 at {4 * slot} to tensor"
+        pulled.append([f"side: wait for {slot} of 0", copy, f"side: put {2 + slot} to 0"])
     assert streams.log == [
         "side waits for kernels",
         *(*staged[0], *pulled[0], *staged[1], *pulled[1], *staged[2]),

@@ -4,10 +4,11 @@ Note [Outboxes]: each rank registers one buffer, its outbox, of the same size on
 `NUM_SLOTS` slots for each other rank. The sender copies a message into a slot, and signals that it
 is ready. The receiver pulls it from there, and signals that it has read it. Both are copies from
 device to device, which take no multiprocessor between GPUs. Where a message lies follows from its
-number alone, so ranks need not tell each other addresses, and their shards may have any sizes. A
-message larger than a slot travels in chunks. The price is a copy within the memory of the sender,
-which NCCL makes, too. In return the sender's tensor is free as soon as it is copied, and so user's
-tensors and buffers of any allocator can be sent.
+number alone, so ranks need not tell each other addresses, and their shards may have any sizes: the
+outbox never grows, and registering is for the first call only. A message larger than a slot travels
+in chunks. The price is a copy within the memory of the sender, as NCCL makes one, too. In return
+tensors of any allocator can be sent, keys and values from where they lie, and a sender's tensor is
+free as soon as it is copied.
 
 Note [Order of chunks]: all copies and signals of a rank run in one order, on one stream. A hop goes
 in rounds: the n-th chunk to each peer is copied into its slot, then the n-th chunk from each peer

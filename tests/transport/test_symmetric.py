@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -188,6 +189,27 @@ def _attend(folder: Path) -> None:
     ranks = axis.sum(torch.tensor(float(group.rank())))
     assert ranks.item() == 3
     assert transport_of(group) is transport
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(pool: Pool) -> None:
+    """Two processes share one GPU, whose memory each maps a second time."""
+    pool.run(2, _attend_on_a_gpu)
+
+
+def _attend_on_a_gpu() -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # read in the first rendezvous
+    group = dist.group.WORLD
+    assert group is not None
+    case = Case(Ring(ZigZag(), 2, 48, Mask.causal()), torch.float32)
+    transport, played = SymmetricTransport(group), Played("reference", "cuda", torch.float32)
+    with torch.no_grad():
+        for _ in range(2):
+            actual = of_rank(case, played, group.rank(), cast(Any, transport))
+            mine = case.ring.positions(group.rank())
+            for x, whole in zip(actual, case.expected(), strict=True):
+                expected = whole[:, :, mine]
+                torch.testing.assert_close(x.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_policy_chooses(pool: Pool) -> None:

@@ -35,6 +35,7 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.transport.symmetric import use_symmetric
 from dtensor_ring.transport.transport import TransferPolicy, Transport, set_transport
 
 
@@ -60,8 +61,9 @@ class SequenceAxis:
             "ulysses:4+all_gather" with an all-gather. See `docs/strategies.md`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that
             supports the call.
-        policy: the dtypes in which messages travel.
-        transport: what moves the messages; by default the mesh's process group.
+        policy: the dtypes in which messages travel, and whether copy engines move them.
+        transport: what moves the messages; by default the mesh's process group, or what the policy
+            names.
 
     An omitted option is taken from another object of the same axis, else from the default. Later
     objects of the axis must agree with it.
@@ -95,6 +97,8 @@ class SequenceAxis:
         )
         if transport is not None:
             set_transport(group, transport)
+        if self.policy.transport == "symmetric":
+            use_symmetric(group)
         install_handlers()
         self.mesh = mesh
         self._group_name, self._size = group.group_name, group.size()

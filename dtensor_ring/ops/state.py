@@ -53,7 +53,7 @@ def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str)
     peer = group.rank() - step
     with _state_transport(group, "receive_state", state, step) as transport:
         if 0 <= peer < group.size():
-            _move(transport, state, [P2P(state.view(-1), peer)], [])
+            _move(transport, [P2P(state.view(-1), peer)], [])
         else:
             state.zero_()
     return state
@@ -75,7 +75,7 @@ def send(state: Tensor, step: int, group_name: str) -> Tensor:
     peer = group.rank() + step
     with _state_transport(group, "send_state", state, step) as transport:
         if 0 <= peer < group.size():
-            _move(transport, state, [], [P2P(state.contiguous().view(-1), peer)])
+            _move(transport, [], [P2P(state.contiguous().view(-1), peer)])
     return state.new_empty(0)
 
 
@@ -94,12 +94,14 @@ def _state_transport(group: ProcessGroup, op: str, state: Tensor, step: int) -> 
     record = CallRecord({"direction": direction, "op": op} | fields)
     how = {"call_site": CALLER.site, "chain": chain}
     with checked_transport(group, record, direction, state.device, **how) as transport:
+        # On ranks without a peer, too: the first call may need all ranks, and a rank that waits
+        # for them in its receive has not begun to send what the next one waits for.
+        transport.prepare(state.device)
         yield transport
 
 
-def _move(transport: Transport, state: Tensor, receives: list[P2P], sends: list[P2P]) -> None:
+def _move(transport: Transport, receives: list[P2P], sends: list[P2P]) -> None:
     transport.at(Label("state", 0, 0))
-    transport.prepare(state.device)
     for work in transport.start(receives, sends):
         work.wait()
 

@@ -295,7 +295,7 @@ _TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary
 
 @dataclass(frozen=True, slots=True)
 class TransferPolicy:
-    """The dtypes of a ring's messages, and the number of partial results that a rank keeps.
+    """The dtypes of a ring's messages, what moves them, and how many partial results a rank keeps.
 
     All ranks of an axis use the same policy.
 
@@ -309,11 +309,14 @@ class TransferPolicy:
             until one pass merges them. Each is as large as the query. On GPUs more of them save
             time, up to one per rank. The default takes about the memory of a float32 sum: two of
             16 bits on a GPU, else one.
+        transport: what moves all messages of the axis: `None` for its process group, or
+            `"symmetric"` for copy engines within one host, by PyTorch's symmetric memory. No GPU
+            has measured the second yet; docs/speed.md says what it needs.
 
     Raises:
         TypeError: if a dtype is not a `torch.dtype`, or `num_parts` is not an integer.
         ValueError: if a dtype is not floating, or has fewer than 16 bits; if `num_parts` is less
-            than 1.
+            than 1; if the transport is unknown.
 
     >>> TransferPolicy(grad_dtype=torch.bfloat16).grad_dtype
     torch.bfloat16
@@ -322,6 +325,7 @@ class TransferPolicy:
     kv_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_dtype", "grad_dtype"):
@@ -336,6 +340,9 @@ class TransferPolicy:
         if self.num_parts is not None:
             # Frozen, so that a policy can be a key.
             object.__setattr__(self, "num_parts", as_count("num_parts", self.num_parts, 1))
+
+        if self.transport not in (None, "symmetric"):
+            raise ValueError(f'transport must be None or "symmetric", got {self.transport!r}')
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of keys and values of `dtype` are summed and sent."""

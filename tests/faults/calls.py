@@ -73,6 +73,7 @@ class Call:
     kv_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
+    transport: str | None = None
     autocast: bool = False
     lines: tuple[str, ...] = ("first",)
     second_head_dim: int = 8
@@ -235,7 +236,7 @@ def ending_of(log: Log, one_step: Callable[[], float], num_steps: int = 1) -> En
 
 def configure(call: Call, mesh: DeviceMesh) -> None:
     """Annotate the axis as this rank has it."""
-    policy = TransferPolicy(call.kv_dtype, call.grad_dtype, call.num_parts)
+    policy = TransferPolicy(call.kv_dtype, call.grad_dtype, call.num_parts, call.transport)
     layout = call.layout_on(mesh.size())
     SequenceAxis(mesh, layout, strategy=call.strategy, policy=policy)
 

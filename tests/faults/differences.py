@@ -110,6 +110,7 @@ DIFFERENCES = {
     "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "num_parts": Difference("num_parts", {"num_parts": 2}),
+    "transport": Difference("transport='symmetric'", {"transport": "symmetric"}),
     "runs of other documents": Difference(
         "runs", {"runs_of": (0, 4, 48)}, {"runs_of": (0, 44, 48)}
     ),

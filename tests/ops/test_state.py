@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.ops.state import attached, receive_op, send_op
-from dtensor_ring.transport.transport import ProcessGroupTransport
+from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
 from tests.pool import Pool
 
 LAYERS, ROWS, NUMBERS = 3, 2, 5
@@ -165,3 +165,33 @@ def call_twice(rows: int) -> None:
 
 def test_ranks_that_differ_are_reported(pool: Pool) -> None:
     assert any("rows: 3 on rank 1, 2 on rank 0" in text for text in pool.run(2, differ))
+
+
+class Prepared(ProcessGroupTransport):
+    """Notes what it is asked, in order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.asked: list[str] = []
+
+    def prepare(self, device: torch.device) -> None:
+        self.asked.append("prepare")
+
+    def start(self, receives: Any, sends: Any) -> Any:
+        self.asked.append("start")
+        return super().start(receives, sends)
+
+
+def asked_of_transport() -> list[str]:
+    transport = Prepared(dist.group.WORLD)
+    set_transport(dist.group.WORLD, transport)
+    receive_op(torch.zeros(ROWS, 1), ROWS, NUMBERS, 1, dist.group.WORLD.group_name)
+    asked = list(transport.asked)
+    send_op(torch.zeros(ROWS, NUMBERS), 1, dist.group.WORLD.group_name)
+    return asked
+
+
+def test_all_ranks_prepare_in_their_first_call(pool: Pool) -> None:
+    """A transport may need all of them there, and the others wait for the first rank's state."""
+    moves = ["prepare", "start"]
+    assert pool.run(3, asked_of_transport) == [["prepare"], moves, moves]

@@ -74,13 +74,13 @@ class Ring:
         ]
 
     @property
-    def goes_straight(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether ranks send to others than the next one."""
         return any(
             transfer.peer != (plan.rank + 1) % self.world_size
             for plan in self.plans()
-            for mail in plan.shards
-            for transfer in mail.sends
+            for hop in plan.shards
+            for transfer in hop.sends
         )
 
     def problem(self, device: str, dtype: torch.dtype, *dims_and_scoring: Any) -> Problem:

@@ -261,7 +261,7 @@ class KeyDemand(ABC):
         return 200 * self.world_size
 
     @cached_property
-    def ring_load(self) -> Fraction:
+    def around_load(self) -> Fraction:
         """Load of the ring route: columns of the busiest rank plus the mean over ranks."""
         # A stage reaches an interval of ranks, from after the previous stage's last to its own
         # last. We count intervals by their ends, on two laps, as they may pass rank 0. Each rank
@@ -289,10 +289,10 @@ class KeyDemand(ABC):
             ]
             for rank in probes
         ]
-        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.ring_load:
+        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.around_load:
             return False
         received, sent, _ = self._direct
-        return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.ring_load
+        return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.around_load
 
     @cached_property
     def distances(self) -> list[int]:

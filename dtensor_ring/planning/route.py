@@ -87,7 +87,7 @@ class Route(ABC):
         return (Transfer(source, cols, peer),) if cols else ()
 
 
-class RingRoute(Route):
+class AroundRoute(Route):
     """Each packet travels from neighbour to neighbour, with all columns that later ranks see.
 
     At each rank a packet drops the columns that no later rank sees, see `stages_of`. Every rank has
@@ -174,7 +174,7 @@ class DirectRoute(Route):
         return Hop(sends, self._transfers(source, self._visible_here.get(source, Cols()), source))
 
 
-class GatheredRoute(DirectRoute):
+class AllGatherRoute(DirectRoute):
     """A rank receives all that it sees of other shards while it computes on its own.
 
     It waits for one hop only. The later steps have one source each, as on the other routes: a
@@ -206,13 +206,13 @@ def ring_unless_sparse(rank: int, demand: KeyDemand) -> Route:
     eighth. The direct route wins if few ranks see a column, as with a sliding window on a zigzag
     layout or with short documents.
     """
-    return (DirectRoute if demand.direct_is_lighter else RingRoute)(rank, demand)
+    return (DirectRoute if demand.direct_is_lighter else AroundRoute)(rank, demand)
 
 
 # Factories of routes, by name as in the spec of a strategy. `ring` chooses among them.
 ROUTES: dict[str, Callable[[int, KeyDemand], Route]] = {
     "ring": ring_unless_sparse,
-    "around": RingRoute,
+    "around": AroundRoute,
     "direct": DirectRoute,
-    "all_gather": GatheredRoute,
+    "all_gather": AllGatherRoute,
 }

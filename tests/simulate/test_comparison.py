@@ -37,7 +37,7 @@ SEEN: dict[str, tuple[Mask, Rows | None]] = {
     "documents": (Mask.causal(), DOCUMENTS),
     "both ways": (Mask.full(), None),
 }
-STRATEGIES = {4: ["ring", "around", "direct", "all_gather", "ulysses:2", "ulysses:4"]}
+STRATEGIES = {4: [*ROUTES, "ulysses:2", "ulysses:4"]}
 STRATEGIES |= {6: ["ulysses:2+all_gather", "ulysses:3", "ulysses"]}
 
 

@@ -49,12 +49,12 @@ RINGS = {
     "striped documents": ring(Striped(), CAUSAL, BY_ROW),
     "window and documents": ring(ZigZag(), WINDOW, SHARED),
     "balanced documents": ring(Balanced(CAUSAL, SEQ_LEN, 4, SHARED, 32), CAUSAL, SHARED),
-    "all-gather": replace(ring(ZigZag(), CAUSAL), route="all_gather"),
-    "two groups": replace(ring(ZigZag(), CAUSAL), route="ulysses:2"),
+    "all-gather": replace(ring(ZigZag(), CAUSAL), strategy="all_gather"),
+    "two groups": replace(ring(ZigZag(), CAUSAL), strategy="ulysses:2"),
     "three groups of documents": replace(
-        ring(ZigZag(), WINDOW, BY_ROW, size=6), route="ulysses:2+all_gather"
+        ring(ZigZag(), WINDOW, BY_ROW, size=6), strategy="ulysses:2+all_gather"
     ),
-    "one group": replace(ring(Striped(), CAUSAL), route="ulysses"),
+    "one group": replace(ring(Striped(), CAUSAL), strategy="ulysses"),
 }
 
 

@@ -88,7 +88,8 @@ WAYS = {
 @pytest.mark.parametrize(("ring", "kind"), WAYS.values(), ids=list(WAYS))
 def test_the_route_that_moves_less(ring: Ring, kind: type[Route]) -> None:
     assert isinstance(ROUTES["ring"](0, demand_of(ring)), kind)
-    for chosen in (ring, replace(ring, route={AroundRoute: "around", DirectRoute: "direct"}[kind])):
+    name = {AroundRoute: "around", DirectRoute: "direct"}[kind]
+    for chosen in (ring, replace(ring, strategy=name)):
         for found in chosen.plans():
             sources, shards, sums = HOPS[kind](table_of(ring), found.rank)
             assert [step.source for step in found.steps] == sources

@@ -27,7 +27,7 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 @settings(deadline=None, max_examples=100)
 @given(rings() | cross_rings())
 def test_nothing_moves_that_nobody_sees(route: str, ring: Ring) -> None:
-    plans, ranks = replace(ring, route=route).plans(), range(ring.world_size)
+    plans, ranks = replace(ring, strategy=route).plans(), range(ring.world_size)
     columns_of = COLUMNS[type(ROUTES[route](0, demand_of(ring)))]
     for source, needed in enumerate(table_of(ring)):
         after = [plans[(source + i) % ring.world_size] for i in ranks]
@@ -99,9 +99,9 @@ def test_keys_that_come_are_those_that_are_seen(
         seen, ranks = ring.visible().any(0), range(world_size)
         positions = [ring.positions(rank) for rank in ranks]
         sees = [set(seen[rows].any(0).nonzero()[:, 0].tolist()) for rows in positions]
-        for rank, found in enumerate(replace(ring, route="direct").plans()):
+        for rank, found in enumerate(replace(ring, strategy="direct").plans()):
             assert received(ring, found) == sorted(sees[rank] - set(positions[rank].tolist()))
-        for rank, found in enumerate(replace(ring, route="around").plans()):
+        for rank, found in enumerate(replace(ring, strategy="around").plans()):
             least, most = set(), set()
             for source in {*ranks} - {rank}:
                 own = set(positions[source].tolist())

@@ -92,10 +92,10 @@ RINGS = {
     "direct, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
     "two ranges": Ring(ZigZag(), 2, 32, Mask.local(2, 3)),
     "direct, many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1)),
-    "many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), route="around"),
+    "many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), strategy="around"),
     "striped, many ranges": Ring(Striped(), 3, 120, Mask.sliding(2), (tuple(range(0, 121, 5)),)),
     "packets that shrink": Ring(
-        ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), route="around"
+        ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), strategy="around"
     ),
     "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
 }

@@ -1,4 +1,4 @@
-"""Measure what it saves to send keys straight to the few ranks that see them.
+"""Measure what it saves to send keys directly to the few ranks that see them.
 
 Run ``python benchmarks/routes.py``: it starts 4 and then 8 processes itself, prints a table, and
 writes it with every single time to ``benchmarks/results``. With ``--quick`` it repeats less and
@@ -35,8 +35,7 @@ from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import Plan, plan
 
 SEQ_LEN = 32768
-ROUTES = {"around": "around", "straight": "direct"}
-"""Names of routes, by what the table calls them."""
+ROUTES = "around", "direct"
 ATTENTIONS = {
     "window of 1,024": (Mask.sliding(1024), None),
     "documents of 3,000": (Mask.causal(), ((*range(0, SEQ_LEN, 3000), SEQ_LEN),)),
@@ -58,7 +57,7 @@ class Case:
         return [
             plan(
                 *(ZigZag(), mask, rank, self.world_size, SEQ_LEN, as_documents(documents)),
-                strategy=ROUTES[route],
+                strategy=route,
             )
             for rank in range(self.world_size)
         ]
@@ -82,28 +81,28 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
         )
         for route in ROUTES
     }
-    around, straight = ([x for stage in stages for x in stage()] for stages in contenders.values())
+    around, direct = ([x for stage in stages for x in stage()] for stages in contenders.values())
     if not case.stub:
-        torch.testing.assert_close(straight, around, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(direct, around, atol=1e-4, rtol=1e-4)
     seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
     return Measurement(case, seconds)
 
 
 def table(measurements: list[Measurement]) -> Table:
     """Two rows for each case."""
-    texts, numbers = ("ranks", "attention", "kernel"), ("steps", "tokens", "ms", "straight/around")
+    texts, numbers = ("ranks", "attention", "kernel"), ("steps", "tokens", "ms", "direct/around")
     result = table_of((*texts, "what"), numbers)
     for m in measurements:
         plans = [m.case.plans(route) for route in ROUTES]
         steps = [str(ranks[0].num_steps) for ranks in plans]
         tokens = [f"{max(plan.num_received for plan in ranks):,}" for ranks in plans]
         for stage, what in enumerate(STAGES):
-            around, straight = (m.seconds[route][stage] for route in ROUTES)
+            around, direct = (m.seconds[route][stage] for route in ROUTES)
             result.add_row(
                 *(str(m.case.world_size), m.case.attention, "none" if m.case.stub else "aten"),
                 *(what, ", ".join(steps), " and ".join(tokens)),
-                f"{1e3 * median(around):.1f} and {1e3 * median(straight):.1f}",
-                f"{median_ratio(straight, around):.3f}",
+                f"{1e3 * median(around):.1f} and {1e3 * median(direct):.1f}",
+                f"{median_ratio(direct, around):.3f}",
             )
     return result
 
@@ -112,7 +111,7 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     """Print what was measured, in Markdown."""
     console.print(
         f"\n{SEQ_LEN:,} tokens, zigzag, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, float32, gloo, "
-        "one thread a rank. First around the\nring, then straight: steps, tokens whose keys and "
+        "one thread a rank. First around the\nring, then direct: steps, tokens whose keys and "
         "values come to the rank that receives most, and the time\nof the slowest rank; around "
         "aten's kernel, or kernels that take no time.\n"
     )
@@ -132,7 +131,7 @@ def main() -> None:
             measurements.append(Measurement(Case(**found["case"]), found["seconds"]))
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
-    publish("routes", "Around the ring, or straight", quick, about, measured, show)
+    publish("routes", "Around the ring, or direct", quick, about, measured, show)
 
 
 if __name__ == "__main__":

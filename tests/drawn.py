@@ -67,7 +67,7 @@ def run_tables(draw: st.DrawFn, world_size: int, begin: int, end: int) -> RunTab
 def rings(draw: st.DrawFn, layout: str, world_size: int, batch: int) -> Ring:
     """A ring of that layout; four of five have slices, one in twenty is cross attention."""
     found = draw(seen_by_rings(layout, world_size, batch))
-    return replace(found, route=draw(st.sampled_from([*ROUTES, *among_groups(world_size)])))
+    return replace(found, strategy=draw(st.sampled_from([*ROUTES, *among_groups(world_size)])))
 
 
 def among_groups(world_size: int) -> list[str]:
@@ -156,5 +156,5 @@ def different(
 
     draw = collect if seed is None else seeded(seed)(collect)
     draw()
-    assert len(found) >= wanted
+    assert len(found) >= wanted, f"{len(found)} different ones, not {wanted}: take another seed"
     return list(found)[:wanted]

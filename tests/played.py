@@ -54,7 +54,7 @@ def _what(flat: Tensor) -> str:
     return f"{flat.numel()} x {flat.dtype}"
 
 
-class Mailboxes:
+class Links:
     """Where the threads of a ring meet."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Mailboxes:
         self._waiting: dict[tuple[int, int], deque[Side]] = defaultdict(deque)
         self._error: BaseException | None = None
 
-    def post(self, route: tuple[int, int], flat: Tensor, is_send: bool) -> Side:
-        """One side of the next message from the first rank of the route to the second."""
+    def post(self, link: tuple[int, int], flat: Tensor, is_send: bool) -> Side:
+        """One side of the next message from the first rank of the link to the second."""
         with self._lock:
-            waiting = self._waiting[route]
+            waiting = self._waiting[link]
             if waiting and waiting[0].is_send != is_send:
                 transfer = waiting.popleft()
                 transfer.complete(flat)
@@ -86,11 +86,11 @@ class Mailboxes:
 class PlayedTransport(Transport):
     """Messages of one rank to those in the other threads."""
 
-    def __init__(self, exchange: Mailboxes, rank: int) -> None:
-        self._exchange, self._rank = exchange, rank
+    def __init__(self, links: Links, rank: int) -> None:
+        self._links, self._rank = links, rank
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        post, rank = self._exchange.post, self._rank
+        post, rank = self._links.post, self._rank
         received = [post((x.peer, rank), x.flat, False) for x in receives]
         return received + [post((rank, x.peer), x.flat, True) for x in sends]
 
@@ -114,14 +114,14 @@ def play(world_size: int, run: Callable[[int, PlayedTransport], Result]) -> list
     Raises:
         BaseException: what the first rank raised that failed.
     """
-    exchange = Mailboxes()
+    links = Links()
 
     def of_rank(rank: int) -> Result:
         try:
             with torch.no_grad():
-                return run(rank, PlayedTransport(exchange, rank))
+                return run(rank, PlayedTransport(links, rank))
         except BaseException as error:
-            exchange.fail(error)
+            links.fail(error)
             raise
 
     with _threads() as threads:

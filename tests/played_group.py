@@ -39,7 +39,7 @@ def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Re
         group = PlayedGroup(rank, world_size, transport)
         groups[group.group_name] = group
         process_group._TRANSPORTS[group] = transport  # type: ignore[index]
-        # Threads have no words: those are for processes that could differ.
+        # Threads send no call records: those are for processes that could differ.
         known = GroupState(tuple(range(world_size)), sends_records=False)
         group_state._GROUP_STATES[group] = known  # type: ignore[index]
         with torch.enable_grad():

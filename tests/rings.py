@@ -43,7 +43,7 @@ class Ring:
     documents: Rows | None = None
     key_seq_len: int | None = None
     key_documents: Rows | None = None
-    route: str = "ring"
+    strategy: str = "ring"
     slices: Slices | None = None
     """In place of mask, which is full then, and documents."""
     key_layout: Layout | None = None
@@ -68,19 +68,19 @@ class Ring:
         return [
             plan(
                 *(self.layout, self.mask, rank, self.world_size, self.seq_len, documents),
-                *(self.key_seq_len, key_documents, self.route, self.slices, self.key_layout),
+                *(self.key_seq_len, key_documents, self.strategy, self.slices, self.key_layout),
             )
             for rank in range(self.world_size)
         ]
 
     @property
-    def goes_straight(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether ranks send to others than the next one."""
         return any(
             transfer.peer != (plan.rank + 1) % self.world_size
             for plan in self.plans()
-            for mail in plan.shards
-            for transfer in mail.sends
+            for hop in plan.shards
+            for transfer in hop.sends
         )
 
     def problem(self, device: str, dtype: torch.dtype, *dims_and_scoring: Any) -> Problem:
@@ -94,7 +94,7 @@ class Ring:
 
     def positions(self, rank: int, of_keys: bool = False) -> Tensor:
         seq_len, layout = self.seq_lens[of_keys], self.key_layout if of_keys else None
-        layout, heads = layout or self.layout, as_strategy(self.route, self.world_size).heads
+        layout, heads = layout or self.layout, as_strategy(self.strategy, self.world_size).heads
         # Where tokens are exchanged for heads, a rank has all of its group, and here all heads,
         # too.
         ranks = range(rank // heads * heads, (rank // heads + 1) * heads)
@@ -194,7 +194,7 @@ class Case:
             Scores(ring.mask, self.scale, self.softcap, sinks, self.kernel),
             Place(
                 ring.layout.spec,
-                ring.route,
+                ring.strategy,
                 *seq_lens,
                 group_name or dist.group.WORLD.group_name,
                 self.policy,

@@ -48,13 +48,13 @@ class Setting:
             whole = whole.chunk(num_replicas)[replica]
         # Tokens that the attention exchanges are sharded as without: the op alone has them of a
         # group.
-        ring = replace(case.ring, route="ring") if trades(case) else case.ring
+        ring = replace(case.ring, strategy="ring") if trades(case) else case.ring
         return local(whole, ring.positions(ring_rank, of_keys))
 
 
 def trades(case: Case) -> bool:
     """Whether the attention exchanges tokens for heads itself: then each rank has to get a head."""
-    heads = as_strategy(case.ring.route, case.ring.world_size).heads
+    heads = as_strategy(case.ring.strategy, case.ring.world_size).heads
     return 1 < heads <= case.heads[0]
 
 
@@ -138,7 +138,7 @@ def played_results(case: Case, setting: Setting) -> list[list[Tensor]]:
 
 def num_copies(case: Case) -> int:
     """How many ranks have the same tokens, and all heads: those of a group, by the op alone."""
-    return 1 if trades(case) else as_strategy(case.ring.route, case.ring.world_size).heads
+    return 1 if trades(case) else as_strategy(case.ring.strategy, case.ring.world_size).heads
 
 
 def _attend(
@@ -171,7 +171,7 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
     """`(out, lse)` of this rank, from DTensors over a mesh of two rings."""
     ring = case.ring
     annotation_of(mesh["cp"].get_group()).config = None  # each case has an axis of its own
-    SequenceAxis(mesh["cp"], ring.layout, strategy=ring.route, policy=case.policy)
+    SequenceAxis(mesh["cp"], ring.layout, strategy=ring.strategy, policy=case.policy)
     places: list[Placement] = [Shard(0) if case.batch % 2 == 0 else Replicate(), Shard(2)]
     wholes = [local(x, torch.arange(x.shape[2])) for x in case.inputs()[:3]]
     tensors = [

@@ -128,15 +128,15 @@ def test_memory_beside_the_kernels(pool: Pool, ring: Ring, dtype: torch.dtype) -
         assert forward.peak <= forward_limit
         assert backward.peak <= backward_limit
         if not cast and ring.layout.name != Balanced.name:  # else the merge, or a sum, makes more
-            assert forward.num_large <= 3 + ring.goes_straight, "messages, and the output"
+            assert forward.num_large <= 3 + ring.is_direct, "messages, and the output"
             assert backward.num_large <= 8, "the limit's tensors, one by one"
 
 
 def _messages(ring: Ring) -> int:
-    """Numbers in two shards; or in three messages, where those are more and go straight."""
-    transfers = [x for plan in ring.plans() for mail in plan.shards for x in mail.sends]
+    """Numbers in two shards; or in three messages, where those are more and go directly."""
+    transfers = [x for plan in ring.plans() for hop in plan.shards for x in hop.sends]
     widest = max(len(transfer.cols) for transfer in transfers)
-    return max(2 * SHARD, (2 + ring.goes_straight) * widest) * SHARDS // SHARD
+    return max(2 * SHARD, (2 + ring.is_direct) * widest) * SHARDS // SHARD
 
 
 class Count(NamedTuple):

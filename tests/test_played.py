@@ -49,12 +49,12 @@ RINGS = {
     "striped documents": ring(Striped(), CAUSAL, BY_ROW),
     "window and documents": ring(ZigZag(), WINDOW, SHARED),
     "balanced documents": ring(Balanced(CAUSAL, SEQ_LEN, 4, SHARED, 32), CAUSAL, SHARED),
-    "gathered": replace(ring(ZigZag(), CAUSAL), route="all_gather"),
-    "two groups": replace(ring(ZigZag(), CAUSAL), route="ulysses:2"),
+    "all-gather": replace(ring(ZigZag(), CAUSAL), strategy="all_gather"),
+    "two groups": replace(ring(ZigZag(), CAUSAL), strategy="ulysses:2"),
     "three groups of documents": replace(
-        ring(ZigZag(), WINDOW, BY_ROW, size=6), route="ulysses:2+all_gather"
+        ring(ZigZag(), WINDOW, BY_ROW, size=6), strategy="ulysses:2+all_gather"
     ),
-    "one group": replace(ring(Striped(), CAUSAL), route="ulysses"),
+    "one group": replace(ring(Striped(), CAUSAL), strategy="ulysses"),
 }
 
 
@@ -90,7 +90,7 @@ def test_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["zigzag", "window", "documents", "gathered", "two groups"])
+@pytest.mark.parametrize("name", ["zigzag", "window", "documents", "all-gather", "two groups"])
 def test_ring_of_large_messages(batch: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values go from where they lie, and nobody writes there."""
     monkeypatch.setattr(rotation, "LARGE", 1)

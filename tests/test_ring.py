@@ -58,13 +58,13 @@ def test_a_ring_makes_one_hop_less_than_it_has_ranks(pool: Pool, ring: Ring) -> 
         assert (len(sends), len(receives)) == (2 * num_hops, 2 * num_hops)
 
 
-@pytest.mark.parametrize("name", ["zigzag", "straight", "straight, documents"])
+@pytest.mark.parametrize("name", ["zigzag", "direct", "direct, documents"])
 def test_sums_are_rounded_with_the_last_that_comes_home(pool: Pool, name: str) -> None:
     ring = RINGS[name]
     for plan, are_last in zip(
         ring.plans(), pool.run(ring.world_size, _come_home, ring), strict=True
     ):
-        sources = [transfer.source for mail in plan.sums for transfer in mail.receives]
+        sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
         num_homes = sources.count(plan.rank)
         expected = [index == num_homes for index in range(1, num_homes + 1) for _ in "kv"]
         assert are_last == expected, f"rank {plan.rank}"

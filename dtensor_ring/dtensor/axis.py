@@ -55,9 +55,9 @@ class SequenceAxis:
             "block_cyclic:128"); "balanced", or a `Balanced` layout, if it belongs to a batch: then
             only `ring_attention` and `attention` with `runs` can be called.
         strategy: how attention is made parallel. Keys and values travel: "ring" uses "around" (from
-            neighbour to neighbour) or "direct" (straight to the ranks that see them), whichever
-            moves less; "all_gather" first gathers all that is seen. "ulysses" is an all-to-all of
-            heads over all ranks, "ulysses:4" over groups of four, with a ring among the groups,
+            each rank to the next) or "direct" (to the ranks that see them), whichever moves less;
+            "all_gather" first gathers all that is seen. "ulysses" is an all-to-all of heads over
+            all ranks, "ulysses:4" over groups of four, with a ring among the groups,
             "ulysses:4+all_gather" with an all-gather. See `docs/strategies.md`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that
             supports the call.

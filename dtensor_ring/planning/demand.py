@@ -107,7 +107,7 @@ class LastHop(NamedTuple):
     Attributes:
         sources: rank that holds the span; each of its columns is in one span only.
         firsts, ends: the span, in columns of the source's shard.
-        distances: distance from the source to the last rank on the ring that sees the span.
+        distances: the largest distance from the source to a rank that sees the span.
     """
 
     sources: np.ndarray
@@ -171,7 +171,7 @@ def _stops(last_hops: LastHop, world_size: int) -> np.ndarray:
     return np.array(stops, dtype=np.int64)
 
 
-# The direct route must save more than 1/5 of the load of the ring, see `ring_unless_sparse`.
+# The direct route must save more than 1/5 of the load around the ring, see `ring_unless_sparse`.
 ONE_IN = 5
 # Evenly spaced ranks that are sampled first: all pairs of ranks take long.
 NUM_PROBES = 8
@@ -261,8 +261,8 @@ class KeyDemand(ABC):
         return 200 * self.world_size
 
     @cached_property
-    def ring_load(self) -> Fraction:
-        """Load of the ring route: columns of the busiest rank plus the mean over ranks."""
+    def around_load(self) -> Fraction:
+        """Load of the route around the ring: columns of the busiest rank plus the mean of ranks."""
         # A stage reaches an interval of ranks, from after the previous stage's last to its own
         # last. We count intervals by their ends, on two laps, as they may pass rank 0. Each rank
         # sends what the next one receives.
@@ -278,7 +278,7 @@ class KeyDemand(ABC):
 
     @cached_property
     def direct_is_lighter(self) -> bool:
-        """Whether the direct route saves more than a fifth (`ONE_IN`) of the load of the ring."""
+        """Whether the direct route saves more than a fifth (`ONE_IN`) of the load around."""
         # A few sampled ranks mostly suffice; the exact load takes time for all pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
@@ -289,14 +289,14 @@ class KeyDemand(ABC):
             ]
             for rank in probes
         ]
-        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.ring_load:
+        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.around_load:
             return False
         received, sent, _ = self._direct
-        return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.ring_load
+        return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.around_load
 
     @cached_property
     def distances(self) -> list[int]:
-        """All distances on the ring between a source and a rank that sees it, ascending."""
+        """All distances from a source to a rank that sees it, ascending."""
         return np.flatnonzero(self._direct.distances).tolist()
 
     @cached_property

@@ -39,7 +39,8 @@ class Route(ABC):
     """How one rank receives keys and values, and sends gradients back.
 
     A new route is a class with these three members and a row in `ROUTES`. Loops and transport know
-    of no route: they post the hops that they are given. `KeyDemand.stages` counts for the ring.
+    of no route: they post the hops that they are given. The ring goes from each rank to the next
+    one, and distances count that way: a route in another direction counts its own.
 
     Hop i of the shards is posted before the kernels of step i, and waited for after them: what it
     receives serves the steps after i, and the hops after i may forward it. A hop may be empty. A
@@ -87,11 +88,12 @@ class Route(ABC):
         return (Transfer(source, cols, peer),) if cols else ()
 
 
-class RingRoute(Route):
-    """Each packet travels from neighbour to neighbour, with all columns that later ranks see.
+class AroundRoute(Route):
+    """Each packet travels from rank to next rank, with all columns that later ranks see.
 
-    At each rank a packet drops the columns that no later rank sees, see `stages_of`. Every rank has
-    one step for each hop of the furthest packet, so some steps have no work.
+    Later ranks are those further from the source. At each rank a packet drops the columns that no
+    later rank sees: `KeyDemand.stages` has what it holds at each distance. Every rank has one step
+    for each hop of the furthest packet, so some steps have no work.
     """
 
     @property
@@ -107,7 +109,7 @@ class RingRoute(Route):
         if not step:
             return Hop()
         # Sums follow their shard one hop later, starting on the first rank after the source.
-        # Columns that the packet drops here go straight back to the source.
+        # The sums of columns that the packet drops here go directly back to the source.
         sends, receives, _ = self.shards(step)
         sends += self._ended((self.rank - step) % self.world_size, step, -step)
         return Hop(sends, receives + self._ended(self.rank, step, step))
@@ -127,7 +129,7 @@ class RingRoute(Route):
 
 
 class DirectRoute(Route):
-    """Each rank receives what it sees directly from every source, and sends the sums straight back.
+    """Each rank receives what it sees directly from every source, and sends the sums directly back.
 
     All ranks have a step for each distance at which any rank sees anything, so some steps have no
     work. If each rank skipped its empty steps, two ranks might order a packet and a sum between
@@ -146,7 +148,7 @@ class DirectRoute(Route):
 
     @cached_property
     def _distances(self) -> list[int]:
-        """Distance of each step, in ranks: back to the source, and ahead to the receiver."""
+        """Distance of each step: from the source to this rank, and from this rank to a receiver."""
         return [0, *self.demand.distances]
 
     @property
@@ -174,12 +176,12 @@ class DirectRoute(Route):
         return Hop(sends, self._transfers(source, self._visible_here.get(source, Cols()), source))
 
 
-class GatheredRoute(DirectRoute):
+class AllGatherRoute(DirectRoute):
     """A rank receives all that it sees of other shards while it computes on its own.
 
     It waits for one hop only. The later steps have one source each, as on the other routes: a
     single step for all sources would first have to copy the messages into one buffer. Sums go
-    straight back to their source, each as soon as it is complete.
+    directly back to their source, each as soon as it is complete.
     """
 
     def shards(self, step: int) -> Hop:
@@ -193,26 +195,26 @@ class GatheredRoute(DirectRoute):
 
 
 def ring_unless_sparse(rank: int, demand: KeyDemand) -> Route:
-    """Choose the ring, unless the direct route saves more than a fifth of the load.
+    """Choose the route around the ring, unless the direct one saves more than a fifth of the load.
 
     The load is what the busiest rank receives or sends, plus the mean over ranks. If each rank has
     a link of its own, all ranks wait for the busiest; if ranks share the network, they wait for
     all messages together. A route may be light in one and heavy in the other, so both count.
 
-    The direct route must save a fifth because it costs more otherwise. On the ring, every link
+    The direct route must save a fifth because it costs more otherwise. Around the ring, every link
     between neighbours carries one message at a time on any network, and two buffers are enough
     while packets stay whole. The direct route needs three: to send, to receive and to compute on.
     The backward pass needs the same number on both. A causal mask on a zigzag layout saves only an
     eighth. The direct route wins if few ranks see a column, as with a sliding window on a zigzag
     layout or with short documents.
     """
-    return (DirectRoute if demand.direct_is_lighter else RingRoute)(rank, demand)
+    return (DirectRoute if demand.direct_is_lighter else AroundRoute)(rank, demand)
 
 
-# Factories of routes, by name as in the spec of a strategy. `ring` chooses among them.
+# Factories of routes, by name as in the spec of a strategy. `ring` chooses between the next two.
 ROUTES: dict[str, Callable[[int, KeyDemand], Route]] = {
     "ring": ring_unless_sparse,
-    "around": RingRoute,
+    "around": AroundRoute,
     "direct": DirectRoute,
-    "all_gather": GatheredRoute,
+    "all_gather": AllGatherRoute,
 }

@@ -47,7 +47,7 @@ class ShardTable:
 
     @cached_property
     def stride(self) -> int:
-        """Distance between neighbouring positions of a run, the same for all runs."""
+        """Difference between neighbouring positions of a run, the same for all runs."""
         return next((shard[0].stride for shard in self.shards if shard), 1)
 
     def num_local(self, rank: int) -> int:

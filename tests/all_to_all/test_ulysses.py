@@ -26,7 +26,7 @@ SLICES = Slices.prefix([[0, 10, 24], [0, 24, 24]], [[4, 2], [7, 0]])
 
 def case(ring: Ring, strategy: str, **options: Any) -> Case:
     options = {"heads": (8, 4), "head_dims": (4, 4), "grad_lse": True} | options
-    return Case(replace(ring, route=strategy), **options)
+    return Case(replace(ring, strategy=strategy), **options)
 
 
 CASES = {
@@ -83,7 +83,7 @@ CASES = {
 def run_case(case: Case, group: PlayedGroup) -> list[torch.Tensor]:
     """Results, and gradients by autograd, which are those of the backward that trades again."""
     # What a rank has before anything is exchanged.
-    before = replace(case, ring=replace(case.ring, route="ring"))
+    before = replace(case, ring=replace(case.ring, strategy="ring"))
     query, key, value, *sinks = inputs = before.shards(group.rank())
     given = [x[:, :, before.ring.positions(group.rank())] for x in case.grads()]
     call = case.call(*sinks or [None], group_name=group.group_name)
@@ -104,7 +104,7 @@ def test_as_dense(case: Case) -> None:
     expected = case.expected()  # before there are threads, each of which would compute it
     by_rank = play_group(case.ring.world_size, lambda group: run_case(case, group))
     tolerance = {torch.float64: 1e-11, torch.bfloat16: 4e-2}[case.dtype]
-    ring = replace(case.ring, route="ring")
+    ring = replace(case.ring, strategy="ring")
     if case.sinks:  # a rank has the gradient of its heads and the tokens of its group
         whole = torch.stack([found[-1] for found in by_rank]).sum(0)
         by_rank = [[*found[:-1], whole] for found in by_rank]
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(name: str, strateg
     wrong = case(ring, strategy, batch=2)
 
     def run(group: PlayedGroup) -> None:
-        shards = replace(wrong, ring=replace(ring, route="ring")).shards(group.rank())
+        shards = replace(wrong, ring=replace(ring, strategy="ring")).shards(group.rank())
         with (
             patch.object(group.transport, "start", side_effect=AssertionError),
             pytest.raises(ValueError, match=match),
@@ -172,7 +172,7 @@ def test_autocast_is_before_the_exchange() -> None:
             patch.object(group.transport, "start", lambda *x: sent.extend(x[1]) or start(*x)),
             torch.autocast("cpu", torch.bfloat16),
         ):
-            shards = replace(half, ring=replace(half.ring, route="ring")).shards(group.rank())
+            shards = replace(half, ring=replace(half.ring, strategy="ring")).shards(group.rank())
             call = half.call(group_name=group.group_name)
             out, _ = ulysses_attention(*shards, call, with_lse=False)
         assert out.dtype == torch.bfloat16

@@ -53,8 +53,8 @@ def check(case: Case) -> None:
 def rings(draw: st.DrawFn, world_size: int, table: CacheTable, begin: int) -> Ring:
     """The attention of an append step, with any mask, documents or slices."""
     queries, keys = turns_of(table, begin)
-    seq_len, route = table.seq_len, draw(st.sampled_from(list(ROUTES)))
-    ring = Ring(queries, world_size, seq_len, Mask.full(), None, None, None, route, None, keys)
+    seq_len, strategy = table.seq_len, draw(st.sampled_from(list(ROUTES)))
+    ring = Ring(queries, world_size, seq_len, Mask.full(), None, None, None, strategy, None, keys)
     ring = replace(ring, begin=begin)
     if draw(st.integers(0, 3)) == 0:
         num_rows = draw(st.sampled_from([1, 2]))

@@ -26,6 +26,7 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
@@ -36,7 +37,7 @@ SEQ_LEN = 24
 POLICY = TransferPolicy(kv_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "around", "direct", "all_gather"])
+@pytest.mark.parametrize("strategy", ROUTES)
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "block_cyclic:3"])
 def test_dense_result(pool: Pool, layout: str, strategy: str) -> None:
     pool.run(3, _check_dense, layout, strategy)

@@ -124,7 +124,7 @@ def everything(demand: KeyDemand) -> tuple:
         [demand.seen_by(rank) for rank in ranks],
         [demand.seen_of(rank) for rank in ranks],
         (one_by_one(demand.last_hops), sorted(visibility)),
-        (demand.ring_load, demand.direct_is_lighter),
+        (demand.around_load, demand.direct_is_lighter),
     )
 
 
@@ -296,10 +296,10 @@ def test_loads_are_those_of_all_hops_summed(table: Table) -> None:
         [sum(map(len, seen(rank).values())) for rank in ranks]
         for seen in (demand.seen_by, demand.seen_of)
     )
-    ring_load = max(around) + Fraction(sum(around), len(table))
-    assert demand.ring_load == ring_load
+    around_load = max(around) + Fraction(sum(around), len(table))
+    assert demand.around_load == around_load
     direct_load = max(received + sent) + Fraction(sum(received), len(table))
-    assert demand.direct_is_lighter == (5 * direct_load < 4 * ring_load)
+    assert demand.direct_is_lighter == (5 * direct_load < 4 * around_load)
 
 
 @given(st.data(), st.integers(1, 40))

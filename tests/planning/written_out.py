@@ -1,15 +1,30 @@
-"""Hops of each route, written out from the table of needs."""
+"""What each route moves, written out from a table of key demand.
+
+A new route gets a row in `HOPS` and in `COLUMNS`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.route import Hop, Transfer
+from dtensor_ring.planning.route import (
+    AllGatherRoute,
+    AroundRoute,
+    DirectRoute,
+    Hop,
+    Route,
+    Transfer,
+)
 from tests.columns import cols_of, indices_of
 from tests.planning.test_demand import Table, stages_written_out
 
+Written = tuple[list[int], list[Hop], list[Hop]]
+"""The sources of a rank's steps, and the hops of shards and of sums."""
 
-def around(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
-    """Sources, and hops of shards and sums, of a rank of a ring, written out from the table."""
+
+def around(table: Table, rank: int) -> Written:
+    """Of a rank that gets everything from the rank before it."""
     size = len(table)
     held = [[*stages_written_out(row), Cols()] for row in table]
     last_hops = max((i for row in held for i, cols in enumerate(row) if cols), default=0)
@@ -37,8 +52,8 @@ def hop_of(sends: list[Transfer], receives: list[Transfer]) -> Hop:
     return Hop(*(tuple(x for x in side if x.cols) for side in (sends, receives)))
 
 
-def straight(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
-    """The same of a rank that gets everything from its source."""
+def direct(table: Table, rank: int) -> Written:
+    """Of a rank that gets everything from its source."""
     sources, shards, sums = [rank], [], [Hop()]
     for distance in range(1, len(table)):
         source, target = (rank - distance) % len(table), (rank + distance) % len(table)
@@ -52,8 +67,21 @@ def straight(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
     return sources, [*shards, Hop()], sums
 
 
-def gathered(table: Table, rank: int) -> tuple[list[int], list[Hop], list[Hop]]:
-    """The same of a rank that gets everything at once."""
-    sources, shards, sums = straight(table, rank)
+def all_gather(table: Table, rank: int) -> Written:
+    """Of a rank that gets everything at once."""
+    sources, shards, sums = direct(table, rank)
     at_once = Hop(*(sum((hop[side] for hop in shards), ()) for side in (0, 1)))
     return sources, [at_once, *(Hop() for _ in shards[1:])], sums
+
+
+HOPS: dict[type[Route], Callable[[Table, int], Written]] = {
+    AroundRoute: around,
+    DirectRoute: direct,
+    AllGatherRoute: all_gather,
+}
+COLUMNS: dict[type[Route], Callable[[tuple[Cols, ...]], list[Cols]]] = {
+    AroundRoute: stages_written_out,
+    DirectRoute: list,
+    AllGatherRoute: list,
+}
+"""From what each rank sees of a source, by distance: what it gets."""

@@ -37,7 +37,7 @@ SEEN: dict[str, tuple[Mask, Rows | None]] = {
     "documents": (Mask.causal(), DOCUMENTS),
     "both ways": (Mask.full(), None),
 }
-STRATEGIES = {4: ["ring", "around", "direct", "all_gather", "ulysses:2", "ulysses:4"]}
+STRATEGIES = {4: [*ROUTES, "ulysses:2", "ulysses:4"]}
 STRATEGIES |= {6: ["ulysses:2+all_gather", "ulysses:3", "ulysses"]}
 
 
@@ -87,7 +87,7 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     ring, kernel = case.ring, Launched()
     transport.__class__ = Counting
     assert isinstance(transport, Counting)
-    size, strategy = ring.world_size, as_strategy(ring.route, ring.world_size)
+    size, strategy = ring.world_size, as_strategy(ring.strategy, ring.world_size)
     sharded = as_layout(layout)
     exchange = all_to_all_plan(sharded, sharded, strategy.heads, rank, size, SEQ_LEN)
 
@@ -164,7 +164,7 @@ def compared(
 ) -> tuple[StrategyCost, list[Counted]]:
     """The row of the table, and what each rank counted."""
     mask, documents = SEEN[seen]
-    ring = Ring(as_layout(layout), world_size, SEQ_LEN, mask, documents, route=strategy)
+    ring = Ring(as_layout(layout), world_size, SEQ_LEN, mask, documents, strategy=strategy)
     policy = TransferPolicy(torch.bfloat16 if seen == "window" else None)
     dims = HEAD_DIM, HEAD_DIM
     case = Case(ring, torch.float32, HEADS, dims, batch=BATCH, policy=policy)

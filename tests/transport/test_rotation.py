@@ -87,15 +87,15 @@ RINGS = {
     "two ranks": Ring(ZigZag(), 2, 8, CAUSAL),
     "one rank": Ring(ZigZag(), 1, 8, CAUSAL),
     "documents": Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 9, 12, 16),)),
-    "straight": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
-    "straight, a whole shard at each hop": Ring(Contiguous(), 4, 16, Mask.local(1, 4)),
-    "straight, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
+    "direct": Ring(ZigZag(), 4, 48, Mask.sliding(3)),
+    "direct, a whole shard at each hop": Ring(Contiguous(), 4, 16, Mask.local(1, 4)),
+    "direct, documents": Ring(ZigZag(), 4, 64, CAUSAL, ((0, 11, 19, 27, 34, 43, 53, 60),)),
     "two ranges": Ring(ZigZag(), 2, 32, Mask.local(2, 3)),
-    "straight, many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1)),
-    "many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), route="around"),
+    "direct, many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1)),
+    "many ranges": Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), strategy="around"),
     "striped, many ranges": Ring(Striped(), 3, 120, Mask.sliding(2), (tuple(range(0, 121, 5)),)),
     "packets that shrink": Ring(
-        ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), route="around"
+        ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), strategy="around"
     ),
     "rows of documents": Ring(ZigZag(), 4, 16, CAUSAL, ((0, 2, 16), (0, 14, 15))),
 }
@@ -107,7 +107,7 @@ def test_rotation(pool: Pool, ring: Ring) -> None:
     for rank, (hops, held, num_buffers) in enumerate(answers):
         plan = ring.plans()[rank]
         assert hops == messages_of(plan.shards, PER_COLUMN, torch.float32), f"rank {rank}"
-        assert num_buffers <= 2 + (ring.goes_straight or shrinks(plan))
+        assert num_buffers <= 2 + (ring.is_direct or shrinks(plan))
         whole, *others = plan.steps
         steps = [whole, *(step if step.cols else whole for step in others)]
         for step, positions in zip(steps, held, strict=True):
@@ -115,7 +115,7 @@ def test_rotation(pool: Pool, ring: Ring) -> None:
             assert positions == expected, f"in step {step.number} of rank {rank}"
 
 
-@pytest.mark.parametrize("name", ["zigzag", "straight", "uneven"])
+@pytest.mark.parametrize("name", ["zigzag", "direct", "uneven"])
 def test_large_messages_of_processes(pool: Pool, name: str) -> None:
     ring = RINGS[name]
     for rank, moved in enumerate(pool.run(ring.world_size, _rotate_apart, ring)):

@@ -86,7 +86,7 @@ class Collectives(TorchDispatchMode):
 
 @torch.no_grad()
 def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
-    """Messages of this rank, by step, of tokens after a prompt; words carry all of them."""
+    """Messages of this rank, by step, of tokens after a prompt; call records carry all."""
     cache, counts = ContextParallelCache(model), []
     model(**prompt, cache=cache)
     for _ in range(3):
@@ -100,7 +100,7 @@ def decode_messages(model: Any, prompt: dict[str, Tensor]) -> list[int]:
         started = [
             message for call in start.call_args_list for side in call.args for message in side
         ]
-        assert not started, "words carry what is merged"
+        assert not started, "call records carry what is merged"
         assert not collectives.found
         counts.append(send_record.call_count)
     return counts

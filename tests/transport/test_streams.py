@@ -141,17 +141,17 @@ class RankSum:
 
 
 ROUTES = {
-    f"{route}, {size} ranks": Attention(Ring(ZigZag(), size, 64, CAUSAL, route=route))
+    f"{route}, {size} ranks": Attention(Ring(ZigZag(), size, 64, CAUSAL, strategy=route))
     for route in ("around", "direct", "all_gather")
     for size in SIZES
 }
 WINDOW = Ring(ZigZag(), 4, 96, Mask.sliding(5))
-SHRINKING = Ring(ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), route="around")
+SHRINKING = Ring(ZigZag(), 4, 64, CAUSAL, ((0, 20, 64), (0, 30, 64)), strategy="around")
 RINGS = {
     "full": Attention(Ring(Contiguous(), 3, 20, FULL)),
     "empty shards": Attention(Ring(ZigZag(), 4, 5, FULL)),
     "window": Attention(WINDOW),
-    "many ranges": Attention(Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), route="around")),
+    "many ranges": Attention(Ring(BlockCyclic(3), 4, 144, Mask.local(1, 1), strategy="around")),
     "packets that shrink": Attention(SHRINKING),
     "striped documents": Attention(Ring(Striped(), 3, 60, CAUSAL, ((0, 7, 25, 31, 60),))),
     "from where it lies": Attention(Ring(ZigZag(), 4, 64, CAUSAL), large=1),

@@ -58,13 +58,13 @@ def rings() -> Iterator[Ring]:
     """Every layout with every mask, by all routes in turn; and what is not one ring."""
     for number, (layout, mask) in enumerate(product(LAYOUTS, MASKS)):
         size = SIZES[number % len(SIZES)]
-        yield Ring(layout, size, 48, mask, route=ROUTES[number % len(ROUTES)])
+        yield Ring(layout, size, 48, mask, strategy=ROUTES[number % len(ROUTES)])
     for route in ROUTES:
-        yield Ring(ZigZag(), 4, 48, Mask.causal(), DOCUMENTS, route=route)
-        yield Ring(Contiguous(), 4, 10, Mask.full(), route=route)  # of unequal shards
-        yield Ring(ZigZag(), 4, 5, Mask.full(), route=route)  # of empty shards
-    yield Ring(ZigZag(), 4, 48, Mask.causal(), route="ulysses:2")
-    yield Ring(Striped(), 4, 48, Mask.sliding(9), route="ulysses:2+all_gather")
+        yield Ring(ZigZag(), 4, 48, Mask.causal(), DOCUMENTS, strategy=route)
+        yield Ring(Contiguous(), 4, 10, Mask.full(), strategy=route)  # of unequal shards
+        yield Ring(ZigZag(), 4, 5, Mask.full(), strategy=route)  # of empty shards
+    yield Ring(ZigZag(), 4, 48, Mask.causal(), strategy="ulysses:2")
+    yield Ring(Striped(), 4, 48, Mask.sliding(9), strategy="ulysses:2+all_gather")
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
@@ -80,7 +80,7 @@ def test_rings_of_large_messages(
 ) -> None:
     """Keys and values go from where they lie, as two messages."""
     monkeypatch.setattr(rotation, "LARGE", 1)
-    ring = Ring(ZigZag(), 3, 48, Mask.causal(), route=route)
+    ring = Ring(ZigZag(), 3, 48, Mask.causal(), strategy=route)
     check_ring(ring, tmp_path / "late", True, chunk_bytes)
 
 

@@ -201,7 +201,8 @@ def largest(precomputed: Any) -> Slices:
 
 def is_precomputed(mask: Any) -> bool:
     """Return whether an attention mask was made by an outer model."""
-    if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
-        return True
-    # The shape of a nested tensor cannot be read.
-    return isinstance(mask, Tensor) and not mask.is_nested and mask.ndim == 4
+    if mask is None:
+        return False
+    if isinstance(mask, Tensor):  # the shape of a nested one cannot be read
+        return not mask.is_nested and mask.ndim == 4
+    return isinstance(mask, (dict, ModelMask)) or is_pattern(mask)

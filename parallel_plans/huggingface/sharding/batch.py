@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import next_token_labels

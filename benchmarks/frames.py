@@ -9,30 +9,24 @@ generated token, and of the sum of a loss. A generator that goes on counts as a 
 card is written to ``out``.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from harness import ROOT, is_quick, origin, publish, spawn, table_of
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtensor_ring import SequenceAxis, shard_sequence, sum_over_sequence
-from parallel_plans.huggingface import context_parallel_plan
+from dtensor_ring import sum_over_sequence
+from tests.profiled import OURS, Profile, attention, token, training_step
 
 WORLD_SIZE = 2
 WARM_UP = 3
 """Calls before the one that is counted."""
-OURS = tuple(f"{ROOT / name}/" for name in ("dtensor_ring", "parallel_plans"))
 KERNELS = str(ROOT / "dtensor_ring" / "compute" / "kernels")
 
 
@@ -55,8 +49,8 @@ class Count:
     by_file: dict[str, int]
 
 
-class Counter:
-    """A profile function that counts the calls of our functions."""
+class Counter(Profile):
+    """Counts the calls of our functions."""
 
     def __init__(self) -> None:
         self._by_file: dict[str, int] = {}
@@ -74,13 +68,6 @@ class Counter:
             return
         self._open += 1
         self._by_file[file] = self._by_file.get(file, 0) + 1
-
-    def __enter__(self) -> Self:
-        sys.setprofile(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
 
     def count(self, name: str) -> Count:
         """What was counted, by the names of the files."""
@@ -102,49 +89,30 @@ class Measurement:
     counts: list[Count]
 
 
-def attention(mesh: DeviceMesh) -> list[Count]:
+def count_attention(mesh: DeviceMesh) -> list[Count]:
     """Count an attention of DTensors."""
-    SequenceAxis(mesh, "zigzag")
-    inputs = [shard_sequence(torch.randn(1, 4, 64, 8), mesh, 2) for _ in range(3)]
-    query, key, value = (x.requires_grad_() for x in inputs)
-    return _both(
-        "scaled_dot_product_attention on DTensors",
-        lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
-    )
+    return _both("scaled_dot_product_attention on DTensors", attention(mesh))
 
 
-def loss_sum(mesh: DeviceMesh) -> list[Count]:
+def count_loss_sum(mesh: DeviceMesh) -> list[Count]:
     """Count the sum of a loss."""
     loss = torch.tensor(1.0, requires_grad=True)
     return _both("sum_over_sequence of a loss", lambda: sum_over_sequence(loss, mesh))
 
 
-def training_step(mesh: DeviceMesh) -> list[Count]:
+def count_steps(mesh: DeviceMesh) -> list[Count]:
     """Count two steps of a language model with labels.
 
     The fourth step compares the weights of the ranks, as steps 1, 2, 4, 8, ... do.
     """
-    model, tokens = llama(mesh), torch.arange(64)[None]
-
-    def loss() -> Tensor:
-        return model(input_ids=tokens, labels=tokens).loss
-
+    loss = training_step(mesh)
     fourth = _both("Hugging Face model, step 4, which compares weights", loss)
     return fourth + _both("Hugging Face model, step 5", loss, warm_up=0)
 
 
-def token(mesh: DeviceMesh) -> list[Count]:
+def count_token(mesh: DeviceMesh) -> list[Count]:
     """Count the third forward of `generate`, that of the second token after the prompt's."""
-    model, counters = llama(mesh).eval(), []
-
-    def begin(*_: object) -> None:
-        counters.append(Counter())
-        sys.setprofile(counters[-1])
-
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(lambda *_: sys.setprofile(None))
-    model.generate(torch.arange(64)[None], max_new_tokens=4, do_sample=False)
-    return [counters[2].count("Hugging Face model, a generated token")]
+    return [token(mesh, Counter).count("Hugging Face model, a generated token")]
 
 
 def _both(name: str, forward: Callable[[], Tensor], warm_up: int = WARM_UP) -> list[Count]:
@@ -159,23 +127,8 @@ def _both(name: str, forward: Callable[[], Tensor], warm_up: int = WARM_UP) -> l
     return [of_forward.count(name), of_backward.count(f"{name}, backward")]
 
 
-def llama(mesh: DeviceMesh) -> Any:
-    """A language model of one layer, under the plan."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config)
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
 COUNTED: dict[str, Callable[[DeviceMesh], list[Count]]] = {
-    count.__name__: count for count in (attention, training_step, token, loss_sum)
+    count.__name__: count for count in (count_attention, count_steps, count_token, count_loss_sum)
 }
 
 

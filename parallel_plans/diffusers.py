@@ -47,10 +47,7 @@ def use_stock_attention() -> None:
 
 def _registry() -> tuple[Any, Any]:
     """Return diffusers' registry of backends, and the name of the backend to replace."""
-    from diffusers.models.attention_dispatch import (
-        AttentionBackendName,
-        _AttentionBackendRegistry,
-    )
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     return _AttentionBackendRegistry, AttentionBackendName.NATIVE
 

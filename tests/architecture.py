@@ -11,25 +11,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtensor_ring import SequenceAxis, shard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from tests.pool import Pool
+from tests.profiled import OURS, ROOT, Profile, attention, token, training_step
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "ARCHITECTURE.md"
-OURS = tuple(f"{ROOT / package}/" for package in ("dtensor_ring", "parallel_plans"))
 WAY = re.compile(r"(?<=<!-- way: )(\w+) -->\n(.*?)(?=<!-- end of way -->)", re.DOTALL)
 ITEM = re.compile(r"\d+\. `([^`:]+):([^`]+)`(.*)", re.DOTALL)
 
@@ -41,8 +34,8 @@ class Function(NamedTuple):
     name: str
 
 
-class Calls:
-    """A context that notes our functions, by the order of their first calls.
+class Calls(Profile):
+    """Notes our functions, by the order of their first calls.
 
     A name has no `<locals>`: a function within `outer` is `outer.inner`.
     """
@@ -56,64 +49,26 @@ class Calls:
             file = Path(code.co_filename).relative_to(ROOT).as_posix()
             self.found.setdefault(Function(file, code.co_qualname.replace(".<locals>", "")))
 
-    def __enter__(self) -> Self:
-        sys.setprofile(self)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
-
-
-def attention(mesh: DeviceMesh) -> Iterable[Function]:
-    """Run an attention of DTensors, and its backward."""
-    SequenceAxis(mesh, "zigzag")
-    inputs = [shard_sequence(torch.randn(1, 4, 64, 8), mesh, 2) for _ in range(3)]
-    query, key, value = (x.requires_grad_() for x in inputs)
+def _with_backward(forward: Callable[[], Tensor]) -> Calls:
     with Calls() as calls:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out = forward()
     total = out.sum()
     with calls:
         total.backward()
-    return calls.found
+    return calls
 
 
-def training_step(mesh: DeviceMesh) -> Iterable[Function]:
-    """Run a forward of a language model with labels, and its backward."""
-    model, tokens = _llama(mesh), torch.arange(64)[None]
-    with Calls() as calls:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    return calls.found
-
-
-def token(mesh: DeviceMesh) -> Iterable[Function]:
-    """Run the third forward of `generate`, after the prompt and the first token."""
-    model, forwards = _llama(mesh).eval(), []
-
-    def begin(*_: object) -> None:
-        forwards.append(Calls())
-        sys.setprofile(forwards[-1])
-
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(lambda *_: sys.setprofile(None))
-    model.generate(torch.arange(64)[None], max_new_tokens=4, do_sample=False)
-    return forwards[2].found
-
-
-def _llama(mesh: DeviceMesh) -> Any:
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**small, **heads, num_hidden_layers=1))
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-WAYS: dict[str, Callable[[DeviceMesh], Iterable[Function]]] = {
-    way.__name__: way for way in (attention, training_step, token)
+WAYS: dict[str, Callable[[DeviceMesh], Calls]] = {
+    "attention": lambda mesh: _with_backward(attention(mesh)),
+    "training_step": lambda mesh: _with_backward(training_step(mesh)),
+    "token": lambda mesh: token(mesh, Calls),
 }
 
 
 def _run() -> dict[str, list[Function]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    return {name: [*way(mesh)] for name, way in WAYS.items()}
+    return {name: [*way(mesh).found] for name, way in WAYS.items()}
 
 
 def called() -> dict[str, list[Function]]:

@@ -19,18 +19,11 @@ from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_sha
 from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops import nodes
 from dtensor_ring.ops.attention_record import boundaries_text, layout_text, runs_text, slices_text
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import check_all_to_all
-from dtensor_ring.ops.nodes import (
-    LIBRARY,
-    below_autograd,
-    is_plain_call,
-    recorded,
-    refuse_tangents,
-    register_samples,
-)
 from dtensor_ring.ops.options import Arguments, Length, group_named
 from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout
@@ -376,11 +369,11 @@ class _AllToAllFunction(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = [*tensors], *options
-        outputs = below_autograd(all_to_all_op, forward, keyset, *inputs, of_node=True)
+        outputs = nodes.below_autograd(all_to_all_op, forward, keyset, *inputs, of_node=True)
         args = unflatten_all_to_all(options)
         ctx.save_for_backward(*args.batch_runs)
         # While a compiler traces, no call is made, so there is no call number.
-        forward_call = group_state_of(args.group).number if is_plain_call(keyset) else 0
+        forward_call = group_state_of(args.group).number if nodes.is_plain_call(keyset) else 0
         ctx.args = args._replace(
             batch_runs=BatchRuns(),
             mask_tensors=MaskTensors(),  # the forward call has checked it
@@ -409,11 +402,11 @@ class _AllToAllFunction(_SingleLevelFunction):
 
 def _recorded_all_to_all(keyset: Any, tensors: list[Tensor], *options: Any) -> Any:
     if forward_ad._current_level >= 0:
-        refuse_tangents(tuple(tensors))
+        nodes.refuse_tangents(tuple(tensors))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return list(recorded(_AllToAllFunction, keyset, options, *tensors))
-    return below_autograd(all_to_all_op, forward, keyset, tensors, *options)
+        return list(nodes.recorded(_AllToAllFunction, keyset, options, *tensors))
+    return nodes.below_autograd(all_to_all_op, forward, keyset, tensors, *options)
 
 
-LIBRARY.impl("exchange", _recorded_all_to_all, "Autograd", with_keyset=True)
-register_samples(ALL_TO_ALL)
+nodes.LIBRARY.impl("exchange", _recorded_all_to_all, "Autograd", with_keyset=True)
+nodes.register_samples(ALL_TO_ALL)

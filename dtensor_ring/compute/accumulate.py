@@ -58,8 +58,10 @@ class Partials:
         return bool(self._partials)
 
     def add(self, region: Region, x: Tensor, lse: Tensor | None = None) -> None:
-        """Keep a partial and its lse, if it has one; `x` may be overwritten."""
-        self.make_room()
+        """Keep a partial and its lse, if it has one; `x` may be overwritten.
+
+        Call `make_room` before.
+        """
         self._partials.append(Partial(region, x, lse))
 
     def make_room(self) -> None:

@@ -21,15 +21,8 @@ from dtensor_ring.decode.op import (
     decode_op,
     flatten_decode,
 )
+from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
-from dtensor_ring.dtensor.call_check import (
-    as_flag,
-    batch_of,
-    check_options,
-    check_tensors,
-    mask_of,
-    scores_of,
-)
 from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.checks import check_sinks
 from dtensor_ring.planning.mask import Mask
@@ -60,7 +53,7 @@ def merge_ranks(
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
     """
     sinks = call.scores.sinks
-    check_options(query, call)
+    call_check.check_options(query, call)
     if sinks is not None:
         check_sinks(query, sinks)
     with torch.no_grad(), checked_decode(call, request, query, value) as combine:
@@ -183,15 +176,17 @@ def decode_attention(
         >>> decode_attention(q, k, v, mask=Mask.sliding(31), mesh=mesh).shape
         torch.Size([1, 4, 1, 8])
     """
-    return_lse = as_flag("return_lse", return_lse)
-    check_tensors(query, key, value)
-    given = batch_of(cu_seqlens, None, None, slices)
+    return_lse = call_check.as_flag("return_lse", return_lse)
+    call_check.check_tensors(query, key, value)
+    given = call_check.batch_of(cu_seqlens, None, None, slices)
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
     place, of_axis = placed(query, mesh, key_runs is not None, merge)
     kernel = of_axis if kernel is None else kernel
-    scores = scores_of(query, mask_of(mask, slices), scale, softcap, sinks, kernel)
+    scores = call_check.scores_of(
+        query, call_check.mask_of(mask, slices), scale, softcap, sinks, kernel
+    )
     call = DecodeCall(batch, scores, place)
-    check_options(query, call)
+    call_check.check_options(query, call)
     if torch.compiler.is_compiling():
         out, lse = decode_op(query, key, value, *flatten_decode(call))
     else:

@@ -153,8 +153,7 @@ class CacheLayer:
 
     def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
         """Refuse what is no plain tensor of an append step, or differs from what is cached."""
-        for name, x in zip(("key", "value"), given, strict=True):
-            _check_plain(name, x, num_tokens)
+        _check_plain(given, num_tokens)
         rows = len(given[0]), len(given[1])
         batch = rows[0] if self._appends.batch is None else self._appends.batch
         if rows != (batch, batch):
@@ -171,20 +170,23 @@ class CacheLayer:
                 )
 
 
-def _check_plain(name: str, x: Tensor, num_tokens: int) -> None:
-    """Refuse anything but a plain tensor of `num_tokens` tokens."""
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        fix = "; use .to_local()" if isinstance(x, DTensor) else ""
-        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
-    check_strided(name, x)
-    if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
-        raise ValueError(
-            f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this append step, got "
-            f"{tuple(x.shape)}; of a sharded append step a rank appends its own shard, else all "
-            "tokens"
-        )
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} needs a gradient, which a cache has none of: use torch.no_grad()")
+def _check_plain(given: tuple[Tensor, Tensor], num_tokens: int) -> None:
+    """Refuse a key and value that are not plain tensors of `num_tokens` tokens."""
+    for name, x in zip(("key", "value"), given, strict=True):
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            fix = "; use .to_local()" if isinstance(x, DTensor) else ""
+            raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
+        check_strided(name, x)
+        if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
+            raise ValueError(
+                f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this append step, "
+                f"got {tuple(x.shape)}; of a sharded append step a rank appends its own shard, "
+                "else all tokens"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} needs a gradient, which a cache has none of: use torch.no_grad()"
+            )
 
 
 def _described(x: Tensor) -> str:

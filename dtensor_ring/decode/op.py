@@ -24,6 +24,7 @@ from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.decode.run import MERGES, Combine, first_round
+from dtensor_ring.ops import boundaries, nodes
 from dtensor_ring.ops.attention_record import (
     AttentionFacts,
     attention_facts,
@@ -31,24 +32,8 @@ from dtensor_ring.ops.attention_record import (
     record_of,
     runs_text,
 )
-from dtensor_ring.ops.boundaries import (
-    check_integers,
-    documents_of,
-    on_host,
-    run_table,
-    slices_of_table,
-    starts_of,
-)
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import check_inputs, check_num_queries, loadable, unit_stride
-from dtensor_ring.ops.nodes import (
-    LIBRARY,
-    below_autograd,
-    place_of_sinks,
-    refuse_tangents,
-    register_autocast,
-    register_samples,
-)
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
@@ -152,15 +137,15 @@ class DecodeCall(NamedTuple):
             num_queries=num_queries,
             documents=None
             if cu_seqlens is None
-            else documents_of(cu_seqlens, "cu_seqlens", batch_size),
-            slices=None if slices is None else slices_of_table(slices, batch_size),
+            else boundaries.documents_of(cu_seqlens, "cu_seqlens", batch_size),
+            slices=None if slices is None else boundaries.slices_of_table(slices, batch_size),
         )
 
     def _keys(self, key: Tensor, world_size: int) -> tuple[Layout, int]:
         """Return the layout of the keys, and the position after their last one."""
         key_runs, place = self.batch.key_runs, self.place
         if key_runs is not None:
-            layout = run_table(key_runs, "key_runs")
+            layout = boundaries.run_table(key_runs, "key_runs")
             return layout, layout.end
         spec: Any = place.layout
         # Shards have equal length unless a DTensor says otherwise.
@@ -170,7 +155,7 @@ class DecodeCall(NamedTuple):
     def _starts(self, batch_size: int, default: int) -> tuple[int, ...]:
         given = self.batch.query_starts
         if given is not None:
-            return starts_of(given, batch_size)
+            return boundaries.starts_of(given, batch_size)
         if default < 0:
             raise ValueError(
                 f"query has {-default} tokens more than key has positions, the last of which are "
@@ -304,8 +289,8 @@ def _agree_text(agree: Tensor | None) -> str:
     """Describe the integers of `agree`, which must be equal on all ranks."""
     if agree is None:
         return "none"
-    check_integers(agree, "agree")
-    return numbers_text(on_host(agree).numpy().reshape(-1))
+    boundaries.check_integers(agree, "agree")
+    return numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
@@ -325,7 +310,7 @@ NO_GRADIENT = (
     "decode_attention has no gradient, and one of query, key, value and sinks needs one; call it "
     "within torch.no_grad(), or train with ring_attention"
 )
-_SINKS = place_of_sinks(DECODE_LEAVES)
+_SINKS = nodes.place_of_sinks(DECODE_LEAVES)
 
 
 def _without_gradient(
@@ -336,13 +321,13 @@ def _without_gradient(
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
     if forward_ad._current_level >= 0:
-        refuse_tangents(inputs)
-    return below_autograd(decode_op, forward, keyset, query, key, value, *options)
+        nodes.refuse_tangents(inputs)
+    return nodes.below_autograd(decode_op, forward, keyset, query, key, value, *options)
 
 
-LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
-register_samples(DECODE)
-register_autocast(DECODE, decode_op)
+nodes.LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
+nodes.register_samples(DECODE)
+nodes.register_autocast(DECODE, decode_op)
 
 
 @register_flop_formula(decode_op.overloadpacket, get_raw=True)

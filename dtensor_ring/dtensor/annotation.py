@@ -25,8 +25,7 @@ import torch
 import torch.compiler.config as compiler
 import torch.distributed as dist
 from torch._guards import TracingContext
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 

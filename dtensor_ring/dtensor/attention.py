@@ -13,21 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_heads
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.dtensor.annotation import (
-    annotation_of,
-    axis_group,
-    config_of_call,
-    tag_compiled,
-)
-from dtensor_ring.dtensor.call_check import (
-    as_flag,
-    batch_of,
-    check_options,
-    check_tensors,
-    mask_of,
-    scores_of,
-    validated,
-)
+from dtensor_ring.dtensor import call_check
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, tag_compiled
 from dtensor_ring.dtensor.dispatch import ulysses_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.call_site import called_from
@@ -169,12 +156,13 @@ def ring_attention(
         torch.Size([1, 2, 8, 4])
     """
     if type(return_lse) is not bool or type(validate) is not bool:
-        return_lse, validate = as_flag("return_lse", return_lse), as_flag("validate", validate)
-    mask = mask_of(mask, slices)
-    batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-    score = partial(scores_of, query, mask, scale, softcap, sinks)
+        return_lse = call_check.as_flag("return_lse", return_lse)
+        validate = call_check.as_flag("validate", validate)
+    mask = call_check.mask_of(mask, slices)
+    batch = call_check.batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
+    score = partial(call_check.scores_of, query, mask, scale, softcap, sinks)
     build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
-    call = validated(build, query, key, value, mesh) if validate else build()
+    call = call_check.validated(build, query, key, value, mesh) if validate else build()
     out, lse = attend(query, key, value, call, return_lse)
     return out if lse is None or not return_lse else (out, lse)
 
@@ -190,7 +178,7 @@ def _call_of(
     score: Callable[[str | None], Scores],
 ) -> Call:
     """Check the options of a call, and collect them; `score` collects those of the scores."""
-    check_tensors(query, key, value)
+    call_check.check_tensors(query, key, value)
     if strategy is not None:
         check_strategy(strategy)
     place, of_axis = _placed(query, key, mesh, batch, strategy)
@@ -201,7 +189,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return `(out, lse)` of a call, after a check of the kinds of its tensors."""
-    check_options(query, call)
+    call_check.check_options(query, call)
     if torch.compiler.is_compiling():
         tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)

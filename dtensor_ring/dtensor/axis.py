@@ -10,23 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.balanced.balanced import Balanced
+from dtensor_ring.dtensor import call_check, sequence
 from dtensor_ring.dtensor.annotation import annotate, axis_group
 from dtensor_ring.dtensor.attention import attend
-from dtensor_ring.dtensor.call_check import (
-    batch_of,
-    check_options,
-    check_tensors,
-    mask_of,
-    scores_of,
-)
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.placement import dtensor_of
-from dtensor_ring.dtensor.sequence import (
-    install_handlers,
-    local_positions,
-    shard_sequence,
-    unshard_sequence,
-)
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -99,7 +87,7 @@ class SequenceAxis:
             set_transport(group, transport)
         if self.policy.transport == "symmetric":
             use_symmetric(group)
-        install_handlers()
+        sequence.install_handlers()
         self.mesh = mesh
         self._group_name, self._size = group.group_name, group.size()
 
@@ -172,11 +160,11 @@ class SequenceAxis:
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
         """
-        check_tensors(query, key, value)
+        call_check.check_tensors(query, key, value)
         if strategy is not None:
             check_strategy(strategy)
-        mask = mask_of(mask, slices)
-        batch = batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
+        mask = call_check.mask_of(mask, slices)
+        batch = call_check.batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
         if seq_len is not None and (dtensor_of(query) is not None or key_runs is not None):
             has_own = "query is a DTensor" if key_runs is None else "key_runs are given"
             raise ValueError(
@@ -185,9 +173,9 @@ class SequenceAxis:
             )
         if dtensor_of(query) is not None:
             # No kernel here: the op takes that of the axis that the DTensors are sharded over.
-            scores = scores_of(query, mask, scale, softcap, sinks, None)
+            scores = call_check.scores_of(query, mask, scale, softcap, sinks, None)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
-        scores = scores_of(query, mask, scale, softcap, sinks, self.kernel)
+        scores = call_check.scores_of(query, mask, scale, softcap, sinks, self.kernel)
         lengths: tuple[int | None, int | None] = (None, None)
         if key_runs is None:  # with `key_runs`, the layout is not used
             self._config.check_runs(runs is not None)
@@ -234,12 +222,12 @@ class SequenceAxis:
         length = as_count("seq_len", seq_len)
         if strategy is not None:
             check_strategy(strategy)
-        batch = batch_of(cu_seqlens, None, runs, slices)
+        batch = call_check.batch_of(cu_seqlens, None, runs, slices)
         empty = torch.empty(0)  # plans do not depend on the tensors
-        scores = scores_of(empty, mask_of(mask, slices), 1.0, 0.0, None, None)
+        scores = call_check.scores_of(empty, call_check.mask_of(mask, slices), 1.0, 0.0, None, None)
         place = self._config.place(self._group_name, length, length, strategy)
         call = Call(batch, scores, place)
-        check_options(empty, call)
+        call_check.check_options(empty, call)
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
@@ -247,11 +235,11 @@ class SequenceAxis:
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
         """Shard a tensor that every rank holds whole, see `shard_sequence`."""
-        return shard_sequence(tensor, self.mesh, dim, layout)
+        return sequence.shard_sequence(tensor, self.mesh, dim, layout)
 
     def unshard(self, dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
         """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
-        return unshard_sequence(dtensor, dim, layout)
+        return sequence.unshard_sequence(dtensor, dim, layout)
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum a tensor over the ranks, such as the loss of each rank, see `sum_over_sequence`."""
@@ -266,4 +254,4 @@ class SequenceAxis:
         seq_len = as_count("seq_len", seq_len)
         # The layout of one batch would be wrong for another one; `PerBatch` refuses.
         layout = PerBatch() if self.layout.per_batch else self.layout
-        return local_positions(self.mesh, layout, seq_len)
+        return sequence.local_positions(self.mesh, layout, seq_len)

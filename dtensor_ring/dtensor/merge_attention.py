@@ -151,6 +151,7 @@ def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if not number:
             out, lse = out.clone(), lse.clone()  # the first part becomes the accumulator
+        running.make_room()
         running.add(rows, out, lse)
     return running.result()
 

@@ -13,12 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, DecodeCall, DecodePlace
-from dtensor_ring.dtensor.dispatch import (
-    arguments_of,
-    decode_dtensor,
-    ring_backward_dtensor,
-    ring_forward_dtensor,
-)
+from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
 from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
@@ -71,7 +66,7 @@ def add_handlers(ops: Iterable[OpOverload], make: Callable[[Handler | None], Han
 
 def _forward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = arguments_of(op, args, kwargs)
+        bound = dispatch.arguments_of(op, args, kwargs)
         query, key, value = inputs = [bound[name] for name in INPUTS]
         if not _is_sharded(inputs):
             return as_before(previous, op, args, kwargs)
@@ -79,9 +74,9 @@ def _forward_handler(previous: Handler | None) -> Handler:
         if query.ndim != 4:  # only the composite op takes these
             return _fused(bound)
         attend, call = (
-            (decode_dtensor, _decode_call(bound))
+            (dispatch.decode_dtensor, _decode_call(bound))
             if _is_decoding(query, key)
-            else (ring_forward_dtensor, _call(bound))
+            else (dispatch.ring_forward_dtensor, _call(bound))
         )
         out, lse = called_from(sys._getframe(1), attend, query, key, value, call)
         return _like_returns(op, out, lse)
@@ -91,14 +86,14 @@ def _forward_handler(previous: Handler | None) -> Handler:
 
 def _backward_handler(previous: Handler | None) -> Handler:
     def handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = arguments_of(op, args, kwargs)
+        bound = dispatch.arguments_of(op, args, kwargs)
         query, key, value = bound["query"], bound["key"], bound["value"]
         if not on_annotated_axis(query, SEQUENCE):
             return as_before(previous, op, args, kwargs)
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
         # `logsumexp` is the lse of our forward: natural log, over all keys.
         tensors = (query, key, value, bound["out"], bound["logsumexp"])
-        *grads, _ = ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
+        *grads, _ = dispatch.ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
         return (*grads, None)[: len(op._schema.returns)]
 
     return handle
@@ -121,7 +116,7 @@ def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     # Plain tensors come here, too, so check cheaply. The first three arguments have no default.
     if not _is_sharded(args[:3]):
         return UNFUSED_OP.decompose(*args, **kwargs)
-    bound = arguments_of(UNFUSED_OP, args, kwargs)
+    bound = dispatch.arguments_of(UNFUSED_OP, args, kwargs)
     _refuse(bound)
     return _fused(bound), None  # nobody reads the weights
 

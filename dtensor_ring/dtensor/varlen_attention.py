@@ -16,12 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
-from dtensor_ring.dtensor.dispatch import (
-    arguments_of,
-    ring_backward_dtensor,
-    ring_forward_dtensor,
-)
 from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_on
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.call_site import called_from
@@ -65,7 +61,7 @@ def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
     def rule(
         cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        bound = arguments_of(op, args, kwargs or {})
+        bound = dispatch.arguments_of(op, args, kwargs or {})
         if any(on_annotated_axis(bound[name], TOKENS) for name in ("query", "key", "value")):
             check_kinds(bound["query"], bound["key"], bound["value"])
             return called_from(sys._getframe(1), run, bound)
@@ -76,7 +72,7 @@ def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
 
 def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
-    out, lse = ring_forward_dtensor(query, key, value, _call(bound))
+    out, lse = dispatch.ring_forward_dtensor(query, key, value, _call(bound))
     lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], BATCH_TO_LSE)
     # The op returns a dropout state; there is no dropout, so it is unused.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -89,7 +85,7 @@ def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
     lse = bound["lse"]
     lse = _moved(lse, lse._local_tensor[None], (1, *lse.shape), LSE_TO_BATCH)
     inputs = query, key, value, out, lse
-    *grads, _ = ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
+    *grads, _ = dispatch.ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
     return tuple(map(_tokens_of, grads))
 
 

@@ -27,7 +27,8 @@ def unit_stride(*tensors: Tensor) -> list[Tensor]:
 
 def loadable(*tensors: Tensor) -> list[Tensor]:
     """Return tensors with a last stride of 1 and, on a GPU, aligned rows; copy if necessary."""
-    return [_moved(x) if x.is_cuda and not is_aligned(x) else x for x in unit_stride(*tensors)]
+    dense = unit_stride(*tensors)
+    return [x if is_aligned(x) else _moved(x) for x in dense] if dense[0].is_cuda else dense
 
 
 def is_aligned(x: Tensor) -> bool:

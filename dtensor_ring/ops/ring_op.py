@@ -19,6 +19,7 @@ from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.accumulate import sinks_gradient
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.ops import nodes
 from dtensor_ring.ops.attention_record import (
     AttentionFacts,
     attention_facts,
@@ -29,15 +30,6 @@ from dtensor_ring.ops.attention_record import (
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.call_site import CALLER
 from dtensor_ring.ops.checks import announce, check_inputs, loadable, unit_stride, warn_of_tiles
-from dtensor_ring.ops.nodes import (
-    LIBRARY,
-    below_autograd,
-    place_of_sinks,
-    recorded,
-    refuse_tangents,
-    register_autocast,
-    register_samples,
-)
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
@@ -196,7 +188,7 @@ def ring_record(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) 
 
 
 _TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
-_SINKS = place_of_sinks(LEAVES)
+_SINKS = nodes.place_of_sinks(LEAVES)
 
 
 class _RingFunction(_SingleLevelFunction):
@@ -212,7 +204,7 @@ class _RingFunction(_SingleLevelFunction):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value, *options
-        output = below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
+        output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
         ctx.options = list(options)
@@ -247,10 +239,10 @@ def _autograd(
     # Inference needs no node, so it does not pay for saving tensors.
     inputs = query, key, value, options[_SINKS]
     if forward_ad._current_level >= 0:
-        refuse_tangents(inputs)
+        nodes.refuse_tangents(inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return recorded(_RingFunction, *inputs, keyset, options)
-    return below_autograd(ring_op, forward, keyset, query, key, value, *options)
+        return nodes.recorded(_RingFunction, *inputs, keyset, options)
+    return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
 class _BackwardFunction(_SingleLevelFunction):
@@ -258,7 +250,7 @@ class _BackwardFunction(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
+        return nodes.below_autograd(ring_backward_op, backward, keyset, *inputs, of_node=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -267,16 +259,16 @@ class _BackwardFunction(_SingleLevelFunction):
 
 def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return recorded(_BackwardFunction, keyset, *inputs)
-    return below_autograd(ring_backward_op, backward, keyset, *inputs)
+        return nodes.recorded(_BackwardFunction, keyset, *inputs)
+    return nodes.below_autograd(ring_backward_op, backward, keyset, *inputs)
 
 
-LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
-LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
-register_samples(FORWARD)
-register_samples(BACKWARD)
-register_autocast(FORWARD, ring_op)
-register_autocast(BACKWARD, ring_backward_op, num_cast=0)
+nodes.LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
+nodes.LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
+nodes.register_samples(FORWARD)
+nodes.register_samples(BACKWARD)
+nodes.register_autocast(FORWARD, ring_op)
+nodes.register_autocast(BACKWARD, ring_backward_op, num_cast=0)
 
 
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)

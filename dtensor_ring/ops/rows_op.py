@@ -22,16 +22,8 @@ from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.ops import nodes
 from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.nodes import (
-    LIBRARY,
-    below_autograd,
-    is_plain_call,
-    recorded,
-    refuse_tangents,
-    register_gradient,
-    register_samples,
-)
 from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
 
 GATHER = "dtensor_ring::gather_rows"
@@ -193,8 +185,8 @@ def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return gather_rows_op(grad, *ctx.place), None, None, None
 
 
-register_gradient(GATHER, _sum_gradient, _keep)
-register_gradient(SUM, _gather_gradient, _keep)
+nodes.register_gradient(GATHER, _sum_gradient, _keep)
+nodes.register_gradient(SUM, _gather_gradient, _keep)
 
 
 @torch.library.register_fake(SUM_RANKS)
@@ -214,9 +206,10 @@ class _SumFunction(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, keyset: Any, group_name: str, *place: Any) -> Tensor:
         inputs = local, group_name, *place
-        total = below_autograd(sum_ranks_op, sum_ranks, keyset, *inputs, of_node=True)
+        total = nodes.below_autograd(sum_ranks_op, sum_ranks, keyset, *inputs, of_node=True)
         ctx.place = group_name, place, 0
-        if is_plain_call(keyset):  # a compiler only traces: there is no call, and no number of it
+        # A compiler only traces: there is no call, and no number of it.
+        if nodes.is_plain_call(keyset):
             group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
             ctx.place = group_name, place, group_state_of(group).number
         return total
@@ -232,12 +225,12 @@ def _recorded_sum(
     keyset: Any, local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
 ) -> Tensor:
     if forward_ad._current_level >= 0:
-        refuse_tangents((local,))
+        nodes.refuse_tangents((local,))
     place = group_name, is_back, forward_call
     if torch.is_grad_enabled() and local.requires_grad:
-        return recorded(_SumFunction, local, keyset, *place)
-    return below_autograd(sum_ranks_op, sum_ranks, keyset, local, *place)
+        return nodes.recorded(_SumFunction, local, keyset, *place)
+    return nodes.below_autograd(sum_ranks_op, sum_ranks, keyset, local, *place)
 
 
-LIBRARY.impl("sum_ranks", _recorded_sum, "Autograd", with_keyset=True)
-register_samples(SUM_RANKS)
+nodes.LIBRARY.impl("sum_ranks", _recorded_sum, "Autograd", with_keyset=True)
+nodes.register_samples(SUM_RANKS)

@@ -85,6 +85,7 @@ class InPlace(_ByEntry):
         partial = RunningOutput(query, values.shape[2])
         rows = region(None, (0, query.shape[2]))
         for begin, end in pages.stretches[entry]:
+            partial.make_room()
             k, v = _by_head(keys[begin:end]), _by_head(values[begin:end])
             out, lse = kernel.forward(query, k, v, Launch(WHOLE, WHOLE, FULL), scores)
             partial.add(rows, out, lse)

@@ -134,9 +134,11 @@ class PagedStep:
         """Merge a kernel's results `(E, R, N, Hv)` and `(E, N, R)` into the partial."""
         out = out.transpose(1, 2)
         if entries.are_all(query):
+            running.make_room()
             running.add(region(None, (0, query.shape[2])), out, lse)
             return
         for number, read in enumerate(entries.reads):
+            running.make_room()
             one = slice(number, number + 1)
             running.add(region(read.batch, read.rows), out[one], lse[one])
 

@@ -57,7 +57,7 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
         meet = (lowest <= highest).all(axis=0)
         if meet.any():
             at = int(meet.argmax())
-            query_key = _pair(lowest[:, at], highest[:, at])
+            query_key = _pair(lowest[:, at])
             return Overlap(tuple(first[at].tolist()), tuple(second[at].tolist()), *query_key)
     return None
 
@@ -77,7 +77,7 @@ def _common(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarr
     )
 
 
-def _pair(lowest: np.ndarray, highest: np.ndarray) -> tuple[int, int]:
+def _pair(lowest: np.ndarray) -> tuple[int, int]:
     """Return a query and a key of a rectangle that have the lowest lag."""
     lag = int(lowest[2])
     query = max(int(lowest[0]), int(lowest[1]) + lag)

@@ -46,18 +46,8 @@ from parallel_plans.huggingface.probing.eligibility import check_model, without_
 from parallel_plans.huggingface.probing.probe import check_head, check_token_mixing
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
+from parallel_plans.huggingface.states import state_passing, stateful
 from parallel_plans.huggingface.states.default_layout import DEFAULT, compared_layouts
-from parallel_plans.huggingface.states.state_passing import (
-    AxisStatePassing,
-    StateSpecs,
-    check_layout,
-    specs_of,
-)
-from parallel_plans.huggingface.states.stateful import (
-    attention_layers,
-    pass_states,
-    stateful_layers,
-)
 from parallel_plans.huggingface.vision.image_sharding import check_deal_images
 from parallel_plans.huggingface.vision.outer_model import install_outer_model
 from parallel_plans.strategies import Strategies, StrategyChoice
@@ -128,7 +118,7 @@ def context_parallel_plan(
     """
     warn_untested("transformers")
     check_model(model)
-    check_layout(model, as_layout(DEFAULT if layout is None else layout))
+    state_passing.check_layout(model, as_layout(DEFAULT if layout is None else layout))
     check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
     how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
@@ -162,7 +152,7 @@ class ShardedModel(ParallelStyle):
         AttentionMaskInterface.register(IMPLEMENTATION, mask_of)
         check_model(module)
         model: Any = without_adapters(module)
-        check_layout(model, self.layout)
+        state_passing.check_layout(model, self.layout)
         backbone = backbone_of(model)
         parts = (model, backbone, language_model_of(backbone))
         replaced = [x for x in parts if "forward" in vars(x)]
@@ -189,7 +179,7 @@ class ShardedModel(ParallelStyle):
         examined = small_proxy(backbone) if is_meta else backbone
         layer_masks, states, why_not, transform = _examine(examined)
         if is_meta and states:
-            states = specs_of(decoder)  # states of the proxy are smaller
+            states = state_passing.specs_of(decoder)  # states of the proxy are smaller
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
@@ -205,10 +195,10 @@ class ShardedModel(ParallelStyle):
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
-        passing = AxisStatePassing(axis, states) if states else None
+        passing = state_passing.AxisStatePassing(axis, states) if states else None
         sharding = Sharding(decoder, axis, layer_masks, loss, unshards, passing)
         if passing is not None:
-            pass_states(stateful_layers(decoder), passing)
+            stateful.pass_states(stateful.stateful_layers(decoder), passing)
         if head is not None:
             join_behind(head, sharding.join)
         if outer is not None:
@@ -225,7 +215,9 @@ class ShardedModel(ParallelStyle):
 
 def _examine(
     model: Any,
-) -> tuple[LayerMasks, StateSpecs, tuple[str | None, str | None], LogitsTransform | None]:
+) -> tuple[
+    LayerMasks, state_passing.StateSpecs, tuple[str | None, str | None], LogitsTransform | None
+]:
     """Return layer masks and states, why shards cannot compute losses, and the logits transform.
 
     The losses are the label loss and the load-balancing loss. The model is left unchanged.
@@ -234,7 +226,7 @@ def _examine(
     before = decoder.config._attn_implementation
     try:
         layer_masks: LayerMasks = {}
-        if attention_layers(decoder) or not stateful_layers(decoder):
+        if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
             layer_masks = read_patterns(decoder)
             check_dropout(decoder)
         states = check_token_mixing(decoder)
@@ -248,7 +240,7 @@ def _examine(
 
 def _name_layers(model: Any) -> None:
     """Give the layers that send messages their names, which ranks compare."""
-    layers = {*attention_layers(model), *stateful_layers(model)}
+    layers = {*stateful.attention_layers(model), *stateful.stateful_layers(model)}
     for name, module in model.named_modules():
         if module in layers:
             name_layer(module, name)

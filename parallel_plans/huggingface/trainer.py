@@ -23,20 +23,13 @@ from transformers.trainer_utils import seed_worker
 from parallel_plans.huggingface.core.language_model import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
+from parallel_plans.huggingface.trainers import trainer_options
 from parallel_plans.huggingface.trainers.trainer_mesh import (
     DATA_AXES,
     MeshConfig,
     flattened,
     mesh_config,
     trainer_mesh,
-)
-from parallel_plans.huggingface.trainers.trainer_options import (
-    as_launched,
-    check_launch,
-    check_options,
-    check_weights,
-    forget_earlier,
-    fsdp_plugin,
 )
 from parallel_plans.tested import warn_untested
 
@@ -90,7 +83,9 @@ class ContextParallelTrainer(Trainer):
         self._user_mesh, self._plan = mesh, plan
         self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)
-        check_options(self.args, self.compute_loss_func is not None, self._adapters())
+        trainer_options.check_options(
+            self.args, self.compute_loss_func is not None, self._adapters()
+        )
         if self._plan_makes_loss():
             self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
         self.add_callback(GlooReduction)
@@ -99,11 +94,11 @@ class ContextParallelTrainer(Trainer):
         args: Any = self.args
         if args.accelerator_config.dispatch_batches is None:  # None is True for iterable datasets
             args.accelerator_config.dispatch_batches = False
-        forget_earlier(args, MeshConfig)
+        trainer_options.forget_earlier(args, MeshConfig)
         device = args.device  # starts the process group, which a mesh needs
         self._mesh = trainer_mesh(self._user_mesh, args.parallelism_config, device.type)
         self._data_mesh = flattened(self._mesh, DATA_AXES, "dp")
-        with as_launched():
+        with trainer_options.as_launched():
             super().create_accelerator_and_postprocess()
         self._configure_accelerate()
         if self.model is not None:
@@ -117,8 +112,8 @@ class ContextParallelTrainer(Trainer):
         """Set in accelerate which ranks share a batch and shard the model; allow FSDP2 on CPUs."""
         accelerator: Any = self.accelerator
         state = accelerator.state
-        plugin = fsdp_plugin(self.args, state)
-        check_launch(self.args, state, plugin, self._mesh)
+        plugin = trainer_options.fsdp_plugin(self.args, state)
+        trainer_options.check_launch(self.args, state, plugin, self._mesh)
         state.device_mesh = self._mesh
         state.parallelism_config = mesh_config(self._mesh, plugin is not None)
         if plugin is not None and state.distributed_type != DistributedType.FSDP:
@@ -140,7 +135,7 @@ class ContextParallelTrainer(Trainer):
                 "TrainingArguments(fsdp=True)"
             )
         if self.is_fsdp_enabled:  # DDP broadcasts the weights of one rank
-            check_weights(model)
+            trainer_options.check_weights(model)
         found = [x.axis.mesh.mesh.flatten().tolist() for x in shardings_of(model)]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
         if not found:
@@ -250,7 +245,7 @@ class ContextParallelTrainer(Trainer):
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
         return self._gather_replicas(data, state.remainder if is_cut else None)
 
-    def _gather_replicas(self, data: Any, keep: int | None = None) -> Any:
+    def _gather_replicas(self, data: Any, keep: int | None) -> Any:
         """Gather the rows of all groups that share a batch, and return the first `keep` of them."""
         group = self._data_mesh.get_group() if self._data_mesh else None
 

@@ -26,15 +26,7 @@ from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import number_layer
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
-from parallel_plans.torchtitan.inner_attention import (
-    RingAttention,
-    attend,
-    mask_of,
-    policy_of,
-    refuse,
-    sinks_of,
-    typed_as,
-)
+from parallel_plans.torchtitan import inner_attention
 from parallel_plans.torchtitan.packed_batch import Documents
 
 
@@ -83,9 +75,9 @@ class _RingKernel(Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.mask = mask_of(self.window_size)
+        self.mask = inner_attention.mask_of(self.window_size)
         self.strategy = Strategies.of(config.strategy).named(self.mask)
-        self.kernel, self.policy = config.kernel, policy_of(config.grad_dtype)
+        self.kernel, self.policy = config.kernel, inner_attention.policy_of(config.grad_dtype)
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -130,21 +122,21 @@ class _RingKernel(Module):
         """
         metadata = attention_masks if attention_metadata is None else attention_metadata
         documents = _documents_of(metadata)
-        refuse(others)
+        inner_attention.refuse(others)
         if self.axis is None:
             self.axis = self._axis_of(_current_mesh())
         tensors = [x.unsqueeze(0) for x in (q_THK, k_THK, v_THV)]
-        out = attend(
+        out = inner_attention.attend(
             self,
             self.axis,
             documents,
             *tensors,
             mask=self.mask,
-            sinks=None if out_transform is None else sinks_of(out_transform),
+            sinks=None if out_transform is None else inner_attention.sinks_of(out_transform),
             scale=scale,
             strategy=self.strategy,
         ).squeeze(0)
-        typed_as(q_THK, out)
+        inner_attention.typed_as(q_THK, out)
         return out
 
     @staticmethod
@@ -210,7 +202,7 @@ def ring_strategy(
         raise ValueError(
             "no attention of this model is a ring: put it there by ring_kernel or use_ring first"
         )
-    masks = [mask_of(ring.window_size) for ring in rings]
+    masks = [inner_attention.mask_of(ring.window_size) for ring in rings]
     strategies.check(masks)
     for ring, mask in zip(rings, masks, strict=True):
         ring.strategy = strategies.named(mask)
@@ -220,4 +212,4 @@ def ring_strategy(
 def _is_ring(config: Any) -> bool:
     """Return whether a config builds attention over the ring."""
     kind = config._owner
-    return kind is not None and issubclass(kind, (_RingKernel, RingAttention))
+    return kind is not None and issubclass(kind, (_RingKernel, inner_attention.RingAttention))

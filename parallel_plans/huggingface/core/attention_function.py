@@ -10,17 +10,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import dtensor_ring  # noqa: F401 - registers the op
 from dtensor_ring.extension import within_layer
+from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
-from parallel_plans.huggingface.core.patterns import (
-    LayerMask,
-    LayerMasks,
-    Pattern,
-    first_attention,
-    is_pattern,
-    pattern_of,
-    two_tokens,
-)
 
 IMPLEMENTATION = "ring"
 BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
@@ -40,7 +32,7 @@ class RingInputs(NamedTuple):
 
     layers: tuple[LayerInputs, ...]
     indices: Tensor
-    layer_masks: LayerMasks
+    layer_masks: patterns.LayerMasks
     precomputed: PrecomputedMask | None = None
     past: int = 0
     scan_chunks: ScanChunks | None = None
@@ -106,12 +98,12 @@ def _seen(
     return {"mask": mask, "cu_seqlens": cu_seqlens, "strategy": layer_mask.strategy}
 
 
-def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> LayerMask:
+def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> patterns.LayerMask:
     """Return the mask of the layer's pattern."""
     name = type(module).__name__
     if isinstance(attention_mask, ModelMask):
         attention_mask = attention_mask.pattern
-    if not is_pattern(attention_mask):
+    if not patterns.is_pattern(attention_mask):
         what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ValueError(
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
@@ -126,7 +118,7 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> Lay
     return found
 
 
-def _described(pattern: Pattern) -> str:
+def _described(pattern: patterns.Pattern) -> str:
     _, causal, size, added = pattern
     words = ["causal" if causal else "bidirectional"]
     words += [] if size is None else [f"of {size} tokens"]
@@ -178,12 +170,12 @@ def check_dropout(model: Any) -> None:
     Raises:
         ValueError: naming the option of its config.
     """
-    tokens = two_tokens(model)
-    module = first_attention(model, pattern_of, input_ids=tokens).module
+    tokens = patterns.two_tokens(model)
+    module = patterns.first_attention(model, patterns.pattern_of, input_ids=tokens).module
     # Set this module only: in training, other modules may skip layers at random.
     was, module.training = module.training, True
     try:
-        dropout = first_attention(model, pattern_of, input_ids=tokens).dropout
+        dropout = patterns.first_attention(model, patterns.pattern_of, input_ids=tokens).dropout
     finally:
         module.training = was
     if dropout:

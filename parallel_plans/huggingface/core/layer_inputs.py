@@ -46,11 +46,12 @@ class ShardedInputs:
 class DecodeInputs:
     """Attention with the same few queries on all ranks, and keys that are sharded or replicated.
 
+    The queries have the last positions of the keys.
+
     Attributes:
         axis: the axis that shards the sequence.
         documents: where documents begin and end.
         key_runs: runs of the keys of each rank, `(W, R, 2)`, or of this rank, `(1, R, 2)`.
-        query_starts: the position of the first query, `(1,)`.
         num_columns: number of keys on this rank; later columns are ignored, see
             `CacheMemory.append`.
         mesh: the mesh of the ranks that share the keys; `None` if each rank has all keys.
@@ -61,7 +62,6 @@ class DecodeInputs:
     axis: SequenceAxis
     documents: DocumentBounds
     key_runs: Tensor
-    query_starts: Tensor
     num_columns: int
     mesh: DeviceMesh | None
     agree: Tensor | None = None
@@ -90,7 +90,6 @@ class DecodeInputs:
             key,
             value,
             key_runs=self.key_runs,
-            query_starts=self.query_starts,
             kernel=self.axis.kernel,
             mesh=self.mesh,
             agree=self.agree,

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from dtensor_ring import Slices
 from dtensor_ring.extension import visible_pairs
-from parallel_plans.huggingface.core.patterns import (
-    MaskFunction,
-    Pattern,
-    cut,
-    is_pattern,
-    pattern_of,
-)
+from parallel_plans.huggingface.core import patterns
 
 # Up to this many tokens, all pairs are checked: each query must see one range of keys.
 FEW = 512
@@ -35,8 +29,8 @@ class ModelMask:
 
     def __init__(
         self,
-        pattern: Pattern,
-        function: MaskFunction,
+        pattern: patterns.Pattern,
+        function: patterns.MaskFunction,
         shape: tuple[int, int],
         padding: Tensor | None,
         past: int = 0,
@@ -46,7 +40,7 @@ class ModelMask:
 
     def __getitem__(self, index: Any) -> ModelMask:
         """Return the mask that a model cuts from this one."""
-        return cut(self, index)
+        return patterns.cut(self, index)
 
     def precompute(self) -> PrecomputedMask:
         """Return the keys that each token of the batch sees.
@@ -117,19 +111,19 @@ def _samples(query: Tensor) -> Iterator[Tensor]:
 
 def mask_of(
     *,
-    mask_function: MaskFunction | None = None,
+    mask_function: patterns.MaskFunction | None = None,
     batch_size: int = 1,
     q_length: int = 0,
     attention_mask: Tensor | None = None,
     q_offset: int = 0,
     **kwargs: Any,
-) -> Pattern | ModelMask:
+) -> patterns.Pattern | ModelMask:
     """Implement the mask interface named `ring`.
 
     A sharded model needs the pattern of a mask only. An outer model asks for masks of the whole
     batch, which may differ from batch to batch.
     """
-    pattern = pattern_of(**kwargs)
+    pattern = patterns.pattern_of(**kwargs)
     if mask_function is None or torch.compiler.is_compiling():
         return pattern  # a compiler cannot trace objects that hold functions
     return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask, q_offset)
@@ -168,7 +162,7 @@ def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool =
             name: precomputed_masks(x, seq_len, f" for {name}", keeps_plain)
             for name, x in mask.items()
         }
-    if is_pattern(mask):
+    if patterns.is_pattern(mask):
         raise ValueError(
             f"an attention_mask that a model makes for each batch{of} cannot be read while the "
             "model is compiled; compile the sharded model alone"
@@ -201,7 +195,8 @@ def largest(precomputed: Any) -> Slices:
 
 def is_precomputed(mask: Any) -> bool:
     """Return whether an attention mask was made by an outer model."""
-    if isinstance(mask, (dict, ModelMask)) or is_pattern(mask):
-        return True
-    # The shape of a nested tensor cannot be read.
-    return isinstance(mask, Tensor) and not mask.is_nested and mask.ndim == 4
+    if mask is None:
+        return False
+    if isinstance(mask, Tensor):  # the shape of a nested one cannot be read
+        return not mask.is_nested and mask.ndim == 4
+    return isinstance(mask, (dict, ModelMask)) or patterns.is_pattern(mask)

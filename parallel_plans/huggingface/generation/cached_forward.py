@@ -42,8 +42,8 @@ UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
 def uses_cache(arguments: dict[str, Any]) -> bool:
     """Return whether a call has a cache, or asks for a new one, which labels rule out."""
-    asks_new = bool(arguments.get("use_cache")) and arguments.get("labels") is None
-    return cache_argument(arguments) is not None or asks_new
+    asks_for_one = bool(arguments.get("use_cache")) and arguments.get("labels") is None
+    return asks_for_one or cache_argument(arguments) is not None
 
 
 def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> ContextParallelCache:
@@ -95,7 +95,8 @@ def forward_with_cache(
 ) -> Any:
     """Run a whole model on new tokens with a cache, see `call_with_cache`."""
     cache = cache_of(model, sharding, arguments)
-    sharding.agree(model, arguments)
+    if not cache.memory.seq_len:  # the forward that cached tokens has compared the weights
+        sharding.agree(model, arguments)
     return call_with_cache(plain, model, sharding, cache, arguments)
 
 

@@ -60,8 +60,7 @@ class NewTokens:
         if self.sharded_length:
             return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
         num_columns = cache.table.num_local[mesh.get_local_rank()]
-        starts = torch.tensor([self.past], device="cpu")
-        return DecodeInputs(self.axis, documents, cache.key_runs, starts, num_columns, mesh)
+        return DecodeInputs(self.axis, documents, cache.key_runs, num_columns, mesh)
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.
@@ -73,8 +72,7 @@ class NewTokens:
         if not self.sharded_length:
             columns = num_held + self.num_tokens
             key_runs = torch.tensor([[[begin, columns]]], device="cpu")
-            starts = torch.tensor([self.past], device="cpu")
-            return DecodeInputs(self.axis, self.documents(0), key_runs, starts, columns, None)
+            return DecodeInputs(self.axis, self.documents(0), key_runs, columns, None)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
         runs = torch.tensor(append_runs(self.layout, self.sharded_length, size))

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import next_token_labels
@@ -353,9 +352,9 @@ def _check_shape(model: Any, name: str, x: Tensor) -> None:
     """Refuse an input that has other dims than those of its name, or no tokens."""
     shape = SHAPES.get(name, "(B, S)")
     fits = x.ndim == len(shape.split(","))
-    if name == POSITIONS and has_axes(model):
+    if not fits and name == POSITIONS and has_axes(model):
         shape = " or ".join([shape, *(f"({number}, B, S)" for number in NUM_AXES)])
-        fits = fits or (x.ndim == 3 and len(x) in NUM_AXES)
+        fits = x.ndim == 3 and len(x) in NUM_AXES
     if not fits:
         raise ValueError(f"{name} must be {shape} over a sharded sequence, got {tuple(x.shape)}")
     if not x.numel():

@@ -121,7 +121,7 @@ class OuterModel:
         # after a cache is compared where it is sharded, or in a message of a layer.
         if cache is None or has_images(arguments):
             self._sharding.check_same_batch(arguments | token_arguments, "a batch with images")
-        if cache is not None:
+        if cache is not None and not cache.memory.seq_len:
             self._sharding.agree(model, arguments | token_arguments)
         is_image = image_tokens(model.config, arguments)
         call = self._call = OuterCall(

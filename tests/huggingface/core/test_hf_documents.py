@@ -114,7 +114,7 @@ def test_boundaries_stay_on_the_cpu() -> None:
     documents = DocumentBounds(bounds, bounds, {2: bounds}, bounds)
     layers = (
         ShardedInputs(axis, 4, documents, bounds, bounds),
-        DecodeInputs(axis, documents, bounds, bounds, 4, None, bounds),
+        DecodeInputs(axis, documents, bounds, 4, None, bounds),
     )
     dealt = RingInputs(layers, bounds, {})
     _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)

@@ -15,6 +15,7 @@ from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMa
 from parallel_plans.huggingface.core.patterns import (
     LayerMask,
     LayerMasks,
+    LayerPattern,
     Pattern,
     first_attention,
     is_pattern,
@@ -117,7 +118,9 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> Lay
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
             "mask of its own, only those that transformers.masking_utils composes"
         )
-    found = ring.layer_masks.get(attention_mask, "it was not seen when the plan was applied")
+    by_pattern = ring.layer_masks.get(attention_mask, "it was not seen when the plan was applied")
+    of_layer = LayerPattern(attention_mask, getattr(module, "layer_idx", -1))
+    found = ring.layer_masks.get(of_layer, by_pattern)
     if isinstance(found, str):
         raise ValueError(
             f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "

@@ -39,7 +39,7 @@ from parallel_plans.huggingface.states.stateful import passing_states, stateful_
 NUM_TOKENS = 8
 # What files of transformers call their own attention function.
 EAGER = "eager_attention_forward"
-# Windows of up to this many tokens are found in a layer's own attention function.
+# Windows up to nearly this many tokens are found in a layer's own attention function.
 NUM_KEYS = 2**15
 ROUTER_LOGITS = "output_router_logits"
 

@@ -135,14 +135,20 @@ def read_patterns(model: Any) -> LayerMasks:
         # The same tokens as two documents: only masks that read positions hide the first one.
         restarted = _requests(model, tokens, position_ids=tokens)
         by_axes = _with_axes(model, tokens) or whole
+        longer = whole
+        if any(x.pattern.is_extended for x in whole):
+            more = tokens.repeat(1, 4)
+            longer = _requests(model, more, attention_mask=torch.ones_like(more))
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
             "so the plan cannot find which tokens its layers see; it has no context-parallel plan"
         )
     found: dict[Pattern, list[tuple[LayerMask | str, list[int | None]]]] = {}
-    for request, packed, of_axes in zip(whole, restarted, by_axes, strict=True):
+    for request, packed, of_axes, again in zip(whole, restarted, by_axes, longer, strict=True):
         mask = _mask_of(request.pattern, request.function)
+        if again is not request and _mask_of(again.pattern, again.function) != mask:
+            mask = "its mask depends on the batch, and is another one with more tokens"
         if not isinstance(mask, str):
             mask = _wider(mask, request.windows) or _layer_mask(
                 mask, packed.function, of_axes.function

@@ -210,6 +210,22 @@ def test_layers_without_a_number_cannot_be_told_apart() -> None:
     assert "have no layer_idx of their own" in reason
 
 
+class GrowingModel(SpanModel):
+    """Its windows are half of the batch."""
+
+    def mask(self, layer: Any, x: Tensor, **given: Any) -> Any:
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return query - key < x.shape[1] // 2
+
+        return create_causal_mask(self.config, x, and_mask_function=sees, **given)
+
+
+def test_windows_that_depend_on_the_batch_are_refused() -> None:
+    (reason,) = read_patterns(GrowingModel(config_of(SPANS)).eval()).values()
+    assert isinstance(reason, str)
+    assert "depends on the batch" in reason
+
+
 class Hiding(SpanAttention):
     """Windows that are not in the masks: the model asks for causal ones."""
 

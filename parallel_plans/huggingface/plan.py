@@ -25,7 +25,12 @@ from parallel_plans.huggingface.core.language_model import (
     linear_head,
 )
 from parallel_plans.huggingface.core.model_masks import mask_of
-from parallel_plans.huggingface.core.patterns import LayerMasks, read_patterns, with_strategies
+from parallel_plans.huggingface.core.patterns import (
+    LayerMasks,
+    by_layer,
+    read_patterns,
+    with_strategies,
+)
 from parallel_plans.huggingface.core.restore import changing, origin
 from parallel_plans.huggingface.generation.cached_forward import forward_with_cache, uses_cache
 from parallel_plans.huggingface.generation.generate import install_generate
@@ -43,7 +48,11 @@ from parallel_plans.huggingface.losses.loss import (
     predicts_next,
 )
 from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
-from parallel_plans.huggingface.probing.probe import check_head, check_token_mixing
+from parallel_plans.huggingface.probing.probe import (
+    check_attention,
+    check_head,
+    check_token_mixing,
+)
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
@@ -180,6 +189,8 @@ class ShardedModel(ParallelStyle):
         layer_masks, states, why_not, transform = _examine(examined)
         if is_meta and states:
             states = state_passing.specs_of(decoder)  # states of the proxy are smaller
+        if is_meta and by_layer(layer_masks):  # the proxy lacks most layers
+            layer_masks = read_patterns(language_model_of(small_proxy(backbone, every_layer=True)))
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
@@ -228,6 +239,7 @@ def _examine(
         layer_masks: LayerMasks = {}
         if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
             layer_masks = read_patterns(decoder)
+            check_attention(decoder)
             check_dropout(decoder)
         states = check_token_mixing(decoder)
         if decoder is not model:

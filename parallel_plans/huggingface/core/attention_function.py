@@ -109,7 +109,11 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> pat
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
             "mask of its own, only those that transformers.masking_utils composes"
         )
-    found = ring.layer_masks.get(attention_mask, "it was not seen when the plan was applied")
+    # A pattern has one mask, or one for each layer.
+    found = ring.layer_masks.get(attention_mask)
+    if found is None:
+        of_layer = patterns.LayerPattern(attention_mask, getattr(module, "layer_idx", -1))
+        found = ring.layer_masks.get(of_layer, "it was not seen when the plan was applied")
     if isinstance(found, str):
         raise ValueError(
             f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "

@@ -3,8 +3,9 @@
 Transformers composes the mask of each layer type as a function of (batch, head, query, key) and
 passes it to the mask interface of the attention implementation. Our interface returns the name of
 the pattern, which then reaches attention in place of a mask. The meaning of each name is found
-once, when the plan is applied: the model runs on two tokens up to its first attention, and its mask
-functions are compared with our masks on both sides of every boundary.
+once, when the plan is applied: the model runs on two tokens, and its mask functions are compared
+with our masks on both sides of every boundary. If masks with one name differ, as where each layer
+has a window of its own, the meaning is kept by layer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from parallel_plans.huggingface.core.language_model import has_axes
 from parallel_plans.strategies import Strategies
 
 MARKER = "ring pattern"
+# The position of a query behind any window that a mask function of a model may have.
+LATE = 2**17
 # With four axes of positions, the first one counts tokens. With three, none does.
 AXES_WITH_TEXT = 4
 
@@ -60,6 +63,18 @@ def cut(mask: Any, index: tuple[Any, ...]) -> Any:
     return mask
 
 
+class LayerPattern(NamedTuple):
+    """A pattern in one layer, for models whose layers see different keys by one pattern.
+
+    Attributes:
+        pattern: the pattern.
+        layer: `layer_idx` of the attention module.
+    """
+
+    pattern: Pattern
+    layer: int
+
+
 class LayerMask(NamedTuple):
     """The mask of a pattern, and whether jumps in positions separate documents in it.
 
@@ -80,8 +95,9 @@ class LayerMask(NamedTuple):
         return self.by_axes if has_axes else self.by_positions
 
 
-# The masks of a model by pattern. A string says why a ring cannot compute the pattern.
-LayerMasks = dict[Pattern, LayerMask | str]
+# The masks of a model by pattern, or by layer where layers with one pattern differ. A string says
+# why a ring cannot compute the pattern.
+LayerMasks = dict[Pattern | LayerPattern, LayerMask | str]
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -114,28 +130,82 @@ def read_patterns(model: Any) -> LayerMasks:
             does not make its masks through the mask interface.
     """
     tokens = two_tokens(model)
-    whole = _mask_functions(model, tokens, attention_mask=torch.ones_like(tokens))
-    # The same tokens as two documents: only masks that read positions hide the first one.
-    restarted = _mask_functions(model, tokens, position_ids=tokens)
-    by_axes = _with_axes(model, tokens) or whole
+    with frozen(model):
+        whole = _requests(model, tokens, attention_mask=torch.ones_like(tokens))
+        # The same tokens as two documents: only masks that read positions hide the first one.
+        restarted = _requests(model, tokens, position_ids=tokens)
+        by_axes = _with_axes(model, tokens) or whole
+        longer = whole
+        if any(x.pattern.is_extended for x in whole):
+            more = tokens.repeat(1, 4)
+            longer = _requests(model, more, attention_mask=torch.ones_like(more))
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
             "so the plan cannot find which tokens its layers see; it has no context-parallel plan"
         )
-    layer_masks: LayerMasks = {}
-    for (pattern, function), (_, packed), (_, of_axes) in zip(
-        whole, restarted, by_axes, strict=True
-    ):
-        mask = _mask_of(pattern, function)
-        found = mask if isinstance(mask, str) else _layer_mask(mask, packed, of_axes)
-        # Two masks with one name: attention could not know which one is meant.
-        if layer_masks.setdefault(pattern, found) != found:
-            layer_masks[pattern] = (
-                f"its layers use two patterns of {pattern.size} tokens, {layer_masks[pattern]} and "
-                f"{found}, which transformers does not tell apart"
+    found: dict[Pattern, list[tuple[LayerMask | str, list[int | None]]]] = {}
+    for request, packed, of_axes, again in zip(whole, restarted, by_axes, longer, strict=True):
+        mask = _mask_of(request.pattern, request.function)
+        if again is not request and _mask_of(again.pattern, again.function) != mask:
+            mask = "its mask depends on the batch, and is another one with more tokens"
+        if not isinstance(mask, str):
+            mask = _wider(mask, request.windows) or _layer_mask(
+                mask, packed.function, of_axes.function
             )
+        found.setdefault(request.pattern, []).append((mask, request.layers))
+    layer_masks: LayerMasks = {}
+    for pattern, masks in found.items():
+        layer_masks |= _told_apart(pattern, masks)
     return layer_masks
+
+
+def by_layer(layer_masks: LayerMasks) -> bool:
+    """Return whether masks were read that other layers with the same pattern may not have."""
+    return any(isinstance(x, LayerPattern) or x.is_extended for x in layer_masks)
+
+
+def _told_apart(
+    pattern: Pattern, masks: list[tuple[LayerMask | str, list[int | None]]]
+) -> LayerMasks:
+    """Return the mask of a pattern, or that of each layer if they differ.
+
+    Args:
+        pattern: the pattern that all of them have.
+        masks: each mask, and the layers that use it.
+    """
+    first = masks[0][0]
+    if all(mask == first for mask, _ in masks):
+        return {pattern: first}
+    of_layer: LayerMasks = {}
+    for mask, layers in masks:
+        for layer in layers:
+            known = (
+                None if layer is None else of_layer.setdefault(LayerPattern(pattern, layer), mask)
+            )
+            if known != mask:
+                names = " and ".join(sorted({_worded(x) for x, _ in masks}))
+                reason = (
+                    f"its layers use different masks, {names}, by one name, and have no layer_idx "
+                    "of their own that would tell which layer has which"
+                )
+                return {pattern: reason}
+    return of_layer
+
+
+def _wider(mask: Mask, windows: list[int | None]) -> str | None:
+    """Return a reason if a mask shows keys that the layers' own window hides in flash attention."""
+    hidden = (x for x in windows if x and (mask.left is None or mask.left >= x))
+    if mask.chunk is not None or (window := next(hidden, None)) is None:
+        return None
+    return (
+        f"its mask is {mask}, but the layer gives attention a sliding_window of {window} beside it,"
+        f" which only flash attention applies. {OWN_MASKS}"
+    )
+
+
+def _worded(mask: LayerMask | str) -> str:
+    return mask if isinstance(mask, str) else str(mask.mask)
 
 
 def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size: int) -> LayerMasks:
@@ -150,13 +220,13 @@ def with_strategies(layer_masks: LayerMasks, strategies: Strategies, world_size:
     return layer_masks | chosen
 
 
-def _with_axes(model: Any, tokens: Tensor) -> list[tuple[Pattern, MaskFunction]]:
-    """Return the mask functions for two documents in positions of four axes, if supported."""
+def _with_axes(model: Any, tokens: Tensor) -> list[Request]:
+    """Return the masks for two documents in positions of four axes, if supported."""
     if not has_axes(model):
         return []
     try:
         axes = tokens.expand(AXES_WITH_TEXT, 1, 2)
-        return _mask_functions(model, tokens, position_ids=axes)
+        return _requests(model, tokens, position_ids=axes)
     except Exception:  # model code may raise anything for an extra axis
         return []
 
@@ -171,33 +241,81 @@ def _restarts(mask: Mask, packed: MaskFunction) -> bool:
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
-def _mask_functions(
-    model: Any, tokens: Tensor, **inputs: Tensor
-) -> list[tuple[Pattern, MaskFunction]]:
-    """Return the mask functions that the model builds before its first attention."""
-    functions: list[tuple[Pattern, MaskFunction]] = []
+class Request(NamedTuple):
+    """A mask that a model asks for.
+
+    Attributes:
+        pattern: its name.
+        function: the mask, as transformers composes it.
+        layers: `layer_idx` of each attention that gets it; `None` for one without.
+        windows: the `sliding_window` that these attentions get beside it, for flash attention.
+    """
+
+    pattern: Pattern
+    function: MaskFunction
+    layers: list[int | None]
+    windows: list[int | None]
+
+
+def _requests(model: Any, tokens: Tensor, **inputs: Tensor) -> list[Request]:
+    """Return the masks that the model asks for, in order."""
+    requests: list[Request] = []
+    attended: list[nn.Module] = []
 
     def collect(*, mask_function: MaskFunction, **kwargs: Any) -> Pattern:
-        functions.append((pattern_of(**kwargs), mask_function))
-        return functions[-1][0]
+        requests.append(Request(pattern_of(**kwargs), mask_function, [], []))
+        return requests[-1].pattern
 
-    first_attention(model, collect, input_ids=tokens, **inputs)
-    return functions
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        attended.append(module)
+        for request in requests:
+            if request.pattern is attention_mask:  # equal ones may be of other layers
+                request.layers.append(getattr(module, "layer_idx", None))
+                request.windows.append(options.get("sliding_window"))
+        return alone(query, value), None
+
+    try:
+        run_with(model, attend, collect, input_ids=tokens, **inputs)
+    except Exception:  # model code may raise anything for such an attention
+        if not attended:
+            raise
+    if not attended:
+        raise ValueError(_no_attention(model))
+    return requests
 
 
 def _mask_of(pattern: Pattern, function: MaskFunction) -> Mask | str:
     """Return the mask that shows the same pairs as `function`, or why there is none."""
     size = pattern[2]
-    positions = _positions(size)
-    pairs = list(product(positions, positions))
     try:
-        seen = _evaluate(function, pairs)
+        mask = _fitting(function, size)
+        if mask is None and size is None:
+            size = _window(function)  # a mask function of the model's own has its own size
+            mask = _fitting(function, size)
     except (IndexError, RuntimeError) as error:
         return f"its mask looks at the batch ({type(error).__name__}: {error})"
+    return mask or f"its mask is not one of {', '.join(map(str, _candidates(size)))}"
+
+
+def _fitting(function: MaskFunction, size: int | None) -> Mask | None:
+    """Return the candidate that shows the same pairs as `function`, if there is one."""
+    positions = _positions(size)
+    pairs = list(product(positions, positions))
+    seen = _evaluate(function, pairs)
     for mask in _candidates(size):
         if all(mask.sees(*pair) == sees for pair, sees in zip(pairs, seen, strict=True)):
             return mask
-    return f"its mask is not one of {', '.join(map(str, _candidates(size)))}"
+    return None
+
+
+def _window(function: MaskFunction) -> int | None:
+    """Return how many keys a late query sees up to its own, without a gap; `None` for all."""
+    zero, lags = torch.zeros((), dtype=torch.long), torch.arange(LATE + 1)
+    seen = function(zero, zero, torch.full_like(lags, LATE), LATE - lags)
+    hidden = (~torch.as_tensor(seen, dtype=torch.bool).expand(lags.shape)).nonzero()
+    return int(hidden[0]) if len(hidden) else None
 
 
 def _candidates(size: int | None) -> list[Mask]:
@@ -232,6 +350,11 @@ def _evaluate(function: MaskFunction, pairs: list[tuple[int, int]]) -> list[bool
 
 PROBE = "ring_probe"
 
+OWN_MASKS = (
+    "A model that changes masks for its layers makes them by create_causal_mask of "
+    "transformers.masking_utils, with and_mask_function=: one for each layer, if layers differ"
+)
+
 
 class FirstAttention(Exception):
     """The first call of attention, raised to stop the model there."""
@@ -239,6 +362,12 @@ class FirstAttention(Exception):
     def __init__(self, module: nn.Module, dropout: float) -> None:
         super().__init__()
         self.module, self.dropout = module, dropout
+
+
+def alone(query: Tensor, value: Tensor) -> Tensor:
+    """Return the output of an attention in which each token sees only itself, `(B, L, N, H)`."""
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 
 
 def two_tokens(model: nn.Module) -> Tensor:
@@ -253,27 +382,42 @@ def first_attention(model: Any, make_mask: Callable[..., Any], **inputs: Tensor)
         ValueError: if no attention goes through the attention interface, or the model computes with
             its masks.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
 
     def stop(module: nn.Module, *_: Any, dropout: float = 0.0, **__: Any) -> None:
         raise FirstAttention(module, dropout)
 
-    AttentionInterface.register(PROBE, stop)
+    try:
+        run_with(model, stop, make_mask, **inputs)
+    except FirstAttention as reached:
+        return reached
+    raise ValueError(_no_attention(model))
+
+
+def _no_attention(model: Any) -> str:
+    return f"no layer of {type(model).__name__} goes through transformers' attention interface"
+
+
+def run_with(
+    model: Any, attend: Callable[..., Any], make_mask: Callable[..., Any], **inputs: Tensor
+) -> None:
+    """Run a model with another attention and other masks.
+
+    Raises:
+        ValueError: if its code cannot do with these masks.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PROBE, attend)
     AttentionMaskInterface.register(PROBE, make_mask)
     model.set_attn_implementation(PROBE)
     try:
         with torch.no_grad():
             model(use_cache=False, **inputs)
-    except FirstAttention as reached:
-        return reached
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(
             f"{type(model).__name__} works on its masks by itself, or does not take input_ids and "
-            f"keyword arguments; it has no context-parallel plan ({error})"
+            f"keyword arguments; it has no context-parallel plan ({error}). {OWN_MASKS}"
         ) from error
-    raise ValueError(
-        f"no layer of {type(model).__name__} goes through transformers' attention interface"
-    )
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     if not _has_known_head(model):
         yield (
             "its head reads the sequence as a whole, or is not known not to; supported are base "
-            f"models and heads {', '.join(HEADS[1:] + WHOLE_HEADS)}"
+            "models, whose class has a name that ends in Model, and heads whose name ends in "
+            f"{', '.join(HEADS[1:] + WHOLE_HEADS)}"
         )
     if poolers := [
         name for name, x in model.named_modules() if type(x).__name__.endswith("Pooler")

@@ -6,12 +6,17 @@ are compared with all eight, module by module. This finds convolutions, shifts o
 a batch, positions that a model counts itself, and factors that depend on the length or the largest
 position. It does not find effects that begin at a greater length, in training only, or with special
 tokens; in 16 bits, nor those that depend on the number of tokens in all rows.
+
+The ring replaces a model's own attention function, and a name replaces its masks. So layers must
+use the masks as they are, and the function must hide no keys by itself: both are checked, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -19,11 +24,23 @@ from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
 from parallel_plans.huggingface.core.language_model import language_model_of
-from parallel_plans.huggingface.core.patterns import PROBE, frozen, pattern_of
+from parallel_plans.huggingface.core.patterns import (
+    OWN_MASKS,
+    PROBE,
+    alone,
+    frozen,
+    pattern_of,
+    run_with,
+    two_tokens,
+)
 from parallel_plans.huggingface.states.state_passing import LocalStatePassing, StateSpecs
 from parallel_plans.huggingface.states.stateful import passing_states, stateful_layers
 
 NUM_TOKENS = 8
+# What files of transformers call their own attention function.
+EAGER = "eager_attention_forward"
+# Windows up to nearly this many tokens are found in a layer's own attention function.
+NUM_KEYS = 2**15
 ROUTER_LOGITS = "output_router_logits"
 
 
@@ -124,6 +141,88 @@ def check_token_mixing(model: Any) -> StateSpecs:
                         "hold, or on how many there are"
                     )
     return states.specs(len(layers))
+
+
+def check_attention(model: Any) -> None:
+    """Refuse a model whose layers hide keys by other means than the masks that it asks for.
+
+    Raises:
+        ValueError: naming the layer that changes its mask, or whose own attention function hides
+            keys that its mask shows.
+    """
+    from transformers.masking_utils import eager_mask
+
+    tokens = two_tokens(model)
+    masks: list[Tensor] = []
+    reasons: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def make_mask(**kwargs: Any) -> Tensor:
+        masks.append(eager_mask(**kwargs | {"allow_is_bidirectional_skip": False}))
+        return masks[-1]
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        name = f"{names.get(module) or 'its attention'} ({type(module).__name__})"
+        if attention_mask is not None and not _is_one_of(masks, attention_mask):
+            reasons.append(f"{name} changes or replaces the masks of transformers.masking_utils")
+        elif _hides_keys(module, query, key, options):
+            reasons.append(f"{name} has an attention function that hides keys which its mask shows")
+        return alone(query, value), None
+
+    with frozen(model), suppress(Exception):  # model code may raise anything
+        run_with(model, attend, make_mask, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    if reasons:
+        raise ValueError(
+            f"no context-parallel plan for {type(model).__name__}: {reasons[0]}, which the plan "
+            f"would not do. {OWN_MASKS}"
+        )
+
+
+def _is_one_of(masks: list[Tensor], mask: Tensor) -> bool:
+    """Return whether `mask` is one of these masks, or a slice of one."""
+    return mask.untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in masks}
+
+
+def _hides_keys(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
+    """Return whether a layer's own attention function hides keys from the last of many tokens."""
+    function = _own_function(module)
+    if function is None:
+        return False
+    # Equal scores: the output is the mean index of the keys that the query sees.
+    new = partial(torch.zeros, dtype=torch.float32, device=key.device)
+    index = torch.arange(NUM_KEYS, dtype=torch.float32, device=key.device)
+    values = torch.stack([torch.ones_like(index), index], -1).expand(1, key.shape[1], -1, -1)
+    given = options | {"scaling": 1.0, "dropout": 0.0}
+    try:
+        out, _ = function(
+            module,
+            new(1, query.shape[1], 1, 1),
+            new(1, key.shape[1], NUM_KEYS, 1),
+            values,
+            new(1, 1, 1, NUM_KEYS),
+            **given,
+        )
+        # Sinks make both columns smaller alike.
+        mean = out[..., 1] / out[..., 0]
+    except Exception:  # model code may want other shapes
+        return False
+    return not torch.allclose(mean, index.mean().expand_as(mean), rtol=TOLERANCE)
+
+
+def _own_function(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the attention function in the file of a layer's class, or of one that it extends."""
+    for kind in type(module).__mro__:
+        forward = unwrap(vars(kind).get("forward", nn.Module.forward))
+        if EAGER in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            return forward.__globals__.get(EAGER)
+    return None
 
 
 def check_head(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +87,12 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     return type(config).from_dict(small | parts | changes)
 
 
-def small_proxy(model: Any) -> Any:
+def small_proxy(model: Any, every_layer: bool = False) -> Any:
     """Return a small model of the same class, with random weights on the CPU.
+
+    Args:
+        model: the large model.
+        every_layer: keep all layers, not only some of each kind.
 
     Raises:
         ValueError: if its code cannot build a model from the small config.
@@ -96,7 +101,8 @@ def small_proxy(model: Any) -> Any:
         torch.manual_seed(0)
         try:
             # If layers share weights, the code may need two of a kind.
-            proxy = type(model)(small_config(model.config, 1 + _ties_layers(model)))
+            num_of_kind = sys.maxsize if every_layer else 1 + _ties_layers(model)
+            proxy = type(model)(small_config(model.config, num_of_kind))
         except Exception as error:  # model code may raise anything
             raise ValueError(
                 f"{type(model).__name__} is on the meta device, and the plan cannot build a small "
@@ -132,6 +138,8 @@ def _kept_layers(config: Any, options: dict[str, Any], num_of_kind: int) -> Laye
     kinds: dict[str, list[int]] = {}
     for index in range(number):
         kinds.setdefault(repr([x[index] for x in by_layer]), []).append(index)
+    if num_of_kind > number:
+        return Layers(number, list(range(number)))
     kept = [index for of_kind in kinds.values() for index in of_kind[:num_of_kind]]
     kept += [index for index in range(number) if index not in kept][: max(0, 2 - len(kept))]
     if options.get(SHARED):  # the last layers reuse keys and values of earlier ones
@@ -159,7 +167,7 @@ def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:
         return [_token(part) for part in x] if isinstance(x, list) else _token(x)
     if isinstance(x, bool) or not isinstance(x, int):
         return x
-    if name == SHARED:
+    if name == SHARED and kept != list(range(number)):
         return x and len(kept) // 2
     if x in [options.get(other) for other in SAME.get(name, ())]:
         # For example, latent attention has one key head for each query head.

@@ -10,7 +10,12 @@ from transformers import masking_utils
 
 from dtensor_ring import Mask
 from parallel_plans.huggingface.core.model_masks import ModelMask
-from parallel_plans.huggingface.core.patterns import LayerMask, pattern_of, read_patterns
+from parallel_plans.huggingface.core.patterns import (
+    LayerMask,
+    LayerPattern,
+    pattern_of,
+    read_patterns,
+)
 from tests.families import small_model
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -72,7 +77,14 @@ def test_two_patterns_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "transformers.models.llama4.modeling_llama4.create_causal_mask",
         masking_utils.create_sliding_window_causal_mask,
     )
-    assert any("does not tell apart" in str(x) for x in read_patterns(model).values())
+    layer_masks = read_patterns(model)
+    assert {x.layer: layer_masks[x].mask for x in layer_masks if isinstance(x, LayerPattern)} == {
+        0: CAUSAL,
+        1: Mask.sliding(11),
+    }
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+    assert any("would tell which layer" in str(x) for x in read_patterns(model).values())
 
 
 def test_names_tell_what_the_model_added() -> None:

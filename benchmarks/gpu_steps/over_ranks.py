@@ -41,18 +41,25 @@ NUM_CALLS = 50
 def right(machine: Machine) -> Iterator[Finding]:
     """The public calls on this rank, next to dense attention."""
     how = Setting(machine.device, machine.compiler, 64 * machine.world_size)
-    with machine.connected() as mesh:
-        SequenceAxis(mesh, ZigZag())
-        for name, way in ways(how, mesh).items():
-            try:
-                error, reason = way(), ""
-            except Exception as problem:  # the other ways are still worth a row
-                error, reason = float("inf"), f"{type(problem).__name__}: {problem}"[:300]
-            reasons: list[str] = [""] * machine.world_size
-            dist.all_gather_object(reasons, reason)
-            worst = machine.largest([error])[0]
-            said = next(filter(None, reasons), f"off by {worst:.0e}")
-            yield Finding(f"{machine.world_size} ranks, {name}", said, "", not worst <= LARGEST)
+    mesh = new_mesh(machine, machine.backend)  # the last way closes it
+    SequenceAxis(mesh, ZigZag())
+    for name, way in ways(how, mesh).items():
+        try:
+            error, reason = way(), ""
+        except Exception as problem:  # the other ways are still worth a row
+            error, reason = float("inf"), f"{type(problem).__name__}: {problem}"[:300]
+        reasons: list[str] = [""] * machine.world_size
+        dist.all_gather_object(reasons, reason)
+        worst = machine.largest([error])[0]
+        said = next(filter(None, reasons), f"off by {worst:.0e}")
+        yield Finding(f"{machine.world_size} ranks, {name}", said, "", not worst <= LARGEST)
+
+
+def new_mesh(machine: Machine, backend: str) -> DeviceMesh:
+    """Of all ranks, with connections of its own."""
+    group = dist.new_group(backend=backend)
+    assert group is not None
+    return DeviceMesh.from_group(group, machine.device, mesh_dim_names=("cp",))
 
 
 def attention_of(machine: Machine, kernel: str, shard: int) -> Attention:
@@ -224,12 +231,10 @@ def agreement(machine: Machine) -> Iterator[Finding]:
 
 
 def _call(machine: Machine, backend: str, name: str) -> Callable[[], Any]:
-    """A call on a group of its own."""
-    group = dist.new_group(backend=backend)
-    assert group is not None
+    """A call on a mesh of its own."""
+    mesh = new_mesh(machine, backend)
     if name == "without agreement":
-        without_records(group)
-    mesh = DeviceMesh.from_group(group, machine.device, mesh_dim_names=("cp",))
+        without_records(mesh.get_group())
     SequenceAxis(mesh, ZigZag())
     shards = Setting(machine.device, machine.compiler, 16 * machine.world_size).wholes()[1:]
     inputs = [x[:, :, :16] for x in shards]

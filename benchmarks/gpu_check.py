@@ -154,11 +154,10 @@ def to_do(steps: dict[str, Planned], findings: Findings, options: argparse.Names
 
 def preface(report: Report, names: list[str], steps: dict[str, Planned], found: Findings) -> None:
     """The first lines: where this runs, what it leaves out and why, and what it will do."""
-    report.say(f"torch {torch.__version__}, Python {platform.python_version()}; nothing is installed")
+    report.say(f"torch {torch.__version__}, Python {platform.python_version()}, installs nothing")
     for line in skips():
         report.say("left out", line)
-    other = "TOGETHER" if steps is ALONE else "ALONE"
-    report.say("left out", {"TOGETHER": BY_TORCHRUN, "ALONE": BY_ONE}[other])
+    report.say("left out", BY_TORCHRUN if steps is ALONE else BY_ONE)
     for name in steps:
         if name in names:
             continue
@@ -174,7 +173,7 @@ BY_ONE = "steps of one GPU: python benchmarks/gpu_check.py"
 
 
 def check(machine: Machine, folder: Path, options: argparse.Namespace) -> int:
-    """Take the steps that have no result, show and keep what they found; 1 if something is wrong."""
+    """Take the steps that have no result, and keep what they find; 1 if something is wrong."""
     findings = Findings.of_folder(folder)
     report = Report(machine, findings, origin()["commit"])
     steps = TOGETHER if machine.world_size > 1 else ALONE
@@ -193,12 +192,12 @@ LEAST = 30
 """Seconds that have to be left to begin a step."""
 
 
-def dry_run(findings: Findings | None) -> None:
-    """List the steps."""
+def dry_run(findings: Findings) -> None:
+    """List the steps, their seconds, and which of them have a result."""
     for steps, how in ((ALONE, "one GPU"), (TOGETHER, "torchrun, each rank a GPU")):
         print(f"{how}, about {sum(x.seconds for x in steps.values()):.0f} s:")
         for name, planned in steps.items():
-            is_done = findings and name in findings.steps and findings.steps[name].is_done
+            is_done = name in findings.steps and findings.steps[name].is_done
             state = "  (has a result)" if is_done else ""
             print(f"  {name:<10} {planned.seconds:>4.0f} s  {planned.about}{state}")
 
@@ -218,14 +217,15 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parsed()
+    has_gpu = torch.cuda.is_available()
+    folder = options.out or folder_of(torch.cuda.get_device_name() if has_gpu else "a GPU")
     if options.dry_run:
-        dry_run(Findings.of_folder(options.out) if options.out else None)
+        dry_run(Findings.of_folder(folder))
         return 0
-    if not torch.cuda.is_available():
+    if not has_gpu:
         print(NO_GPU)
         return 2
     how = {"expected": tuple(options.expect), "seconds": options.seconds}
-    folder = options.out or folder_of(torch.cuda.get_device_name())
     if not dist.is_torchelastic_launched():
         return check(Machine(**how), folder, options)
     torch.cuda.set_device(dist.get_node_local_rank())

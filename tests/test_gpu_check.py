@@ -181,7 +181,8 @@ def test_a_step_that_fails_is_taken_again_after_the_others(modules: Any) -> None
     steps.taken = []
     assert steps.run() == 0
     assert steps.taken == ["fifth", "third", "fourth"]
-    assert {*steps.rows} | {"first", "second"} == {*json.loads(Path("found/gpu.json").read_text())["steps"]}
+    kept = json.loads(Path("found/gpu.json").read_text())["steps"]
+    assert kept.keys() == {*steps.rows, "first", "second"}
     text = Path("found/gpu.md").read_text()
     assert "- a row: fine\n- more: fine" in text, "what was right is not looked for again"
     assert "- one: 1\n- two: 2" in text
@@ -281,7 +282,8 @@ class TestTraces:
             )
             for name, where, start in (("b", device, 3e6), ("a", device, 1e6), ("x", host, 0))
         ]
-        events.append(SimpleNamespace(**vars(events[0]) | {"name": "step", "is_user_annotation": True}))
+        annotation = {"name": "step", "is_user_annotation": True}
+        events.append(SimpleNamespace(**vars(events[0]) | annotation))
 
         class Profile:
             def __init__(self, activities: Any) -> None:

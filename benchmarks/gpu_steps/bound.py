@@ -9,8 +9,8 @@ from functools import partial
 from math import inf
 
 import torch
-
 from baselines import Stages
+
 from dtensor_ring import Mask, TransferPolicy, ZigZag
 from gpu_steps.alone import (
     Attention,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dense import dense_attention, visible
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring import Mask, RingError, SequenceAxis, ZigZag, decode_attention, ring_attention
 from gpu_steps.machine import Finding, Machine
 from gpu_steps.processes import ByHost
+from tests.dense import dense_attention, visible
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 64
 LARGEST = 2e-2

@@ -8,11 +8,6 @@ from dataclasses import replace
 
 import torch
 from harness import op_stages
-from tests.decoding import Decode, check
-from tests.dense import dense_attention
-from tests.layouts import LAYOUTS
-from tests.played_group import PlayedGroup, play_group
-from tests.rings import Case, Ring
 from torch import Tensor
 
 from dtensor_ring import Balanced, Mask, ZigZag
@@ -21,6 +16,11 @@ from dtensor_ring.planning.layout import Layout
 from gpu_steps.alone import best_kernels
 from gpu_steps.by_processes import error_of
 from gpu_steps.machine import Finding, Machine, left_out
+from tests.decoding import Decode, check
+from tests.dense import dense_attention
+from tests.layouts import LAYOUTS
+from tests.played_group import PlayedGroup, play_group
+from tests.rings import Case, Ring
 
 RANKS, TOKENS = 8, 1024
 MAX_SECONDS = 150

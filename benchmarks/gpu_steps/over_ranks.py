@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from baselines import Stages, templated
-from tests.played_group import without_records
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +28,7 @@ from gpu_steps.machine import Finding, Machine, left_out
 from gpu_steps.messages import EXPOSED
 from gpu_steps.tables import AIMS
 from gpu_steps.traces import KernelSpan, exposed, joined
+from tests.played_group import without_records
 
 TOKENS = 8192
 SHARDS = {2048: 5, 4096: 5, 8192: 5, 16384: 3, 32768: 2, 65536: 1}
@@ -145,7 +145,8 @@ def _speeds(
     speeds = {
         name: [x / y for x, y in zip(one, taken, strict=True)] for name, taken in times.items()
     }
-    theirs = [max(x) for x in zip(*(speeds[name] for name in speeds if "torch" in name))]
+    torchs = [both for name, both in speeds.items() if "torch" in name]
+    theirs = [max(stage) for stage in zip(*torchs, strict=True)]
     for name, (forward, both) in speeds.items():
         missed = name == "ours" and _missed(attention, (forward, both), theirs)
         found_text = f"{forward:.1%} of one launch forward, {both:.1%} with backward"

@@ -92,7 +92,7 @@ def checked(words: Sequence[str], folder: Path, **more: Any) -> int:
         stand_ins.enter_context(patch("shutil.which", lambda name: sys.executable))
         if "world_size" not in more:
             stand_ins.enter_context(patch.object(ProcessGroupTransport, "start", to_itself))
-        fields: dict[str, Any] = {"side": 64, "repeats": 1, "is_dry": True, "run": run}
+        fields: dict[str, Any] = {"side": 32, "repeats": 1, "is_dry": True, "run": run}
         fields |= {"backend": "gloo", "beside": "gloo", "spans_of": spans_of} | more
         machine = Machine("cpu", compiler="aot_eager", **fields)
         return check(machine, folder, parsed(words))

@@ -69,10 +69,11 @@ def _parts(machine: Machine, kernel: str) -> dict[str, Callable[[], str]]:
     def checked(layout: Layout) -> Callable[[], str]:
         return lambda: _rings(machine, kernel, list(rings_of(layout)))
 
-    parts = {layout.name: checked(layout) for layout in layouts}
+    parts = {layout.spec: checked(layout) for layout in layouts}
     gathered = Ring(ZigZag(), num_ranks(machine), tokens, masks[0], cuts, route="all_gather")
     parts["all-gather"] = lambda: _rings(machine, kernel, [gathered])
-    parts["decoding"] = lambda: _decoded(machine, kernel, tokens)
+    if kernel in ("reference", best_kernels(machine.device)[0]):
+        parts["decoding"] = lambda: _decoded(machine, kernel, tokens)
     return parts
 
 

@@ -28,7 +28,7 @@ from gpu_steps.findings import Findings, Taken
 from gpu_steps.installed import installed
 from gpu_steps.machine import Finding, Machine
 from gpu_steps.messages import messages
-from gpu_steps.over_ranks import agreement, hops, right, speed
+from gpu_steps.over_ranks import agreement, differing, hops, right, speed
 from gpu_steps.public import public
 from gpu_steps.skips import skips
 from gpu_steps.suite import sanitized, suite
@@ -66,6 +66,7 @@ TOGETHER = {
     "hops": Planned("what of each hop attention hides, from traces", 30, hops),
     "speed": Planned("ours, PyTorch's, Ulysses and one launch, 2k to 64k", 300, speed),
     "agreement": Planned("what it costs a call that ranks compare it", 30, agreement),
+    "differing": Planned("a call that differs on one rank, under NCCL alone", 20, differing),
 }
 """By all ranks of torchrun."""
 ON_REQUEST = "sanitizer"

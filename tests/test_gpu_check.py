@@ -81,7 +81,8 @@ def test_every_step_of_several_ranks(pool: Pool, modules: Any, tmp_path: Path) -
     assert pool.run(2, dry_gpu_check.together, [], str(tmp_path)) == [0, 0]
     found = found_in(tmp_path)
     assert list(found) == list(modules.check.TOGETHER)
-    assert len(found["right"]) == 9
+    assert len(found["right"]) == 8
+    assert found["differing"] == {"2 ranks, another mask on one rank": "every rank was told"}
     assert len(found["speed"]) == 5, "three strategies of ours, and two rings of PyTorch"
     assert len(found["agreement"]) == 3
     assert {*found["hops"].values()} == {"200.000 ms, of which 50% is exposed"}
@@ -93,7 +94,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 + 11 + 4
+    assert len(lines) == 2 + 11 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 
 
@@ -299,7 +300,7 @@ class TestTraces:
         monkeypatch.setattr(modules.traces, "profile", Profile)
         with fake_cuda():
             found = modules.traces.spans_of(lambda: ran.append("ran"))
-        assert ran == ["ran", "stopped"]
+        assert ran == ["stopped", "ran", "stopped"], "the tracer had started before"
         assert found == [("a", 1.0, 2.0), ("b", 3.0, 4.0)]
 
 

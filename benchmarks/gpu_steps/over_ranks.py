@@ -23,7 +23,7 @@ from gpu_steps.alone import (
     torch_stages_over,
     whole_inputs,
 )
-from gpu_steps.by_processes import LARGEST, Setting, ways
+from gpu_steps.by_processes import LARGEST, Setting, Way, differences, off_by, ways
 from gpu_steps.machine import Finding, Machine, left_out
 from gpu_steps.messages import EXPOSED
 from gpu_steps.tables import AIMS
@@ -40,10 +40,21 @@ NUM_CALLS = 50
 
 def right(machine: Machine) -> Iterator[Finding]:
     """The public calls on this rank, next to dense attention."""
+    return _by_way(machine, ways)
+
+
+def differing(machine: Machine) -> Iterator[Finding]:
+    """Whether all ranks are told of a call that differs; it hangs if they are not."""
+    return _by_way(machine, differences)
+
+
+def _by_way(
+    machine: Machine, ways_of: Callable[[Setting, DeviceMesh], dict[str, Way]]
+) -> Iterator[Finding]:
     how = Setting(machine.device, machine.compiler, 64 * machine.world_size)
-    mesh = new_mesh(machine, machine.backend)  # the last way closes it
+    mesh = new_mesh(machine, machine.backend)
     SequenceAxis(mesh, ZigZag())
-    for name, way in ways(how, mesh).items():
+    for name, way in ways_of(how, mesh).items():
         try:
             error, reason = way(), ""
         except Exception as problem:  # the other ways are still worth a row
@@ -51,7 +62,7 @@ def right(machine: Machine) -> Iterator[Finding]:
         reasons: list[str] = [""] * machine.world_size
         dist.all_gather_object(reasons, reason)
         worst = machine.largest([error])[0]
-        said = next(filter(None, reasons), f"off by {worst:.0e}")
+        said = next(filter(None, reasons), off_by(worst))
         yield Finding(f"{machine.world_size} ranks, {name}", said, "", not worst <= LARGEST)
 
 

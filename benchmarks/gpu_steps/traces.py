@@ -35,9 +35,13 @@ class KernelSpan(NamedTuple):
 
 def spans_of(run: Callable[[], object]) -> list[KernelSpan]:
     """Kernels and copies of what runs, by their start."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
+    for what in (
+        torch.cuda.synchronize,
+        run,
+    ):  # to start the tracer takes long
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            what()
+            torch.cuda.synchronize()
     found = [
         KernelSpan(x.name, 1e-6 * x.time_range.start, 1e-6 * x.time_range.end)
         for x in trace.events() or ()

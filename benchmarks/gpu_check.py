@@ -82,8 +82,11 @@ class Report:
     def __init__(self, machine: Machine, findings: Findings, commit: str = "") -> None:
         self._machine, self._findings, self._commit = machine, findings, commit
 
-    def run(self, name: str, planned: Planned, again: bool = False) -> None:
-        """What a step raises is found, too, so that the others still run."""
+    def run(self, name: str, planned: Planned, again: bool = False) -> bool:
+        """Take a step, and return whether the GPU still works for the others.
+
+        What a step raises is found, too, so that they run.
+        """
         before = self._findings.steps.pop(name, Taken())
         taken = self._findings.steps[name] = before.begun_again(again)
         taken.commit, start = self._commit, time.monotonic()
@@ -98,9 +101,11 @@ class Report:
         late.start()
         self._take(taken, planned.take or self._findings.card)
         late.cancel()
+        is_alive = self._is_alive(taken)
         taken.seconds = time.monotonic() - start
         if self._machine.rank == 0:
             self._findings.keep()
+        return is_alive
 
     def _take(self, taken: Taken, step: Step) -> None:
         try:
@@ -111,6 +116,17 @@ class Report:
         except Exception as error:  # drivers and compilers raise what they like
             taken.add(ended(f"{type(error).__name__}: {error}"[-500:]))
             self.say(*taken.findings[ENDED][:2])
+
+    def _is_alive(self, taken: Taken) -> bool:
+        """After a kernel that wrote past its memory all that this process launches fails."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            taken.add(ended(f"this process lost its GPU: {error}"[:500]))
+            taken.has_ended = False
+            self.say(*taken.findings[ENDED][:2], "the other steps are left for the next run")
+            return False
+        return True
 
     def say(self, *texts: str) -> None:
         if self._machine.rank == 0:
@@ -185,7 +201,8 @@ def check(machine: Machine, folder: Path, options: argparse.Namespace) -> int:
         if machine.agreed_left() < min(seconds, LEAST) and name != ON_REQUEST:
             report.say(f"step {name}", "left for the next run: no time was left")
             continue
-        report.run(name, steps[name], options.again)
+        if not report.run(name, steps[name], options.again):
+            break
     return report.publish()
 
 

@@ -140,15 +140,18 @@ class Steps:
         self._modules, self.finding = modules, modules.machine.Finding
         self.taken: list[str] = []
         self.rows = {"first": [self.finding("speed", "80", aim="90")], "second": []}
-        self.findings: Any = None
+        self.synchronize: Any = lambda: None
 
     def run(self, *words: str) -> int:
         """Take the steps of a new run, in the folder of the runs before."""
         check, machine = self._modules.check, self._modules.machine.Machine(is_dry=True)
         planned = {name: check.Planned("", 9, self._step(name)) for name in self.rows}
         options = SimpleNamespace(only=[], again="--again" in words, sanitize=False)
-        self.findings = self._modules.findings.Findings.of_folder(Path("found"))
-        with patch.object(check, "ALONE", planned), fake_cuda():
+        with (
+            patch.object(check, "ALONE", planned),
+            fake_cuda(),
+            patch.object(torch.cuda, "synchronize", self.synchronize),
+        ):
             return check.check(machine, Path("found"), options)
 
     def _step(self, name: str) -> Any:
@@ -192,6 +195,22 @@ def test_a_step_that_fails_is_taken_again_after_the_others(modules: Any) -> None
     assert not steps.taken
     steps.run("--again")
     assert steps.taken == ["third", "fourth", "fifth"]
+
+
+def test_a_kernel_that_writes_past_its_memory(modules: Any) -> None:
+    """Nothing runs in that process any more: the next run has the other steps, and then this."""
+    steps = Steps(modules)
+
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    steps.synchronize = lost
+    assert steps.run() == 1
+    assert steps.taken == ["first"]
+    assert "this process lost its GPU: an illegal" in Path("found/gpu.md").read_text()
+    steps = Steps(modules)
+    assert steps.run() == 0
+    assert steps.taken == ["second", "first"]
 
 
 def test_a_step_that_hangs(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:

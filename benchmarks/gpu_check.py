@@ -189,9 +189,8 @@ BY_TORCHRUN = "steps of several GPUs: torchrun --nproc-per-node 8 benchmarks/gpu
 BY_ONE = "steps of one GPU: python benchmarks/gpu_check.py"
 
 
-def check(machine: Machine, folder: Path, options: argparse.Namespace) -> int:
+def check(machine: Machine, findings: Findings, options: argparse.Namespace) -> int:
     """Take the steps that have no result, and keep what they find; 1 if something is wrong."""
-    findings = Findings.of_folder(folder)
     report = Report(machine, findings, origin()["commit"])
     steps = TOGETHER if machine.world_size > 1 else ALONE
     names = to_do(steps, findings, options)
@@ -226,7 +225,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list the steps and their seconds")
     parser.add_argument("--only", nargs="+", default=[], choices=every, help="some of the steps")
     parser.add_argument("--again", action="store_true", help="also what has a result")
-    parser.add_argument("--out", type=Path, help="folder of the results, earlier ones too")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--expect", nargs="+", default=[], help="kernels that have to run")
     parser.add_argument("--sanitize", action="store_true", help="with compute-sanitizer, too")
     parser.add_argument("--seconds", type=float, default=570, help="at most, without --sanitize")
@@ -236,21 +235,22 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     has_gpu = torch.cuda.is_available()
-    folder = options.out or folder_of(torch.cuda.get_device_name() if has_gpu else "a GPU")
+    folder = folder_of(torch.cuda.get_device_name() if has_gpu else "a GPU")
+    findings = Findings.of_folder(options.out or folder, folder)
     if options.dry_run:
-        dry_run(Findings.of_folder(folder))
+        dry_run(findings)
         return 0
     if not has_gpu:
         print(NO_GPU)
         return 2
     how = {"expected": tuple(options.expect), "seconds": options.seconds}
     if not dist.is_torchelastic_launched():
-        return check(Machine(**how), folder, options)
+        return check(Machine(**how), findings, options)
     torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl")  # alone, as launchers and trainers make it
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return check(Machine(**how, rank=rank, world_size=world_size), folder, options)
+        return check(Machine(**how, rank=rank, world_size=world_size), findings, options)
     finally:
         dist.destroy_process_group()
 

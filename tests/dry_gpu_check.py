@@ -85,6 +85,7 @@ def checked(words: Sequence[str], folder: Path, **more: Any) -> int:
         more: fields of the machine.
     """
     from gpu_check import check, parsed
+    from gpu_steps.findings import Findings
     from gpu_steps.machine import Machine
 
     with ExitStack() as stand_ins:
@@ -95,7 +96,7 @@ def checked(words: Sequence[str], folder: Path, **more: Any) -> int:
         fields: dict[str, Any] = {"side": 32, "repeats": 1, "is_dry": True, "run": run}
         fields |= {"backend": "gloo", "beside": "gloo", "spans_of": spans_of} | more
         machine = Machine("cpu", compiler="aot_eager", **fields)
-        return check(machine, folder, parsed(words))
+        return check(machine, Findings.of_folder(folder), parsed(words))
 
 
 def main() -> int:

@@ -146,13 +146,14 @@ class Steps:
         """Take the steps of a new run, in the folder of the runs before."""
         check, machine = self._modules.check, self._modules.machine.Machine(is_dry=True)
         planned = {name: check.Planned("", 9, self._step(name)) for name in self.rows}
+        findings = self._modules.findings.Findings.of_folder(Path("found"))
         options = SimpleNamespace(only=[], again="--again" in words, sanitize=False)
         with (
             patch.object(check, "ALONE", planned),
             fake_cuda(),
             patch.object(torch.cuda, "synchronize", self.synchronize),
         ):
-            return check.check(machine, Path("found"), options)
+            return check.check(machine, findings, options)
 
     def _step(self, name: str) -> Any:
         def step(machine: Any) -> Iterator[Any]:
@@ -230,7 +231,7 @@ def test_a_step_that_hangs(modules: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
     with fake_cuda(), pytest.raises(SystemExit, match="1"):
         report.run("slow", modules.check.Planned("", 9, hangs))
-    again = modules.findings.Findings.of_folder(Path("found"))
+    again = modules.findings.Findings.of_folder(Path("elsewhere"), Path("found"))
     assert again.is_wrong
     assert not again.steps["slow"].is_done
     assert list(again.steps["slow"].begun_again(False).findings) == ["a row"]

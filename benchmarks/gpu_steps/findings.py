@@ -52,10 +52,17 @@ class Findings:
         self._folder, self.steps, self.card = folder, steps, card
 
     @classmethod
-    def of_folder(cls, folder: Path) -> "Findings":
-        """Those of earlier runs, if there were some."""
-        file, card = folder / f"{FILE}.json", Card()
-        if not file.exists():
+    def of_folder(cls, folder: Path, earlier: Path | None = None) -> "Findings":
+        """Those of earlier runs, if there were some; the file is written to `folder`.
+
+        Args:
+            folder: where they are.
+            earlier: where they are if not there.
+        """
+        card = Card()
+        files = [x / f"{FILE}.json" for x in (folder, earlier) if x is not None]
+        file = next((x for x in files if x.exists()), None)
+        if file is None:
             return cls(folder, {}, card)
         kept = json.loads(file.read_text())
         card.rows = [Row(**x) for x in kept["rows"]]
@@ -106,13 +113,18 @@ class Findings:
             _list(console, title, lines or ["nothing"])
         for name, taken in self.steps.items():
             title = f"{name.capitalize()}{'' if taken.is_done else ', not finished'}"
-            _list(console, title, [f"{x.what}: {x.found}" for x in taken.findings.values()])
+            when = f"commit {taken.commit}, {taken.seconds:.0f} s"
+            _list(console, title, [when, *_lines(taken)])
         if self.card.rows:
             report(console, self.card.rows, self.card.overlaps)
 
 
 def _taken(findings: list[list[Any]], **others: Any) -> Taken:
     return Taken({x[0]: Finding(*x) for x in findings}, **others)
+
+
+def _lines(taken: Taken) -> list[str]:
+    return [f"{x.what}: {x.found}" for x in taken.findings.values()]
 
 
 def _list(console: Console, title: str, lines: list[str]) -> None:

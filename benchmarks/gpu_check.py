@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from gpu_steps.bandwidth import bandwidth
 from gpu_steps.bound import bound
 from gpu_steps.by_processes import by_processes
 from gpu_steps.by_threads import by_threads
+from gpu_steps.card import Card
 from gpu_steps.findings import Findings, Taken
 from gpu_steps.installed import installed
 from gpu_steps.machine import Finding, Machine
@@ -87,6 +88,8 @@ class Report:
 
         What a step raises is found, too, so that they run.
         """
+        if again and planned.take is None:
+            self._findings.card = Card()
         before = self._findings.steps.pop(name, Taken())
         taken = self._findings.steps[name] = before.begun_again(again)
         taken.commit, start = self._commit, time.monotonic()
@@ -243,16 +246,17 @@ def main() -> int:
     if not has_gpu:
         print(NO_GPU)
         return 2
-    how = {"expected": tuple(options.expect), "seconds": options.seconds}
-    if not dist.is_torchelastic_launched():
-        return check(Machine(**how), findings, options)
-    torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("nccl")  # alone, as launchers and trainers make it
-    try:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return check(Machine(**how, rank=rank, world_size=world_size), findings, options)
-    finally:
+    how: dict[str, Any] = {"expected": tuple(options.expect), "seconds": options.seconds}
+    if dist.is_torchelastic_launched():
+        torch.cuda.set_device(dist.get_node_local_rank())
+        dist.init_process_group("nccl")  # alone, as launchers and trainers make it
+        how |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        if how["world_size"] == 1:
+            dist.destroy_process_group()  # steps of one GPU make their own
+    status = check(Machine(**how), findings, options)
+    if dist.is_initialized():
         dist.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":

@@ -198,6 +198,20 @@ def test_a_step_that_fails_is_taken_again_after_the_others(modules: Any) -> None
     assert steps.taken == ["third", "fourth", "fifth"]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_of_the_card_are_measured_again_on_request(again: bool, modules: Any) -> None:
+    check, findings = modules.check, modules.findings.Findings.of_folder(Path("found"))
+    findings.card.rows = ["a row"]
+    report = check.Report(modules.machine.Machine(), findings)
+    with (
+        fake_cuda(),
+        patch.object(check.Card, "__call__", lambda card, machine: iter(())),
+        patch.object(findings, "keep"),
+    ):
+        assert report.run("card", check.ALONE["card"], again)
+    assert findings.card.rows == ([] if again else ["a row"])
+
+
 def test_a_kernel_that_writes_past_its_memory(modules: Any) -> None:
     """Nothing runs in that process any more: the next run has the other steps, and then this."""
     steps = Steps(modules)

@@ -6,6 +6,7 @@ import json
 import operator
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import dry_gpu_check
+from tests import dry_gpu_check, roofline
 from tests.fake_cuda import Event, fake_cuda
 from tests.pool import Pool
 from tests.test_public import ROOT
@@ -29,11 +30,11 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(tmp_path)
     import gpu_check
-    from gpu_steps import findings, installed, machine, processes, skips, traces
+    from gpu_steps import findings, installed, machine, processes, skips, suite, traces
 
     return SimpleNamespace(
         **{"check": gpu_check, "findings": findings, "installed": installed, "skips": skips},
-        **{"machine": machine, "processes": processes, "traces": traces},
+        **{"suite": suite, "machine": machine, "processes": processes, "traces": traces},
     )
 
 
@@ -276,6 +277,42 @@ def test_commands_end_in_time(modules: Any) -> None:
 
 def test_ranks_are_processes(modules: Any) -> None:
     assert modules.processes.run_ranks(1, operator.add, 1, 2, seconds=60) == [3]
+    with pytest.raises(TimeoutError, match="no end after 0 s"):
+        modules.processes.run_ranks(1, time.sleep, 60, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shard", "ours", "missed"),
+    [
+        (8192, (0.96, 0.97), ""),
+        (8192, (0.94, 0.97), "95%"),
+        (2048, (0.94, 0.95), ""),
+        (2048, (0.85, 0.95), "torch's, 90.0%"),
+        (8192, (0.85, 0.90), "torch's, 90.0%, 95%, 96%"),
+    ],
+)
+def test_aims_of_several_ranks(
+    shard: int, ours: tuple[float, float], missed: str, modules: Any
+) -> None:
+    from gpu_steps import over_ranks
+
+    assert over_ranks._missed(SimpleNamespace(shard=shard), ours, [0.9, 0.8]) == missed
+
+
+def test_the_bound_stands_beside_that_of_published_speeds(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu_steps.bound import published
+
+    monkeypatch.setattr(roofline, "bound", lambda gpu, parts, stages: 0.9 + 0.01 * stages)
+    ring = SimpleNamespace(world_size=8, shard=8192, kernel="flash_attn4")
+    assert published("NVIDIA B200", ring, 8) == "; published speeds leave 91.0%"
+    ring.kernel = "cuda_flash"
+    said = "; published speeds leave 91.0% and 92.0%"
+    assert published("NVIDIA H100 80GB HBM3", ring, 8) == said
+    assert published("NVIDIA B200", ring, 8) == "", "nobody published that"
+    ring.shard = 4096
+    assert published("NVIDIA H100 80GB HBM3", ring, 8) == ""
 
 
 class TestTraces:
@@ -354,3 +391,11 @@ def test_what_is_left_out(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert not [line for line in said if "test_kernels.py" in line], "it does not import it"
     monkeypatch.setattr(skips, "version", lambda name: "8.4.1")
     assert "step tests: pytest 8.4.1 is installed, and 9 is needed" in list(skips.skips())
+    found = list(modules.suite.suite(modules.machine.Machine()))
+    assert found == [
+        ("tests", "left out: pytest 8.4.1 is installed, and 9 is needed", "", *NEITHER)
+    ]
+
+
+NEITHER = False, False
+"""Neither wrong nor left out for time."""

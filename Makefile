@@ -2,7 +2,9 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
-GPU_PYTHON ?= $(VENV)/bin/python
+# As it is: machines with GPUs may reach no network, so nothing is installed there.
+GPU_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
+RANKS ?=
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 PACKAGED := out/packaged
@@ -15,7 +17,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on to demo, test, test-oldest, test-newest, bench, census, soak and gpu-check.'
 	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
-	@echo '  GPU_PYTHON=python3 makes gpu-check use an environment of yours, as it is.'
+	@echo '  GPU_PYTHON=python3 makes gpu-check use another environment than .venv; RANKS=8 starts 8 ranks.'
 
 demo: $(VENV)/.installed ## train a small Hugging Face model over a ring of CPU processes
 	$(VENV)/bin/python examples/train_hf.py $(ARGS)
@@ -90,8 +92,10 @@ census: $(VENV)/.installed ## try the plan on every model type of transformers, 
 soak: $(VENV)/.installed ## random calls and failures for 10 minutes; ARGS="--minutes 60" for an hour
 	$(VENV)/bin/python -m tests.faults.soak $(ARGS)
 
-gpu-check: $(if $(filter $(VENV)/%,$(GPU_PYTHON)),$(VENV)/.installed) ## check and measure a GPU, in 10 minutes; ARGS="--sanitize" for more
-	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
+gpu-check: ## check and measure a GPU, ten minutes a run, with what is installed; ARGS=--dry-run lists the steps
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) \
+		$(if $(RANKS),-m torch.distributed.run --standalone --nproc-per-node $(RANKS)) \
+		benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

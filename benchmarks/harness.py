@@ -163,10 +163,10 @@ def table_of(texts: Iterable[str], numbers: Iterable[str]) -> Table:
     return table
 
 
-def _folder_name(hardware: str) -> str:
+def folder_of(hardware: str) -> Path:
     """Folder of a card: "2 x Intel(R) Xeon(R) Processor" is "2-x-intel-xeon"."""
     words = re.sub(r"\(\w+\)|\bprocessor\b|,.*", " ", hardware.lower())
-    return "-".join(re.findall(r"[\w.]+", words))
+    return ROOT / "benchmarks" / "results" / "-".join(re.findall(r"[\w.]+", words))
 
 
 def publish(
@@ -176,13 +176,13 @@ def publish(
     about: dict[str, str],
     measured: dict[str, Any],
     show: Callable[[Console], None],
+    folder: Path | None = None,
 ) -> Path:
     """Write what was measured into the folder returned, that of the hardware, and show it.
 
-    What was quick goes to `out`.
+    What was quick goes to `out`, unless a folder is given.
     """
-    results = ROOT / "benchmarks" / "results" / _folder_name(about.get("GPU", about["processor"]))
-    folder = Path("out") if quick else results
+    folder = folder or (Path("out") if quick else folder_of(about.get("GPU", about["processor"])))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"about": about, **measured}) + "\n")
     with (folder / f"{name}.md").open("w") as file:

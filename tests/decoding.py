@@ -56,6 +56,7 @@ class Decode:
     scale: float = 0.3
     merge: str | None = "one_shot"
     seed: int = 1
+    device: str = "cpu"
 
     @cached_property
     def layout(self) -> Layout:
@@ -83,10 +84,11 @@ class Decode:
     def inputs(self) -> list[Tensor]:
         """Global query, key and value."""
         shape = self.batch, *self.heads, *self.head_dims, self.num_queries, self.num_positions
-        return list(_inputs(shape, self.dtype, self.seed))
+        return [x.to(self.device) for x in _inputs(shape, self.dtype, self.seed)]
 
     def sink_tensor(self) -> Tensor | None:
-        return torch.tensor(self.sinks, dtype=self.wide) if self.sinks else None
+        how = {"dtype": self.wide, "device": self.device}
+        return torch.tensor(self.sinks, **how) if self.sinks else None
 
     def cu_seqlens(self) -> Tensor | None:
         rows = self.documents
@@ -135,7 +137,7 @@ class Decode:
         return dense_attention(
             *(*self.inputs(), self.mask),
             **{"sinks": self.sink_tensor(), "scale": self.scale, "softcap": self.softcap},
-            seen=self.seen(),
+            seen=self.seen().to(self.device),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -31,6 +31,12 @@ class PlayedGroup:
         return self._size
 
 
+def without_records(group: Any) -> None:
+    """Let calls of a group be as they are, and compare none."""
+    known = GroupState(tuple(range(group.size())), sends_records=False)
+    group_state._GROUP_STATES[group] = known
+
+
 def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Result]:
     """What `run(group)` returns on each rank, with gradients; the ops know groups by their name."""
     groups: dict[str, PlayedGroup] = {}
@@ -39,9 +45,7 @@ def play_group(world_size: int, run: Callable[[PlayedGroup], Result]) -> list[Re
         group = PlayedGroup(rank, world_size, transport)
         groups[group.group_name] = group
         process_group._TRANSPORTS[group] = transport  # type: ignore[index]
-        # Threads send no call records: those are for processes that could differ.
-        known = GroupState(tuple(range(world_size)), sends_records=False)
-        group_state._GROUP_STATES[group] = known  # type: ignore[index]
+        without_records(group)  # call records are for processes, which could differ
         with torch.enable_grad():
             return run(group)
 

@@ -201,6 +201,7 @@ OLDEST = {
     ],
     "decode/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
     "test_fuzz.py": ["test_fuzz[zigzag-2 ranks, 2]", "test_fuzz[zigzag-4 ranks, 2]"],
+    "test_gpu_check.py": ["test_every_step_of_several_ranks", "test_every_step_runs"],
     "test_played.py": [
         "test_ring[zigzag-reference on cpu]",
         "test_ring_of_large_messages[zigzag-1]",

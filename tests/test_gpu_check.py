@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import operator
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,48 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests import dry_gpu_check, roofline
 from tests.fake_cuda import Event, fake_cuda
+from tests.pool import Pool
 from tests.test_public import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-STEPS = ["installed", "public", "messages", "bandwidth", "tiles", "card", "tests", "sanitizer"]
-
-
-def test_every_step_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.dry_gpu_check"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=300, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    measured = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    findings = measured["findings"]
-    assert list(findings) == STEPS
-    assert all(findings.values()), "each found something"
-    reported = {what: found for step in findings.values() for what, found, _, _ in step}
-    ways = ("eager", "autocast", "compiled", "without waiting", "CUDA graph, replayed")
-    for way in ways:
-        assert sum(f"public call, {way}" in what for what in reported) == 2, (
-            "with and without documents"
-        )
-    assert reported["message to itself, in a CUDA graph"] == "arrived"
-    rows = measured["rows"]
-    assert [row["torch"] is not None for row in rows] == [True, False]
-    assert all(len(row[what]) == 2 for row in rows for what in ("single", "ours", "there"))
-    text = (tmp_path / "out" / "gpu.md").read_text()
-    assert "## Wrong" in text
-    assert "## Short of an aim" in text
-    assert (tmp_path / "out" / "gpu.png").stat().st_size
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    command = [sys.executable, BENCHMARKS / "gpu_check.py"]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == (
-        "gpu_check needs a CUDA device, and torch sees none: torch.cuda.is_available() is False\n"
-    )
 
 
 @pytest.fixture
@@ -65,9 +30,84 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(tmp_path)
     import gpu_check
-    from gpu_steps import installed, machine
+    from gpu_steps import findings, installed, machine, processes, skips, suite, traces
 
-    return SimpleNamespace(check=gpu_check, installed=installed, machine=machine)
+    return SimpleNamespace(
+        **{"check": gpu_check, "findings": findings, "installed": installed, "skips": skips},
+        **{"suite": suite, "machine": machine, "processes": processes, "traces": traces},
+    )
+
+
+def found_in(folder: Path) -> dict[str, dict[str, str]]:
+    """What was found, by step and by what was looked at; nothing of it is wrong."""
+    steps = json.loads((folder / "gpu.json").read_text())["steps"]
+    rows = [(name, row) for name, step in steps.items() for row in step["findings"]]
+    assert not [row for _, row in rows if row[3]], "is wrong"
+    assert all(step["has_ended"] and step["findings"] for step in steps.values())
+    return {name: {row[0]: row[1] for of, row in rows if of == name} for name in steps}
+
+
+def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("results")
+
+    def run_ranks(world_size: int, function: Any, *given: Any, seconds: float) -> list[Any]:
+        where = function.__module__, function.__name__
+        return pool.run(world_size, dry_gpu_check.of_benchmarks, *where, *given)
+
+    assert dry_gpu_check.checked(["--sanitize"], folder, run_ranks=run_ranks) == 0
+    found = found_in(folder)
+    assert list(found) == list(modules.check.ALONE)
+    ways = ("eager", "autocast", "compiled", "without waiting", "CUDA graph, replayed")
+    for way in ways:
+        assert sum(f"public call, {way}" in what for what in found["public"]) == 2, (
+            "with and without documents"
+        )
+    assert found["messages"]["message to itself, in a CUDA graph"] == "arrived"
+    assert len(found["threads"]) == 2 * 4, "two kernels"
+    assert len(found["processes"]) == 9
+    assert len(found["bound"]) == 5
+    measured = json.loads((folder / "gpu.json").read_text())
+    assert [row["torch"] is not None for row in measured["rows"]] == [True, False]
+    assert all(len(row[what]) == 2 for row in measured["rows"] for what in ("single", "there"))
+    assert (folder / "gpu.png").stat().st_size
+    page = (folder / "gpu.md").read_text()
+    assert page.index("## Wrong") < page.index("## Aims missed") < page.index("## Installed")
+    capsys.readouterr()
+    assert dry_gpu_check.checked(["--sanitize"], folder, run=None, run_ranks=None) == 0
+    assert "to do  nothing" in capsys.readouterr().out, "each step has a result"
+    assert json.loads((folder / "gpu.json").read_text())["steps"] == measured["steps"]
+
+
+def test_every_step_of_several_ranks(pool: Pool, modules: Any, tmp_path: Path) -> None:
+    assert pool.run(2, dry_gpu_check.together, [], str(tmp_path)) == [0, 0]
+    found = found_in(tmp_path)
+    assert list(found) == list(modules.check.TOGETHER)
+    assert len(found["right"]) == 8
+    assert found["differing"] == {"2 ranks, another mask on one rank": "every rank was told"}
+    assert len(found["speed"]) == 5, "three strategies of ours, and two rings of PyTorch"
+    assert len(found["agreement"]) == 3
+    assert {*found["hops"].values()} == {"200.000 ms, of which 50% is exposed"}
+
+
+def test_as_a_script(tmp_path: Path) -> None:
+    """It finds what it imports, and lists its steps without a GPU."""
+    command = [sys.executable, BENCHMARKS / "gpu_check.py", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 + 11 + 5
+    assert lines[1] == "  installed     5 s  versions, and kernels that run"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert modules.check.main() == 2
+    assert capsys.readouterr().out == (
+        "gpu_check needs a CUDA device, and torch sees none: torch.cuda.is_available() is False\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,31 +134,122 @@ def test_an_expected_kernel_that_does_not_load(
     assert [x.is_wrong for x in found] == [False] * (len(found) - 1) + [is_wrong]
 
 
-def test_a_step_that_fails_or_hangs(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run all the same, what was found is kept, and the status says that it is wrong."""
-    machine, finding = modules.machine.Machine(is_dry=True), modules.machine.Finding
+class Steps:
+    """Steps to take, which note each time that they are taken."""
 
-    def fails(machine: Any) -> Iterator[Any]:
-        yield finding("a row", "fine")
-        raise RuntimeError("no more")
+    def __init__(self, modules: Any) -> None:
+        self._modules, self.finding = modules, modules.machine.Finding
+        self.taken: list[str] = []
+        self.rows = {"first": [self.finding("speed", "80", aim="90")], "second": []}
+        self.synchronize: Any = lambda: None
+
+    def run(self, *words: str) -> int:
+        """Take the steps of a new run, in the folder of the runs before."""
+        check, machine = self._modules.check, self._modules.machine.Machine(is_dry=True)
+        planned = {name: check.Planned("", 9, self._step(name)) for name in self.rows}
+        findings = self._modules.findings.Findings.of_folder(Path("found"))
+        options = SimpleNamespace(only=[], again="--again" in words, sanitize=False)
+        with (
+            patch.object(check, "ALONE", planned),
+            fake_cuda(),
+            patch.object(torch.cuda, "synchronize", self.synchronize),
+        ):
+            return check.check(machine, findings, options)
+
+    def _step(self, name: str) -> Any:
+        def step(machine: Any) -> Iterator[Any]:
+            self.taken.append(name)
+            for row in self.rows[name]:
+                if isinstance(row, Exception):
+                    raise row
+                if row.what not in machine.found:
+                    yield row
+
+        return step
+
+
+def test_a_step_that_fails_is_taken_again_after_the_others(modules: Any) -> None:
+    steps = Steps(modules)
+    assert steps.run() == 0, "to be slow is no fault"
+    steps = Steps(modules)
+    steps.rows = {
+        "third": [steps.finding("a row", "fine"), RuntimeError("no more")],
+        "fourth": [steps.finding("one", "1"), modules.machine.left_out("two")],
+    }
+    assert steps.run() == 1
+    text = Path("found/gpu.md").read_text()
+    assert "- third: the step ended early: RuntimeError: no more" in text
+    assert "- first: speed: 80; aim: 90" in text, "that of the run before"
+    assert "## Fourth, not finished" in text
+    steps.rows["fifth"] = [steps.finding("last", "1")]
+    steps.rows["third"] = [steps.finding("a row", "other"), steps.finding("more", "fine")]
+    steps.rows["fourth"] = [steps.finding("one", "3"), steps.finding("two", "2")]
+    steps.taken = []
+    assert steps.run() == 0
+    assert steps.taken == ["fifth", "third", "fourth"]
+    kept = json.loads(Path("found/gpu.json").read_text())["steps"]
+    assert kept.keys() == {*steps.rows, "first", "second"}
+    text = Path("found/gpu.md").read_text()
+    assert "- a row: fine\n- more: fine" in text, "what was right is not looked for again"
+    assert "- one: 1\n- two: 2" in text
+    steps.taken = []
+    steps.run()
+    assert not steps.taken
+    steps.run("--again")
+    assert steps.taken == ["third", "fourth", "fifth"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_of_the_card_are_measured_again_on_request(again: bool, modules: Any) -> None:
+    check, findings = modules.check, modules.findings.Findings.of_folder(Path("found"))
+    findings.card.rows = ["a row"]
+    report = check.Report(modules.machine.Machine(), findings)
+    with (
+        fake_cuda(),
+        patch.object(check.Card, "__call__", lambda card, machine: iter(())),
+        patch.object(findings, "keep"),
+    ):
+        assert report.run("card", check.ALONE["card"], again)
+    assert findings.card.rows == ([] if again else ["a row"])
+
+
+def test_a_kernel_that_writes_past_its_memory(modules: Any) -> None:
+    """Nothing runs in that process any more: the next run has the other steps, and then this."""
+    steps = Steps(modules)
+
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    steps.synchronize = lost
+    assert steps.run() == 1
+    assert steps.taken == ["first"]
+    assert "this process lost its GPU: an illegal" in Path("found/gpu.md").read_text()
+    steps = Steps(modules)
+    assert steps.run() == 0
+    assert steps.taken == ["second", "first"]
+
+
+def test_a_step_that_hangs(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is kept, and the process ends; the next run takes another step first."""
 
     def exits(status: int) -> None:
         raise SystemExit(status)
 
     monkeypatch.setattr(modules.check.os, "_exit", exits)
     monkeypatch.setattr(modules.check.faulthandler, "dump_traceback", lambda: None)
-    report = modules.check.Report(machine, is_part=True)
-    with fake_cuda():
-        report.run("first", lambda machine: iter([finding("speed", "80", aim="90")]))
-        assert not report.is_wrong, "to be slow is no fault"
-        report.run("second", fails)
-        assert report.is_wrong
-        with pytest.raises(SystemExit, match="1"):
-            report.give_up()
-    text = Path("out/gpu.md").read_text()
-    assert "- second: the step ended early: RuntimeError: no more" in text
-    assert "- second: the step ended early: it took too long" in text
-    assert "- first: speed: 80; the aim is 90" in text
+    findings = modules.findings.Findings.of_folder(Path("found"))
+    report = modules.check.Report(modules.machine.Machine(is_dry=True), findings)
+
+    def hangs(machine: Any) -> Iterator[Any]:
+        yield modules.machine.Finding("a row", "fine")
+        report.give_up("slow")
+
+    with fake_cuda(), pytest.raises(SystemExit, match="1"):
+        report.run("slow", modules.check.Planned("", 9, hangs))
+    again = modules.findings.Findings.of_folder(Path("elsewhere"), Path("found"))
+    assert again.is_wrong
+    assert not again.steps["slow"].is_done
+    assert list(again.steps["slow"].begun_again(False).findings) == ["a row"]
 
 
 def test_the_clock_starts_behind_a_running_kernel(modules: Any) -> None:
@@ -142,3 +273,123 @@ def test_commands_end_in_time(modules: Any) -> None:
     assert status != 0
     assert "no end after" in text
     assert modules.machine.run([sys.executable, "-c", "print(1)"], 60) == (0, "1\n")
+
+
+def test_ranks_are_processes(modules: Any) -> None:
+    assert modules.processes.run_ranks(1, operator.add, 1, 2, seconds=60) == [3]
+    with pytest.raises(TimeoutError, match="no end after 0 s"):
+        modules.processes.run_ranks(1, time.sleep, 60, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shard", "ours", "missed"),
+    [
+        (8192, (0.96, 0.97), ""),
+        (8192, (0.94, 0.97), "95%"),
+        (2048, (0.94, 0.95), ""),
+        (2048, (0.85, 0.95), "torch's, 90.0%"),
+        (8192, (0.85, 0.90), "torch's, 90.0%, 95%, 96%"),
+    ],
+)
+def test_aims_of_several_ranks(
+    shard: int, ours: tuple[float, float], missed: str, modules: Any
+) -> None:
+    from gpu_steps import over_ranks
+
+    assert over_ranks._missed(SimpleNamespace(shard=shard), ours, [0.9, 0.8]) == missed
+
+
+def test_the_bound_stands_beside_that_of_published_speeds(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu_steps.bound import published
+
+    monkeypatch.setattr(roofline, "bound", lambda gpu, parts, stages: 0.9 + 0.01 * stages)
+    ring = SimpleNamespace(world_size=8, shard=8192, kernel="flash_attn4")
+    assert published("NVIDIA B200", ring, 8) == "; published speeds leave 91.0%"
+    ring.kernel = "cuda_flash"
+    said = "; published speeds leave 91.0% and 92.0%"
+    assert published("NVIDIA H100 80GB HBM3", ring, 8) == said
+    assert published("NVIDIA B200", ring, 8) == "", "nobody published that"
+    ring.shard = 4096
+    assert published("NVIDIA H100 80GB HBM3", ring, 8) == ""
+
+
+class TestTraces:
+    """Spans of a GPU: two kernels with a message between and beside them."""
+
+    @pytest.fixture
+    def spans(self, modules: Any) -> list[Any]:
+        times = {
+            "void at::native::vectorized_elementwise_kernel": (0, 1),
+            "flash_bwd_dq": (1, 3),
+            "ncclDevKernel_SendRecv": (2.5, 5),
+            "_accumulate_sums": (4, 4.5),
+            "triton_poi_fused": (7, 8),
+        }
+        return [modules.traces.KernelSpan(name, *at) for name, at in times.items()]
+
+    def test_what_is_exposed(self, spans: list[Any], modules: Any) -> None:
+        others = [span for span in spans if span.kind != "messages"]
+        covers = modules.traces.joined(others)
+        assert covers == [(0, 3), (4, 4.5), (7, 8)]
+        assert [modules.traces.exposed(span, covers) for span in spans] == [0, 0, 1.5, 0, 0]
+
+    def test_kinds(self, spans: list[Any], modules: Any) -> None:
+        assert modules.traces.seconds_by_kind(spans) == {
+            **{"messages": 2.5, "attention": 2, "idle": 2},
+            **{"copies and sums": 1, "other kernels": 1, "merges": 0.5},
+        }
+        assert modules.traces.seconds_by_kind([]) == {}
+
+    def test_those_of_a_device(self, modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By their start; without those of the host, and without its annotations."""
+        device, host = modules.traces.DeviceType.CUDA, modules.traces.DeviceType.CPU
+        events = [
+            SimpleNamespace(
+                name=name,
+                device_type=where,
+                is_user_annotation=name == "step",
+                time_range=SimpleNamespace(start=start, end=start + 1e6),
+            )
+            for name, where, start in (("b", device, 3e6), ("a", device, 1e6), ("x", host, 0))
+        ]
+        annotation = {"name": "step", "is_user_annotation": True}
+        events.append(SimpleNamespace(**vars(events[0]) | annotation))
+
+        class Profile:
+            def __init__(self, activities: Any) -> None:
+                assert len(activities) == 2
+
+            def __enter__(self) -> Any:
+                return SimpleNamespace(events=lambda: events)
+
+            def __exit__(self, *error: object) -> None:
+                ran.append("stopped")
+
+        ran: list[str] = []
+        monkeypatch.setattr(modules.traces, "profile", Profile)
+        with fake_cuda():
+            found = modules.traces.spans_of(lambda: ran.append("ran"))
+        assert ran == ["stopped", "ran", "stopped"], "the tracer had started before"
+        assert found == [("a", 1.0, 2.0), ("b", 3.0, 4.0)]
+
+
+def test_what_is_left_out(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is not installed is named, with what needs it, and nothing is loaded for that."""
+    skips = modules.skips
+    tests = {str(path.relative_to(ROOT)): path for path in skips.gpu_tests()}
+    there = skips.missing_packages(tests["tests/test_played.py"])
+    assert not there
+    absent = {"hypothesis", "matplotlib"}
+    monkeypatch.setattr(skips, "find_spec", lambda name: None if name in absent else name)
+    skips.missing_packages.cache_clear()
+    said = list(skips.skips())
+    skips.missing_packages.cache_clear()
+    assert "the picture of the card: matplotlib is not installed" in said
+    assert "tests/test_played.py: without hypothesis" in said
+    assert not [line for line in said if "test_kernels.py" in line], "it does not import it"
+    monkeypatch.setattr(skips, "version", lambda name: "8.4.1")
+    assert "step tests: pytest 8.4.1 is installed, and 9 is needed" in list(skips.skips())
+    found = list(modules.suite.suite(modules.machine.Machine()))
+    assert [x.found for x in found] == ["left out: pytest 8.4.1 is installed, and 9 is needed"]

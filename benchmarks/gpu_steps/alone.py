@@ -1,7 +1,7 @@
 """The ranks of a ring one after the other on one device: ours, PyTorch's, and one kernel on all."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -25,7 +25,7 @@ from dtensor_ring.planning.mask import Mask, as_documents
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.rotation import Packet, goes_apart
-from dtensor_ring.transport.transport import P2P
+from dtensor_ring.transport.transport import DEFAULT_POLICY, P2P, TransferPolicy
 from gpu_steps.link import Link, cycles_per_second
 
 
@@ -132,7 +132,11 @@ def torch_link_of(attention: Attention, shards: list[Tensor]) -> Link:
 
 
 def rank_stages(
-    attention: Attention, rank: int, shards: list[Tensor], rate: float | None = None
+    attention: Attention,
+    rank: int,
+    shards: list[Tensor],
+    rate: float | None = None,
+    policy: TransferPolicy = DEFAULT_POLICY,
 ) -> Stages:
     """Our ring, on one rank."""
     link = link_of(attention, rank, shards, rate)
@@ -141,12 +145,12 @@ def rank_stages(
     kept: list[Tensor] = []
 
     def forward() -> list[Tensor]:
-        kept[:] = ring_forward(query, (key, value), mine, kernel, scores, link)
+        kept[:] = ring_forward(query, (key, value), mine, kernel, scores, link, policy)
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
         saved = Saved(grad_out, *kept)
-        return ring_backward(saved, query, (key, value), mine, kernel, scores, link)
+        return ring_backward(saved, query, (key, value), mine, kernel, scores, link, policy)
 
     return forward, backward
 
@@ -178,8 +182,19 @@ class _Group(SimpleNamespace):
 def torch_stages(attention: Attention, rank: int, shards: list[Tensor]) -> Stages:
     """PyTorch's ring around the same kernel, causal and zigzag, on one rank."""
     link = torch_link_of(attention, shards)
+    group = _Group(rank=rank, size=attention.world_size)
+    return torch_stages_over(attention, group, shards, lambda: _over(link))
+
+
+def torch_stages_over(
+    attention: Attention,
+    group: Any,
+    shards: list[Tensor],
+    over: Callable[[], AbstractContextManager[object]],
+) -> Stages:
+    """PyTorch's ring, on a rank of that group; its messages go as `over()` makes them go."""
     grad_out, query, key, value = shards
-    kernel, group = KERNELS[attention.kernel], _Group(rank=rank, size=attention.world_size)
+    kernel = KERNELS[attention.kernel]
     scores = scores_of(attention)
     masks = {True: Mask.causal(), False: Mask.full()}
     launches = {is_causal: Launch(WHOLE, WHOLE, mask) for is_causal, mask in masks.items()}
@@ -194,14 +209,14 @@ def torch_stages(attention: Attention, rank: int, shards: list[Tensor]) -> Stage
         return kernel.backward(saved, *tensors, launches[is_causal], scores)
 
     def forward() -> list[Tensor]:
-        with _over(link):
+        with over():
             kept[:] = templated._templated_ring_attention(
                 *(group, 2, attend, query, key, value), is_causal=True
             )
         return kept[:1]
 
     def backward() -> tuple[Tensor, ...]:
-        with _over(link):
+        with over():
             return templated._templated_ring_attention_backward(
                 *(group, 2, attend_backward, grad_out, "grad_out", query, key, value, *kept),
                 is_causal=True,

@@ -28,7 +28,7 @@ from gpu_steps.alone import (
     torch_stages,
     whole_inputs,
 )
-from gpu_steps.machine import Finding, Machine
+from gpu_steps.machine import Finding, Machine, left_out
 from gpu_steps.tables import AIMS, Overlap, Row, name_of
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(4096)
@@ -109,9 +109,10 @@ def measure(attention: Attention, repeats: int) -> Row:
         check_agreement(attention, single, rings)
     times = in_turns(contenders, repeats)
     share = sum(map(merge_share, ours)) / world_size
-    return Row(
-        attention, *(times[x] for x in ("single", "ours", "there")), times.get("torch"), share
-    )
+    flops = [4 * attention.pairs * attention.head_dim * factor for factor in (1, 3.5)]
+    seconds = [times[x] for x in ("single", "ours", "there")]
+    about = attention.kernel, name_of(attention), flops
+    return Row(*about, *seconds, times.get("torch"), share)
 
 
 def check_agreement(attention: Attention, single: Stages, rings: list[Stages]) -> None:
@@ -150,11 +151,11 @@ def overlap(attention: Attention, rate: float, repeats: int) -> Overlap:
     shard = sum(x.numel() * x.itemsize for x in shards[2:])
     sums = 4 * shard // attention.dtype.itemsize
     transfers = [num_hops * shard / rate, num_hops * (2 * shard + sums) / rate]
-    return Overlap(attention, rate, times["free"], times["linked"], transfers)
+    return Overlap(name_of(attention), rate, times["free"], times["linked"], transfers)
 
 
 class Card:
-    """What was measured, row by row until the time is over."""
+    """What was measured, row by row until the time is over; the next run goes on from there."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -163,23 +164,28 @@ class Card:
     @torch.no_grad()
     def __call__(self, machine: Machine) -> Iterator[Finding]:
         end = machine.left - min(MAX_SECONDS, machine.left)
-        for number, (attention, repeats) in enumerate(attentions(machine)):
+        first: Attention | None = None
+        for attention, repeats in attentions(machine):
             what = f"{attention.kernel}, {name_of(attention)}"
+            has_aim, first = first is None, first or attention
+            if what in machine.found:
+                continue
             if machine.left <= end:
-                yield Finding(what, "left out: no time was left")
+                yield left_out(what)
                 continue
-            try:
-                row = measure(attention, repeats)
-            except torch.OutOfMemoryError:
-                yield Finding(what, "left out: this GPU has too little memory")
-                continue
-            except Exception as error:  # compilers of kernels raise what they like
-                yield Finding(what, f"{type(error).__name__}: {error}"[:300], is_wrong=True)
-                continue
-            self.rows.append(row)
-            yield _finding(what, row, has_aim=not number)
-        for rate in RATES if self.rows else ():
-            self.overlaps.append(overlap(self.rows[0].attention, rate, machine.repeats))
+            yield self._measured(what, attention, repeats, has_aim)
+        if first and self.rows and machine.left > end and not self.overlaps:
+            self.overlaps += [overlap(first, rate, machine.repeats) for rate in RATES]
+
+    def _measured(self, what: str, attention: Attention, repeats: int, has_aim: bool) -> Finding:
+        try:
+            row = measure(attention, repeats)
+        except torch.OutOfMemoryError:
+            return Finding(what, "left out: this GPU has too little memory")
+        except Exception as error:  # compilers of kernels raise what they like
+            return Finding(what, f"{type(error).__name__}: {error}"[:300], is_wrong=True)
+        self.rows.append(row)
+        return _finding(what, row, has_aim)
 
 
 def _finding(what: str, row: Row, has_aim: bool) -> Finding:

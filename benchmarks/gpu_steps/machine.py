@@ -5,12 +5,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from harness import ROOT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gpu_steps.processes import run_ranks
+from gpu_steps.traces import KernelSpan, spans_of
 
 Run = Callable[[list[str], float], "tuple[int, str]"]
 """Runs a command with a limit of seconds, and returns its status and its output."""
@@ -25,6 +28,12 @@ class Finding(NamedTuple):
     """The aim that this falls short of."""
     is_wrong: bool = False
     """Whether something fails, or is not right."""
+    is_left_out: bool = False
+    """Whether the time ended before it, so that the next run has it still to find."""
+
+
+def left_out(what: str) -> Finding:
+    return Finding(what, "left out: no time was left", is_left_out=True)
 
 
 def run(command: list[str], seconds: float) -> tuple[int, str]:
@@ -54,6 +63,8 @@ class Machine:
 
     device: str = "cuda"
     backend: str = "nccl"
+    beside: str = "cpu:gloo,cuda:nccl"
+    """A backend that moves messages of CPUs, too."""
     compiler: str = "inductor"
     dtype: torch.dtype = torch.bfloat16
     side: int = 8192
@@ -63,6 +74,16 @@ class Machine:
     expected: tuple[str, ...] = ()
     """Kernels that have to run."""
     run: Run = run
+    run_ranks: Callable[..., list[Any]] = run_ranks
+    """`(world_size, function, *arguments, seconds=)`: what the function returns on each rank."""
+    spans_of: Callable[[Callable[[], object]], list[KernelSpan]] = spans_of
+    """What the GPU did while something ran."""
+    world_size: int = 1
+    """Processes that take these steps together; each has a GPU."""
+    rank: int = 0
+    """Of these."""
+    found: set[str] = field(default_factory=set)
+    """What earlier runs of a step found, which it does not look for again."""
     seconds: float = 570
     """That all steps together may take."""
     _start: float = field(default_factory=time.monotonic)
@@ -72,9 +93,27 @@ class Machine:
         """Seconds that are left."""
         return self.seconds - (time.monotonic() - self._start)
 
+    def agreed_left(self) -> float:
+        """Seconds that are left on the first rank: all ranks begin the same."""
+        seconds = [self.left]
+        if self.world_size > 1:
+            dist.broadcast_object_list(seconds)
+        return seconds[0]
+
+    def largest(self, numbers: list[float]) -> list[float]:
+        """Each number on the rank where it is largest."""
+        if self.world_size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
+
     @contextmanager
     def connected(self) -> Iterator[DeviceMesh]:
-        """A mesh of one rank, which ends with the context."""
+        """A mesh of this rank alone, or of all that take these steps; it ends with the context."""
+        if self.world_size > 1:
+            yield init_device_mesh(self.device, (self.world_size,), mesh_dim_names=("cp",))
+            return
         dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield init_device_mesh(self.device, (1,), mesh_dim_names=("cp",))

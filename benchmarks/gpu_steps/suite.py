@@ -9,7 +9,8 @@ import torch
 from harness import ROOT
 
 from gpu_steps.alone import best_kernels
-from gpu_steps.machine import Finding, Machine
+from gpu_steps.machine import Finding, Machine, left_out
+from gpu_steps.skips import gpu_tests, missing_packages, without_pytest
 
 CHECKER = "compute-sanitizer"
 MAX_SECONDS = 240
@@ -19,13 +20,15 @@ SANITIZED = 900
 
 
 def files() -> list[str]:
-    """Test files with a test of a GPU."""
-    found = sorted((ROOT / "tests").rglob("test_*.py"))
-    marked = [path for path in found if "mark.gpu" in path.read_text()]
-    return [str(path.relative_to(ROOT)) for path in marked]
+    """Test files with a test of a GPU that can be imported here."""
+    there = [path for path in gpu_tests() if not missing_packages(path)]
+    return [str(path.relative_to(ROOT)) for path in there]
 
 
 def suite(machine: Machine) -> Iterator[Finding]:
+    if reason := without_pytest():
+        yield Finding("tests", f"left out: {reason}")
+        return
     # Flash attention 4 apart: its compiler is young, and a test that hangs ends all after it.
     for which in ("not flash_attn4", "flash_attn4"):
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-k", which, *files()]
@@ -49,7 +52,7 @@ def sanitized(machine: Machine) -> Iterator[Finding]:
 def _finding(what: str, machine: Machine, command: list[str], seconds: float) -> Finding:
     torch.cuda.empty_cache()  # the command wants memory, too
     if seconds < 1:
-        return Finding(what, "left out: no time was left", "all tests in the time")
+        return left_out(what)
     status, text = machine.run(command, seconds)
     lines = [line for line in text.splitlines() if line.strip()] or ["printed nothing"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR", "========= "))]

@@ -16,7 +16,9 @@ AIMS = (0.95, 0.96)
 class Row:
     """Seconds by stage: of one launch on everything, and of all ranks together."""
 
-    attention: Attention
+    kernel: str
+    name: str
+    flops: list[float]
     single: list[float]
     ours: list[float]
     there: list[float]
@@ -33,7 +35,7 @@ class Row:
 class Overlap:
     """Seconds by stage: of a rank without links and with one, and what its messages take."""
 
-    attention: Attention
+    name: str
     rate: float
     free: list[float]
     linked: list[float]
@@ -52,15 +54,13 @@ def report(console: Console, rows: list[Row], overlaps: list[Overlap]) -> None:
     right = ("one launch", "ours", "there", "torch", "our speed", "torch's", "TFLOP/s", "merges")
     table = table_of(left, right)
     for row in rows:
-        x = row.attention
         for stage, what in enumerate(("", "yes")):
-            flops = 4 * x.pairs * x.head_dim * (1, 3.5)[stage]
             theirs = row.torch[stage] if row.torch else None
             table.add_row(
-                *(x.kernel, name_of(x), what),
+                *(row.kernel, row.name, what),
                 *(_ms(row.single[stage]), _ms(row.ours[stage]), _ms(row.there[stage]), _ms(theirs)),
                 *(_percent(row.speed(stage)), _percent(theirs and row.single[stage] / theirs)),
-                *(f"{flops / row.there[stage] / 1e12:.0f}", _percent(row.merges)),
+                *(f"{row.flops[stage] / row.there[stage] / 1e12:.0f}", _percent(row.merges)),
             )
     console.print(table)
     if overlaps:
@@ -100,7 +100,7 @@ def draw(path: Path, rows: list[Row]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows)), layout="constrained")
-    names = [f"{row.attention.kernel}, {name_of(row.attention)}" for row in rows]
+    names = [f"{row.kernel}, {row.name}" for row in rows]
     for stage, what in enumerate(STAGES):
         places = [place + 0.4 * stage for place in range(len(rows))]
         axes.barh(places, [100 * row.speed(stage) for row in rows], 0.38, label=what)

@@ -72,7 +72,7 @@ def _parts(machine: Machine, kernel: str) -> dict[str, Callable[[], str]]:
         return lambda: _rings(machine, kernel, list(rings_of(layout)))
 
     parts = {layout.spec: checked(layout) for layout in layouts}
-    gathered = Ring(ZigZag(), num_ranks(machine), tokens, masks[0], cuts, route="all_gather")
+    gathered = Ring(ZigZag(), num_ranks(machine), tokens, masks[0], cuts, strategy="all_gather")
     parts["all-gather"] = lambda: _rings(machine, kernel, [gathered])
     if kernel in ("reference", best_kernels(machine.device)[0]):
         parts["decoding"] = lambda: _decoded(machine, kernel, tokens)

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,45 @@ def test_quickstart(ranks: int) -> None:
     assert not any(x.errors for x in (first, *others))
 
 
-def test_demo(tmp_path: Path) -> None:
-    script = EXAMPLES / "train_hf.py"
-    options = ("--steps", "3", "--seq-len", "64", "--layout", "striped", "--out", tmp_path)
-    command = [sys.executable, script, *options]
-    run = subprocess.run(command, timeout=200, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What an example prints that starts its ranks under torchrun; here the fork server does."""
+
+    def run(name: str, *options: object) -> str:
+        script = str(EXAMPLES / f"{name}.py")
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+        example = import_module(name)
+        monkeypatch.setattr(example.subprocess, "run", torchrun)
+        try:
+            example.main()
+        finally:
+            torch.set_num_threads(1)
+        return capsys.readouterr().out
+
+    def torchrun(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        assert tuple(command[1:4]) == TORCHRUN[:3]
+        flag, _, ranks = command[4].partition("=")
+        assert flag == "--nproc-per-node"
+        for rank in run_script(*command[5:], ranks=int(ranks), env=env):
+            print(rank.printed, end="")
+        return SimpleNamespace(returncode=0)
+
+    return run
+
+
+def test_demo(tmp_path: Path, launched: Callable[..., str]) -> None:
+    options = ("--steps", 3, "--seq-len", 64, "--layout", "striped", "--out", tmp_path)
+    printed = launched("train_hf", *options)
     runs = [json.loads((tmp_path / name).read_text()) for name in ("ring.json", "stock.json")]
     losses = [run["losses"] for run in runs]
     assert [len(curve) for curve in losses] == [3, 3]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
-    assert f"{losses[0][-1]:.6f}" in run.stdout
+    assert f"{losses[0][-1]:.6f}" in printed
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert "and waited for messages" in run.stdout
+    assert "and waited for messages" in printed
     ring, stock = runs
     assert stock["spans"] == []
     assert len(ring["spans"]) == 2
@@ -54,27 +81,9 @@ def test_demo(tmp_path: Path) -> None:
         assert all(begin <= first <= last <= end for _, first, last in spans)
 
 
-def test_generate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = EXAMPLES / "generate_hf.py"
-    options = ("--prompt-len", "300", "--new", "5", "--seconds", "1", "--out", str(tmp_path))
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", [str(script), *options])
-    import generate_hf
-
-    def launch(command: list[str], **given: Any) -> SimpleNamespace:
-        assert tuple(command[1:5]) == (*TORCHRUN[:3], "--nproc-per-node=2")
-        assert command[5:] == sys.argv
-        run_script(script, *options, ranks=2)
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(generate_hf.subprocess, "run", launch)
-    try:
-        generate_hf.main()
-    finally:
-        torch.set_num_threads(1)
-    printed = capsys.readouterr().out
+def test_generate(tmp_path: Path, launched: Callable[..., str]) -> None:
+    options = ("--prompt-len", 300, "--new", 5, "--seconds", 1, "--out", tmp_path)
+    printed = launched("generate_hf", *options)
     assert "all 5 tokens agree: True" in printed
     assert (tmp_path / "generate_hf.pt").exists()
     found = json.loads((tmp_path / "generated.json").read_text())

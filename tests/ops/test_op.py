@@ -164,7 +164,8 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+# Four ranks: random attentions try these shapes, too.
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.repeats)])
 def test_edges(pool: Pool, world_size: int) -> None:
     cases = {
         f"{name}, {layout or 'balanced'}, {kernel or 'default'}": edge.case(

@@ -57,13 +57,13 @@ SFT = [
     Case(Run("SFT", "messages", options=ASSISTANT), (1, 2)),
 ]
 PREFERENCES = [
-    Case(Run("DPO", "preference", fsdp=True), (2, 2)),
+    Case(Run("DPO", "preference"), (1, 2)),
     Case(Run("KTO", "label"), (1, 2)),
     # Over all rewards, which those of ranks that share a batch must not enter twice.
     Case(Run("GRPO", "prompt", options=GROUPS | {"scale_rewards": "batch"}), (1, 2)),
     Case(Run("GRPO", "prompt", lora=True, options=GROUPS | {"beta": 0.1}), (1, 2)),
 ]
-REWARD = [Case(Run("Reward", "preference", fsdp=True), (2, 2))]
+REWARD = [Case(Run("Reward", "preference"), (1, 2))]
 REPEATED = [
     # Each trainer, FSDP2, adapters, replicas, resuming and checkpoints are in other rows.
     Case(Run("SFT", "text", saves=True), (2, 2), (1, 4)),
@@ -74,8 +74,8 @@ REPEATED = [
     Case(Run("GRPO", "prompt", options=GROUPS | {"gradient_accumulation_steps": 1}), (2, 2)),
     Case(Run("SFT", "text", lora=True), (2, 2)),
     Case(Run("SFT", "text", fsdp=True), (2, 2)),
-    Case(Run("DPO", "preference"), (1, 2)),
-    Case(Run("Reward", "preference"), (1, 2)),
+    Case(Run("DPO", "preference", fsdp=True), (2, 2)),
+    Case(Run("Reward", "preference", fsdp=True), (2, 2)),
 ]
 
 

@@ -136,6 +136,7 @@ def train_both() -> dict[str, float]:
     }
 
 
+@pytest.mark.repeats  # as with text alone
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool) -> None:
     for found in pool.run(4, train_both):
         assert any("vision_tower" in name for name in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class MachineCode:
             for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         )
         return cls(num_threads, registers, in_memory + 4 * spills, _amdgcn(text))
+
+    def __str__(self) -> str:
+        accesses = ", ".join(f"{n} x {what} {size}" for (what, size), n in self._counts.items())
+        return f"{self.num_registers} registers, {self.spilled} bytes spilled, {accesses}"
+
+    @property
+    def _counts(self) -> Counter[tuple[str, int]]:
+        return Counter(self.accesses)
 
     def widths(self, what: str) -> list[int]:
         """Return the bytes of a thread that each "load" or "store" moves."""

@@ -124,7 +124,7 @@ def largest(found: Sequence[tuple[Accumulation, ...]]) -> list[tuple[Accumulatio
 
 def check(sums: Sequence[Accumulation], found: Compiling) -> None:
     code = MachineCode.of(found.last)
-    what = kind(sums), [len(one.partials) for one in sums], code
+    what = kind(sums), [len(one.partials) for one in sums], str(code)
     assert code.spilled == 0, what
     assert code.num_registers <= MOST_REGISTERS, what
     rows, dims = found.block

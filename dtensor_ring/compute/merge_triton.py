@@ -13,12 +13,13 @@ import triton.language as tl
 
 from dtensor_ring.compute.memory import Accumulation, Partial, Region
 
-# Registers that a program's partials and result may fill, in bytes: 192 of 255 in each of its 128
-# threads. The others hold offsets and weights. More would spill to memory.
-REGISTER_BYTES = 96 * 1024
-
-# The most rows of a program.
+# The most rows of a program, and the most numbers of its result: 32 of each of its 128 threads.
 MAX_ROWS = 32
+MAX_NUMBERS = 4096
+
+# Registers that the partials and the result may fill, in bytes: 176 of 255 in each thread. The
+# others hold offsets and weights. More would spill to memory.
+REGISTER_BYTES = 88 * 1024
 
 # The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
 MAX_UNIT = 8
@@ -69,8 +70,8 @@ def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     dims = max(1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums))
     # A thread loads from all partials before it adds the first.
     each = max(one.wide.itemsize + sum(x.x.itemsize for x in one.partials) for one in sums)
-    rows = max(1, REGISTER_BYTES // (dims * each))
-    return min(MAX_ROWS, 1 << rows.bit_length() - 1), dims
+    rows = max(1, min(MAX_ROWS, MAX_NUMBERS // dims, REGISTER_BYTES // (dims * each)))
+    return 1 << rows.bit_length() - 1, dims
 
 
 def _unit(sums: Sequence[Accumulation]) -> int:

@@ -40,11 +40,11 @@ def accumulate_sums(*sums: Accumulation) -> None:
     assert all(x.target.shape[:3] == one.target.shape[:3] for x in others), "one grid serves both"
     stride, unit = one.target.stride(), _unit([one, *others])
     block_rows, block_dims = _block([one, *others])
+    other = _pointers(others[0], unit) if others else NO_POINTERS
+    arguments: tuple[Any, ...] = (*_pointers(one, unit), *other, heads, rows)
     with torch.cuda.device_of(one.target):
         _accumulate_sums[(triton.cdiv(rows, block_rows) * heads * batch, len(sums))](
-            *_pointers(one, unit),
-            *(_pointers(others[0], unit) if others else NO_POINTERS),
-            *(heads, rows),
+            *arguments,
             BLOCK_ROWS=tl.constexpr(block_rows),
             BLOCK_DIMS=tl.constexpr(block_dims),
             UNIT=tl.constexpr(unit),

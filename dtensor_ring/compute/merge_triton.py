@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -24,6 +25,7 @@ REGISTER_BYTES = 88 * 1024
 # The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
 MAX_UNIT = 8
 
+Strides = tuple[int, ...]
 NOTHING: Region = (slice(0), slice(0), slice(0))
 NO_POINTERS = (), (), tl.constexpr(0), (), (), None, ()
 
@@ -38,10 +40,12 @@ def accumulate_sums(*sums: Accumulation) -> None:
     if not one.target.shape[:3].numel():
         return
     assert all(x.target.shape[:3] == one.target.shape[:3] for x in others), "one grid serves both"
-    stride, unit = one.target.stride(), _unit([one, *others])
     block_rows, block_dims = _block([one, *others])
-    other = _pointers(others[0], unit) if others else NO_POINTERS
-    arguments: tuple[Any, ...] = (*_pointers(one, unit), *other, heads, rows)
+    strides = [[x.stride()[:3] for x in _tensors(each)] for each in (one, *others)]
+    unit = _unit([one, *others], strides)
+    other = _pointers(others[0], strides[1], unit) if others else NO_POINTERS
+    arguments: tuple[Any, ...] = (*_pointers(one, strides[0], unit), *other, heads, rows)
+    stride = strides[0][0]
     with torch.cuda.device_of(one.target):
         _accumulate_sums[(triton.cdiv(rows, block_rows) * heads * batch, len(sums))](
             *arguments,
@@ -65,6 +69,11 @@ def _padded(one: Accumulation) -> Accumulation:
     return replace(one, partials=[*one.partials, *[nothing] * num_missing])
 
 
+def _tensors(one: Accumulation) -> tuple[torch.Tensor, ...]:
+    """Return the target and the partials."""
+    return one.target, *(partial.x for partial in one.partials)
+
+
 def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     """Return the rows and head dim of a program, powers of two. Registers bound the rows."""
     dims = max(1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums))
@@ -74,29 +83,22 @@ def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     return 1 << rows.bit_length() - 1, dims
 
 
-def _unit(sums: Sequence[Accumulation]) -> int:
-    """Return how many numbers divide the head dims and all strides: 1, 2, 4 or 8."""
-    tensors = [x for one in sums for x in (one.target, *(partial.x for partial in one.partials))]
-    return gcd(MAX_UNIT, *(size for x in tensors for size in (x.shape[3], *_strides(x))))
+def _unit(sums: Sequence[Accumulation], strides: Sequence[Sequence[Strides]]) -> int:
+    """Return how many numbers divide all head dims and strides: 1, 2, 4 or 8."""
+    head_dims = [one.target.shape[3] for one in sums]
+    return gcd(MAX_UNIT, *head_dims, *chain.from_iterable(chain.from_iterable(strides)))
 
 
-def _strides(x: torch.Tensor) -> list[int]:
-    """Return the strides of all dimensions but the last, and 0 for a dimension of size 1."""
-    # Such a stride is never used, and may be any number.
-    pairs = zip(x.shape[:3], x.stride()[:3], strict=True)
-    return [0 if size == 1 else stride for size, stride in pairs]
-
-
-def _pointers(one: Accumulation, unit: int) -> tuple[Any, ...]:
+def _pointers(one: Accumulation, strides: Sequence[Strides], unit: int) -> tuple[Any, ...]:
     """Return the arguments of the kernel for one sum: tensors, strides, lse and sizes."""
-    tensors, head_dim = [one.target, *(partial.x for partial in one.partials)], one.target.shape[3]
+    tensors, head_dim = _tensors(one), one.target.shape[3]
     assert all(x.stride(3) == 1 or head_dim == 1 for x in tensors), "last strides are 1"
     lses = () if one.lse is None else (one.lse, *(partial.lse for partial in one.partials))
     spans = [partial.spans(one.target.shape) for partial in one.partials]
     return (
-        tuple(tensors),
+        tensors,
         # In units, so that the compiler knows the alignment of rows without their strides.
-        tuple(_plain([stride // unit for stride in _strides(x)]) for x in tensors),
+        tuple(_plain([x // unit for x in stride]) for stride in strides),
         tl.constexpr(head_dim),
         lses,
         tuple(_plain(x.stride()) for x in lses if x is not None),

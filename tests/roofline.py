@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
+
 from docs.marked import parts, table_row
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring.planning.plan import Plan
@@ -116,14 +118,39 @@ def flops() -> tuple[float, float]:
     return 4 * HEADS * HEAD_DIM * pairs, 10 * HEADS * HEAD_DIM * pairs
 
 
+@cache
+def continued() -> tuple[float, float]:
+    """Bytes that kernels would move if they went on from (out, lse), forward and backward.
+
+    Those of their own output in 16 bits do not count. A running output is float32 until its last
+    launch: 2 bytes a number more are written, and 4 are read by all launches but the first. The
+    gradient of a query stays where a kernel adds it up. Sums that travel are read and written.
+    """
+    again = columns = 0
+    for plan in RING.plans():
+        visits = np.zeros(plan.num_local[0], int)
+        for step in plan.steps:
+            for tile in step.tiles:
+                visits[slice(*tile.rows)] += 1
+        again += (visits - 1).clip(min=0).sum()
+        columns += sum(len(step.cols) for step in plan.steps[1:])
+    per_row, per_column = HEADS * (6 * HEAD_DIM + 4), 2 * KV_HEADS * HEAD_DIM * 6
+    # The sum that arrives last meets no launch: it is added to this rank's own gradients.
+    arrived = 2 * KV_HEADS * HEAD_DIM * SHARD * (4 + 2 + 2)
+    return again * per_row / RANKS, columns * per_column / RANKS + arrived
+
+
 def bound(gpu: Gpu, num_parts: int | None, num_stages: int, with_waves: bool = True) -> float:
     """Speed next to one launch, of the forward or with the backward; waves may be left out."""
-    found = list(zip(counted(num_parts), flops(), gpu.flops, strict=False))[:num_stages]
-    alone = sum(work / speed for _, work, speed in found)
-    moved = sum(num_bytes for (num_bytes, _), _, _ in found) / (STREAM * gpu.memory)
-    split = gpu.split if num_stages == 2 else 0
-    waves = gpu.waves if with_waves else 1
-    return alone / (alone / waves + moved + split)
+    num_bytes = [moved for moved, _ in counted(num_parts)]
+    return speed_beside(gpu, num_bytes[:num_stages], gpu.waves if with_waves else 1)
+
+
+def speed_beside(gpu: Gpu, num_bytes: Sequence[float], waves: float) -> float:
+    """Speed next to one launch, of the forward or of both, with these bytes of each beside it."""
+    alone = sum(work / speed for work, speed, _ in zip(flops(), gpu.flops, num_bytes, strict=False))
+    split = gpu.split if len(num_bytes) == 2 else 0
+    return alone / (alone / waves + sum(num_bytes) / (STREAM * gpu.memory) + split)
 
 
 def columns_received(plans: Sequence[Plan], number: int) -> tuple[float, float]:
@@ -138,7 +165,7 @@ def columns_received(plans: Sequence[Plan], number: int) -> tuple[float, float]:
 @cache
 def received(route: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Bytes that a rank receives while it computes a step, forward and backward, and after it."""
-    plans = replace(RING, route=route).plans()
+    plans = replace(RING, strategy=route).plans()
     per_token = 2 * KV_HEADS * HEAD_DIM
     hops = [columns_received(plans, number) for number in range(RANKS)]
     # Keys and values travel in 16 bits. Sums travel in 32, beside the step after theirs.
@@ -181,6 +208,7 @@ def tables() -> dict[str, str]:
         "bytes": "\n".join(_bytes()),
         "bounds": "\n".join(_bounds()),
         "transports": "\n".join(_transports()),
+        "continued": "\n".join(_continued()),
         "host": "\n".join(_host()),
     }
 
@@ -267,6 +295,15 @@ def _transports() -> Iterator[str]:
             ", ".join(f"{x / 1e9:.0f}" for x in needed) if carrier.is_hidden else "",
             *(f"{carried(carrier, gpu, RANKS, stages):.1%}" for stages in (1, 2)),
         )
+
+
+def _continued() -> Iterator[str]:
+    forward, backward = (num_bytes / 1e9 for num_bytes in continued())
+    yield from _head("", f"{forward:.2f} GB forward", f"and {backward:.2f} GB backward")
+    for gpu in GPUS:
+        stages = range(1, len(gpu.flops) + 1)
+        cells = [f"{speed_beside(gpu, continued()[:number], gpu.waves):.1%}" for number in stages]
+        yield table_row(gpu.name, *[*cells, ""][:2])
 
 
 def _host() -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_ring.compute import merge
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.compute.memory import Accumulation
+from dtensor_ring.compute.memory import Accumulation, empty, order_of
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 from tests.rings import Ring
@@ -78,8 +78,9 @@ class Fresh(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         with self._traffic.paused():
-            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-            return torch.empty_like(q), lse
+            wide = torch.promote_types(q.dtype, torch.float32)
+            out = empty(q, (*q.shape[:3], v.shape[3]), order_of(q))
+            return out, q.new_empty(q.shape[:3], dtype=wide)
 
     def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
         if not saved.lse.is_contiguous():
@@ -126,7 +127,13 @@ def counted_passes(traffic: Traffic) -> Iterator[None]:
             written += [x for x in (one.target, one.lse) if x is not None]
         traffic.count("accumulate_sums", read, written)
 
-    # Triton itself need not be there.
+    with merging_by(fused):
+        yield
+
+
+@contextmanager
+def merging_by(fused: Callable[..., None]) -> Iterator[None]:
+    """Merges on a GPU go to this function; Triton itself need not be there."""
     module = SimpleNamespace(accumulate_sums=fused)
     with (
         patch.dict("sys.modules", {"dtensor_ring.compute.merge_triton": module}),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from math import gcd
 from typing import Any
 
 import torch
@@ -11,11 +14,20 @@ import triton.language as tl
 
 from dtensor_ring.compute.memory import Accumulation, Partial, Region
 
-# Rows of a program, which holds 16 KiB of float32 for a head dim of 128.
-BLOCK_ROWS = 32
+# The most rows of a program, and the most numbers of its result: 32 of each of its 128 threads.
+MAX_ROWS = 32
+MAX_NUMBERS = 4096
 
+# Registers that the partials and the result may fill, in bytes: 176 of 255 in each thread. The
+# others hold offsets and weights. More would spill to memory.
+REGISTER_BYTES = 88 * 1024
+
+# The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
+MAX_UNIT = 8
+
+Strides = tuple[int, ...]
 NOTHING: Region = (slice(0), slice(0), slice(0))
-NO_POINTERS = (), (), 0, (), (), None, ()
+NO_POINTERS = (), (), tl.constexpr(0), (), (), None, ()
 
 
 def accumulate_sums(*sums: Accumulation) -> None:
@@ -23,42 +35,71 @@ def accumulate_sums(*sums: Accumulation) -> None:
 
     Two sums have the same batch, heads and rows. The launch reads and writes each number once.
     """
-    one, other = sums[0], sums[-1]
+    one, *others = (_padded(x) for x in sums)
     batch, heads, rows, _ = one.target.shape
     if not one.target.shape[:3].numel():
         return
-    assert one.target.shape[:3] == other.target.shape[:3], "one grid serves both"
-    stride = one.target.stride()
+    assert all(x.target.shape[:3] == one.target.shape[:3] for x in others), "one grid serves both"
+    block_rows, block_dims = _block([one, *others])
+    strides = [[x.stride()[:3] for x in _tensors(each)] for each in (one, *others)]
+    unit = _unit([one, *others], strides)
+    other = _pointers(others[0], strides[1], unit) if others else NO_POINTERS
+    arguments: tuple[Any, ...] = (*_pointers(one, strides[0], unit), *other, heads, rows)
+    stride = strides[0][0]
     with torch.cuda.device_of(one.target):
-        _accumulate_sums[(triton.cdiv(rows, BLOCK_ROWS) * heads * batch, len(sums))](
-            *(*_pointers(one), *(NO_POINTERS if one is other else _pointers(other)), heads, rows),
-            BLOCK_ROWS=tl.constexpr(BLOCK_ROWS),
-            BLOCK_DIMS=tl.constexpr(
-                max(1, *(triton.next_power_of_2(x.target.shape[3]) for x in sums))
-            ),
+        _accumulate_sums[(triton.cdiv(rows, block_rows) * heads * batch, len(sums))](
+            *arguments,
+            BLOCK_ROWS=tl.constexpr(block_rows),
+            BLOCK_DIMS=tl.constexpr(block_dims),
+            UNIT=tl.constexpr(unit),
             # Neighbouring programs have neighbouring memory.
             HEADS_FIRST=tl.constexpr(stride[1] < stride[2]),
-            IS_PAIR=tl.constexpr(one is not other),
+            IS_PAIR=tl.constexpr(bool(others)),
             IS_WIDE=tl.constexpr(one.wide == torch.float64),
             # Triton's own default, which it warns about where it is not given.
             enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
         )
 
 
-def _pointers(one: Accumulation) -> tuple[Any, ...]:
+def _padded(one: Accumulation) -> Accumulation:
+    """Return the sum with empty partials added, so that their number is a power of two."""
+    # Triton compiles for each number of partials.
+    num_missing = triton.next_power_of_2(max(1, len(one.partials))) - len(one.partials)
+    nothing = Partial(NOTHING, one.target, one.lse)
+    return replace(one, partials=[*one.partials, *[nothing] * num_missing])
+
+
+def _tensors(one: Accumulation) -> tuple[torch.Tensor, ...]:
+    """Return the target and the partials."""
+    return one.target, *(partial.x for partial in one.partials)
+
+
+def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
+    """Return the rows and head dim of a program, powers of two. Registers bound the rows."""
+    dims = max(1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums))
+    # A thread loads from all partials before it adds the first.
+    each = max(one.wide.itemsize + sum(x.x.itemsize for x in one.partials) for one in sums)
+    rows = max(1, min(MAX_ROWS, MAX_NUMBERS // dims, REGISTER_BYTES // (dims * each)))
+    return 1 << rows.bit_length() - 1, dims
+
+
+def _unit(sums: Sequence[Accumulation], strides: Sequence[Sequence[Strides]]) -> int:
+    """Return how many numbers divide all head dims and strides: 1, 2, 4 or 8."""
+    head_dims = [one.target.shape[3] for one in sums]
+    return gcd(MAX_UNIT, *head_dims, *chain.from_iterable(chain.from_iterable(strides)))
+
+
+def _pointers(one: Accumulation, strides: Sequence[Strides], unit: int) -> tuple[Any, ...]:
     """Return the arguments of the kernel for one sum: tensors, strides, lse and sizes."""
-    # Triton compiles for each number of partials, so pad it to a power of two with empty partials.
-    num_parts = triton.next_power_of_2(max(1, len(one.partials)))
-    partials = [*one.partials, *[Partial(NOTHING, one.target, one.lse)] * num_parts][:num_parts]
-    tensors = [one.target, *(partial.x for partial in partials)]
-    head_dim = one.target.shape[3]
+    tensors, head_dim = _tensors(one), one.target.shape[3]
     assert all(x.stride(3) == 1 or head_dim == 1 for x in tensors), "last strides are 1"
-    lses = () if one.lse is None else (one.lse, *(partial.lse for partial in partials))
-    spans = [partial.spans(one.target.shape) for partial in partials]
+    lses = () if one.lse is None else (one.lse, *(partial.lse for partial in one.partials))
+    spans = [partial.spans(one.target.shape) for partial in one.partials]
     return (
-        tuple(tensors),
-        tuple(x.stride()[:3] for x in tensors),
-        head_dim,
+        tensors,
+        # In units, so that the compiler knows the alignment of rows without their strides.
+        tuple(_plain([x // unit for x in stride]) for stride in strides),
+        tl.constexpr(head_dim),
         lses,
         tuple(_plain(x.stride()) for x in lses if x is not None),
         one.sinks,
@@ -76,14 +117,14 @@ def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
 def _accumulate_sums(
     tensors,
     strides,
-    head_dim,
+    head_dim: tl.constexpr,
     lses,
     lse_strides,
     sinks,
     spans,
     other_tensors,
     other_strides,
-    other_head_dim,
+    other_head_dim: tl.constexpr,
     other_lses,
     other_lse_strides,
     other_sinks,
@@ -92,6 +133,7 @@ def _accumulate_sums(
     num_rows,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
+    UNIT: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     IS_PAIR: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -102,12 +144,12 @@ def _accumulate_sums(
             _put(
                 *(other_tensors, other_strides, other_head_dim, other_lses, other_lse_strides),
                 *(other_sinks, other_spans, num_heads, num_rows),
-                *(BLOCK_ROWS, BLOCK_DIMS, HEADS_FIRST, IS_WIDE),
+                *(BLOCK_ROWS, BLOCK_DIMS, UNIT, HEADS_FIRST, IS_WIDE),
             )
             return
     _put(
         *(tensors, strides, head_dim, lses, lse_strides, sinks, spans, num_heads, num_rows),
-        *(BLOCK_ROWS, BLOCK_DIMS, HEADS_FIRST, IS_WIDE),
+        *(BLOCK_ROWS, BLOCK_DIMS, UNIT, HEADS_FIRST, IS_WIDE),
     )
 
 
@@ -115,7 +157,7 @@ def _accumulate_sums(
 def _put(
     tensors,
     strides,
-    head_dim,
+    head_dim: tl.constexpr,
     lses,
     lse_strides,
     sinks,
@@ -124,6 +166,7 @@ def _put(
     num_rows,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
+    UNIT: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
@@ -150,7 +193,8 @@ def _put(
     for i in tl.static_range(len(spans)):
         at, is_here = _rows_of(strides[i + 1], spans[i], batch, head, rows)
         mask = is_here[:, None] & is_dim
-        x = tl.load(tensors[i + 1] + at[:, None] + dims[None, :], mask=mask, other=0.0).to(wide)
+        at = at[:, None] * UNIT + dims[None, :]
+        x = tl.load(tensors[i + 1] + at, mask=mask, other=0.0).to(wide)
         if len(lses) > 0:
             # The weight is 0 if no partial has seen the row. Without a subtraction, inf stays inf.
             lse = _lse(lses[i + 1], lse_strides[i + 1], spans[i], batch, head, rows)
@@ -158,13 +202,9 @@ def _put(
         result += x
     tl.debug_barrier()  # in place: all warps must have read before one of them writes
     if len(lses) > 0:
-        of_batch, of_head, of_row = lse_strides[0]
-        at = batch * (of_batch >> 2) + head * (of_head >> 2) + rows * (of_row >> 2)
         merged = tl.where(is_seen, base + tl.log(total), -float("inf"))
-        tl.store(lses[0] + at, merged, mask=is_row)
-    at = (
-        batch * strides[0][0] + head * strides[0][1] + rows[:, None] * strides[0][2] + dims[None, :]
-    )
+        tl.store(lses[0] + _offset(lse_strides[0], batch, head, rows), merged, mask=is_row)
+    at = _offset(strides[0], batch, head, rows)[:, None] * UNIT + dims[None, :]
     tl.store(tensors[0] + at, result.to(tensors[0].dtype.element_ty), mask=is_row[:, None] & is_dim)
 
 
@@ -192,7 +232,6 @@ def _total(lses, lse_strides, sinks, spans, batch, head, rows, wide: tl.constexp
 @triton.jit
 def _lse(lse, strides, span, batch, head, rows):
     """Load the lse of a partial; it is -inf where the partial has no rows."""
-    strides = strides[0] >> 2, strides[1] >> 2, strides[2] >> 2
     at, is_here = _rows_of(strides, span, batch, head, rows)
     return tl.load(lse + at, mask=is_here, other=-float("inf"))
 
@@ -203,5 +242,11 @@ def _rows_of(strides, span, batch, head, rows):
     first_batch, end_batch = span[0] >> 2, span[1] >> 2
     first_row, end_row = span[2] >> 2, span[3] >> 2
     end_row = tl.where(batch < first_batch, 0, tl.where(batch < end_batch, end_row, 0))
-    at = (batch - first_batch) * strides[0] + head * strides[1] + (rows - first_row) * strides[2]
+    at = _offset(strides, batch - first_batch, head, rows - first_row)
     return at, (rows >= first_row) & (rows < end_row)
+
+
+@triton.jit
+def _offset(strides, batch, head, rows):
+    """Return the offsets of rows, in the unit of the strides."""
+    return batch * (strides[0] >> 2) + head * (strides[1] >> 2) + rows * (strides[2] >> 2)

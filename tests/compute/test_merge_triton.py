@@ -1,14 +1,16 @@
-"""The one launch gives what the other passes give: in Triton's interpreter, and on a GPU."""
+"""The one launch gives what the other passes give: in Triton's interpreter, and on a GPU.
+
+`test_merge_compiled.py` reads its machine code.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from dtensor_ring.compute.merge import accumulate_sums
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which Python names since 3.13."""
 ROW = region(1, (3, 40))
 LATER = region(None, (35, 70))
 
@@ -128,9 +132,12 @@ CASES |= {
 
 
 def check(case: Case, device: str) -> None:
+    compare(case.sums(device), case.sums("cpu"))
+
+
+def compare(actual: list[Accumulation], expected: list[Accumulation]) -> None:
     from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 
-    expected, actual = case.sums("cpu"), case.sums(device)
     accumulate_sums(*expected)
     fused(*actual)
     for one, wanted in zip(actual, expected, strict=True):
@@ -149,131 +156,66 @@ def test_on_a_gpu(case: Case) -> None:
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-class NoDriver:
-    """Stands for that of a GPU, so that kernels are compiled for it without one."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-
-class Compiling:
-    """In place of the kernel: a launch is compiled, not run."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.last: Any = None
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._compile, grid=grid)
-
-    def _compile(self, *args: Any, **kwargs: Any) -> None:
-        self.last = self.kernel.warmup(*args, **kwargs)
-
-    @property
-    def number(self) -> int:
-        """Of variants."""
-        return len(self.kernel.device_caches[0][0])
-
-
-@contextmanager
-def compiling(capability: int) -> Iterator[Compiling]:
-    """The launches of a block are compiled for GPUs of that capability."""
-    from triton.runtime import driver
-
-    from dtensor_ring.compute import merge_triton
-
-    found = Compiling(merge_triton._accumulate_sums)
-    found.kernel.device_caches.clear()
-    with (
-        patch.object(driver, "_active", NoDriver(capability)),
-        patch.object(merge_triton, "_accumulate_sums", found),
-        patch.object(torch.cuda, "device_of", lambda x: nullcontext()),
-    ):
-        yield found
-    found.kernel.device_caches.clear()
-
-
-COMPILED = Case((1, 2, 70, 128), regions=(WHOLE, LATER, WHOLE), target=BF16)
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    "case",
-    [COMPILED, replace(SUM, shape=(1, 2, 70, 128), head_dims=(0, 0)), CASES["float64"]],
-    ids=["mean", "two sums", "float64"],
-)
-def test_compiles_for_gpus(case: Case, capability: int) -> None:
-    """Without one: down to machine code, with loads of 16 bytes."""
-    from dtensor_ring.compute.merge_triton import accumulate_sums as fused
-
-    with compiling(capability) as found:
-        fused(*case.sums("cpu"))
-        assert found.last.asm["cubin"]
-    lines = [line.strip() for line in found.last.asm["ptx"].splitlines()]
-    loads, stores = (
-        [n for n, line in enumerate(lines) if f"{what}.global" in line] for what in ("ld", "st")
-    )
-    if case.shape[3] == 128:
-        assert any("ld.global.v4" in line for line in lines)
-        assert any("st.global.v" in line for line in lines)
-    if case.is_mean:
-        # All warps load each lse, and one of them overwrites it.
-        assert any("bar.sync" in line for line in lines[max(loads) : min(stores)])
-
-
-@needs_triton
-@pytest.mark.parametrize("is_mean", [True, False])
-def test_lengths_compile_nothing_new(is_mean: bool) -> None:
-    """Those of a batch of documents differ from any other's."""
-    from dtensor_ring.compute.merge_triton import accumulate_sums as fused
-
-    with compiling(90) as found:
-        for rows, first in ((4096, 2048), (4097, 1), (16, 3), (33, 17), (1, 0)):
-            regions = WHOLE, region(None, (first, rows)), region(0, (0, rows - first))
-            case = replace(COMPILED, shape=(1, 2, rows, 128), regions=regions, is_mean=is_mean)
-            case = case if is_mean else replace(case, head_dims=(0, 0))
-            fused(*(sum_of(case)))
-            assert found.number == 1, (rows, first)
-        fused(*(sum_of(replace(case, regions=(WHOLE,) * 4))))
-        assert found.number == 1, "three parts are compiled as four"
-
-
-def sum_of(case: Case) -> list[Accumulation]:
-    """Of memory as kernels return it, not of regions of larger memory."""
-    sums = case.sums("cpu")
-    return [
-        replace(
-            x,
-            partials=[
-                partial if partial.lse is None else replace(partial, lse=partial.lse.contiguous())
-                for partial in x.partials
-            ],
-            target=torch.empty(x.target.transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
-        )
-        for x in sums
-    ]
-
-
 @needs_triton
 def test_by_the_interpreter() -> None:
     """In a process of its own: Triton decides when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "error", "-m", "tests.compute.test_merge_triton"]
+    options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
+    command = [sys.executable, *options, "-m", "tests.compute.test_merge_triton"]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+
+
+JUST_32_BITS = 2**29 - 8
+"""The largest stride that the kernel gets as an integer of 32 bits, as it travels times 4."""
+FAR = {
+    "batch": ((6, 1, 3, 5), 0, JUST_32_BITS),
+    "heads": ((1, 6, 3, 5), 1, JUST_32_BITS),
+    "rows": ((1, 1, 40, 5), 2, 2**26),
+    "rows of 16 bytes": ((1, 1, 40, 8), 2, 2**26),
+    "a stride": ((2, 1, 3, 8), 0, 2**31 + 2**30),
+}
+"""Shapes, and a dimension with its stride: its last index is beyond 2**31 numbers."""
+
+
+class Distant:
+    """Memory of 16 GiB. A machine gives only the pages that are touched, which are few."""
+
+    def __init__(self, dim: int, stride: int) -> None:
+        self._dim, self._stride = dim, stride
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        self._memory = torch.frombuffer(mmap.mmap(-1, 1 << 34, flags=flags), dtype=torch.uint8)
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def move(self, one: Accumulation) -> Accumulation:
+        partials = [replace(x, x=self._moved(x.x), lse=self._moved(x.lse)) for x in one.partials]
+        lse, target = self._moved(one.lse), self._moved(one.target)
+        return replace(one, target=target, partials=partials, lse=lse)
+
+    def _moved(self, x: Any) -> Any:
+        """Return the copy of a tensor, the same one each time."""
+        if x is not None and x not in self._copies:
+            strides = list(x.contiguous().stride())
+            strides[self._dim] = self._stride
+            # Tensors begin 64 KiB apart, and lie between each other's rows.
+            first = (len(self._copies) << 16) // x.itemsize
+            self._copies[x] = self._memory.view(x.dtype).as_strided(x.shape, strides, first)
+            self._copies[x].copy_(x)
+        return self._copies.get(x)
+
+
+def check_far(shape: tuple[int, int, int, int], dim: int, stride: int) -> None:
+    """Offsets that are computed in 32 bits are addresses outside of the memory."""
+    from triton.runtime.interpreter import GridExecutor
+
+    case = Case(shape, **WIDE)
+    memory = Distant(dim, stride)
+    # The interpreter would copy all the memory onto itself.
+    with patch.object(GridExecutor, "_restore_args_dev", lambda *_: None):
+        compare([memory.move(one) for one in case.sums("cpu")], case.sums("cpu"))
 
 
 if __name__ == "__main__":
     for each in CASES.values():
         check(each, "cpu")
+    for far in FAR.values():
+        check_far(*far)

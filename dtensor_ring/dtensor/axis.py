@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.agreement.group_state import meet
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotate, axis_group
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.call_check import (
+    as_flag,
     batch_of,
     check_options,
     check_tensors,
@@ -62,6 +64,10 @@ class SequenceAxis:
             supports the call.
         policy: the dtypes in which messages travel.
         transport: what moves the messages; by default the mesh's process group.
+        strict: on GPUs a call goes on while ranks compare it, so a difference is an error of the
+            next call, within a second. With `strict=True` each call waits on the host until the
+            previous rank has made the same call, and nothing is computed from other data. Calls on
+            CPUs always do. For debugging: the device may run out of work. See `docs/failures.md`.
 
     An omitted option is taken from another object of the same axis, else from the default. Later
     objects of the axis must agree with it.
@@ -88,13 +94,17 @@ class SequenceAxis:
         kernel: str | None = None,
         policy: TransferPolicy | None = None,
         transport: Transport | None = None,
+        strict: bool | None = None,
     ) -> None:
+        if strict is not None:
+            strict = as_flag("strict", strict)
         group = axis_group(mesh)
         self._config = annotate(
             mesh, as_layout(layout), strategy=strategy, kernel=kernel, policy=policy
         )
         if transport is not None:
             set_transport(group, transport)
+        meet(group, strict)
         install_handlers()
         self.mesh = mesh
         self._group_name, self._size = group.group_name, group.size()

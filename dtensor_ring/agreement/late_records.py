@@ -154,7 +154,8 @@ class LateRecords:
         self._changed = Condition()
         self._num_posted = 0
         self._last_of_previous: int | None = None
-        self._is_closed, self._said_goodbye, self._pid = False, Event(), os.getpid()
+        self._is_closed, self._pid = False, os.getpid()
+        self._says_goodbye, self._said_goodbye = False, Event()
         for work in (self._send_all, self._receive_all):
             Thread(target=work, name="dtensor_ring records", daemon=True).start()
 
@@ -196,7 +197,7 @@ class LateRecords:
         if os.getpid() != self._pid:  # a forked process shares the connections, but not the threads
             return
         if not self._is_closed:
-            self._is_closed = True
+            self._is_closed = self._says_goodbye = True
             self._queue.put(None)
             self._said_goodbye.wait(GOODBYE_TIMEOUT)
         self.abort()
@@ -220,9 +221,10 @@ class LateRecords:
                 break
             if theirs is not None:
                 self._compare(call, theirs)
-        with suppress(RuntimeError):  # the next rank may have ended before
-            self._send(_HEADER.pack(_GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
-        self._said_goodbye.set()
+        if self._says_goodbye:  # a rank that fails must not: the next one would wait in peace
+            with suppress(RuntimeError):  # the next rank may have ended before
+                self._send(_HEADER.pack(_GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
+            self._said_goodbye.set()
 
     def _send(self, message: bytes) -> None:
         # The thread keeps the message until it has left. The host does not wait for this.

@@ -78,11 +78,11 @@ def make_record_group(
         problem = ""
     except (RuntimeError, AttributeError) as error:
         problem = str(error)
-    are_there = _all_are_well(group, store, f"{prefix}/there", not problem, limit.total_seconds())
-    if not are_there:
+    # All ranks come here, but one may load or compile something first.
+    patience = max(limit.total_seconds(), CONNECT_TIMEOUT)
+    if not _all_are_well(group, store, f"{prefix}/there", not problem, patience):
         return _not_compared(group, problem or "another rank has no gloo, or does not answer")
-    connect = min(limit, timedelta(seconds=CONNECT_TIMEOUT))
-    made = None
+    made, connect = None, timedelta(seconds=CONNECT_TIMEOUT)
     try:
         made = dist.ProcessGroupGloo(
             dist.PrefixStore(prefix, store), group.rank(), group.size(), connect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,11 +108,12 @@ class SequenceAxis:
         meet(group, strict)
         install_handlers()
         self.mesh = mesh
-        self._group_name, self._size = group.group_name, group.size()
+        self._group_name, self._size, self._strict = group.group_name, group.size(), strict
 
     def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
         """Pickle the arguments: loading the object configures the axis there."""
-        how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
+        how: dict[str, Any] = {"strategy": self.strategy, "kernel": self.kernel}
+        how |= {"policy": self.policy, "strict": self._strict}
         return partial(SequenceAxis, **how), (self.mesh, self.layout)
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_ring import Mask, RingError, SequenceAxis, ring_attention
 from dtensor_ring.agreement import group_state, record_group
 from dtensor_ring.agreement.group_state import group_state_of
-from dtensor_ring.agreement.late_records import LateRecords
+from dtensor_ring.agreement.late_records import LateRecords, PostedCall
 from dtensor_ring.agreement.record_group import has_gloo, has_late_messages, time_limit_of
+from dtensor_ring.compute.kernels import KERNELS
 from tests.dense import dense_attention
+from tests.fake_cuda import fake_cuda
 from tests.faults.nccl_alone import TOLD, nccl_alone
 from tests.pool import Pool
 from tests.rings import fake_group
@@ -183,3 +187,81 @@ def call_alone() -> int:
         axis = SequenceAxis(init_device_mesh("cpu", (1,)), "zigzag")
         axis.attention(*[torch.ones(1, 2, 4, 4) for _ in range(3)])
     return post.call_count
+
+
+WAITS = {"wait", "wait_for", "join", "sleep", "synchronize", "result", "barrier", "confirm"}
+"""Functions, of Python or of C++, in which a thread may block."""
+
+
+@pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "usual"])
+def test_nothing_blocks_before_the_kernel(pool: Pool, is_strict: bool) -> None:
+    """Between the record, the first messages and the first launch of a forward, and a backward."""
+    for calls in pool.run(2, blocking_calls, is_strict):
+        assert bool(calls[0]) == is_strict, calls
+        assert bool(calls[1]) == is_strict, calls
+
+
+def blocking_calls(is_strict: bool) -> list[list[str]]:
+    """What blocks in a forward, and in a backward, from its record to its first launch."""
+    found: list[list[str]] = []
+    kernel, post = KERNELS["reference"], LateRecords.post
+
+    def begin(this: LateRecords, call: PostedCall) -> None:
+        found.append([])
+        post(this, call)
+        sys.setprofile(profile)
+
+    def profile(frame: Any, event: str, function: Any) -> None:
+        name = function.__name__ if event == "c_call" else frame.f_code.co_name
+        if event in ("call", "c_call") and name in WAITS:
+            found[-1].append(name)
+
+    def launch(called: Any, *args: Any) -> Any:
+        sys.setprofile(None)
+        return called(*args)
+
+    with (
+        nccl_alone(),
+        patch.object(LateRecords, "post", begin),
+        patch.object(type(kernel), "forward", partial(launch, kernel.forward)),
+        patch.object(type(kernel), "backward", partial(launch, kernel.backward)),
+    ):
+        mesh = init_device_mesh("cpu", (2,))
+        axis = SequenceAxis(mesh, "zigzag", kernel="reference", strict=is_strict)
+        tensors = [torch.ones(1, 2, 4, 4, requires_grad=True) for _ in range(3)]
+        axis.attention(*tensors).sum().backward()
+    return found
+
+
+def test_captured_calls_are_compared_once(pool: Pool) -> None:
+    """A graph of CUDA is compared where it is captured; nothing asks the device meanwhile."""
+    for posted, text in pool.run(2, capture_calls):
+        assert posted == [1, 2]
+        assert "they differ in scale: " in text
+
+
+def capture_calls() -> tuple[list[int], str]:
+    """The numbers of calls that were posted in a capture, and what differs in it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this would end the capture")
+
+    with (
+        nccl_alone(),
+        fake_cuda(),
+        patch.object(torch.cuda, "synchronize", refuse),
+        patch.object(torch.cuda.Event, "record", refuse),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        patch.object(LateRecords, "post", autospec=True, side_effect=LateRecords.post) as post,
+    ):
+        axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
+        tensors = [torch.ones(1, 2, 4, 4) for _ in range(3)]
+        axis.attention(*tensors)
+        state = group_state_of(dist.group.WORLD)
+        with suppress(RingError):  # the stand-in's waits may be told of it at once
+            axis.attention(*tensors, scale=0.5 + dist.get_rank())
+        posted = [call.args[1].number for call in post.call_args_list]
+        end = time.monotonic() + 10 * TOLD
+        while state.cause is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return posted, state.cause or "nothing"

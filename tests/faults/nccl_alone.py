@@ -61,9 +61,7 @@ class Untagged(Transport):
 class Arriving:
     """A message that this rank receives; a longer one is cut, a shorter one leaves the rest."""
 
-    def __init__(
-        self, owner: Untagged, group: dist.ProcessGroup, message: P2P, tag: int
-    ) -> None:
+    def __init__(self, owner: Untagged, group: dist.ProcessGroup, message: P2P, tag: int) -> None:
         self._owner, self._group, self._message, self._tag = owner, group, message, tag
         self._size = torch.zeros(8, dtype=torch.uint8)
         self._work = group.recv([self._size], message.peer, tag)
@@ -86,9 +84,7 @@ class Arriving:
 class Leaving:
     """A message that this rank sends; as NCCL, it may still be in flight when buffers come back."""
 
-    def __init__(
-        self, owner: Untagged, group: dist.ProcessGroup, message: P2P, tag: int
-    ) -> None:
+    def __init__(self, owner: Untagged, group: dist.ProcessGroup, message: P2P, tag: int) -> None:
         self._owner = owner
         content = message.flat.view(torch.uint8).clone()
         size = torch.frombuffer(bytearray(struct.pack("<Q", content.numel())), dtype=torch.uint8)

@@ -53,7 +53,12 @@ def test_equal_calls(worlds: Worlds, way: str, world_size: int) -> None:
 
 
 CHECKED = {"batch", "scale", "strategy: tokens for heads", "backward skipped", "no call"}
-SETTINGS = [(True, "contiguous", 2), (False, "zigzag", 2), (True, "zigzag", 3), (False, "zigzag", 4)]
+SETTINGS = [
+    (True, "contiguous", 2),
+    (False, "zigzag", 2),
+    (True, "zigzag", 3),
+    (False, "zigzag", 4),
+]
 
 
 @pytest.mark.parametrize(("training", "layout", "world_size"), SETTINGS[1:3])

@@ -3,9 +3,9 @@
     python benchmarks/calls.py
 
 One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Next to each
-call stands the cost on top of the kernel alone. Below the table stands what agreement adds to a call
-on GPUs, where the host does not wait for it: two ranks of this process compare calls. With ``--quick`` it takes seconds and writes to
-``out``.
+call stands the cost on top of the kernel alone. The last line says what agreement adds to a call on
+GPUs, where the host does not wait for it: two ranks of this process compare calls. With ``--quick``
+it takes seconds and writes to ``out``.
 """
 
 import statistics

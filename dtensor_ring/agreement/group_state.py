@@ -13,7 +13,6 @@ from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d

@@ -39,7 +39,7 @@ from dtensor_ring.agreement.call_record import (
 from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
 
 # Whether the text follows, and the last message of a rank that ends, or destroys its group.
-_HASH, _TEXT, _GOODBYE = range(3)
+_HASH, _TEXT, _GOODBYE = 0, 1, 2
 
 # The fields of `Header`.
 _HEADER = struct.Struct("<BQQQIII")

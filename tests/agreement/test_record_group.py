@@ -1,4 +1,4 @@
-"""The gloo group of an axis that has NCCL: all ranks make it, or none, and it ends with the axis."""
+"""The gloo group of an axis with NCCL: all ranks make it, or none, and it ends with the axis."""
 
 from __future__ import annotations
 

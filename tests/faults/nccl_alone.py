@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import struct
 import time
+from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -44,6 +46,7 @@ class Untagged(Transport):
         self._group, self._plain = group, ProcessGroupTransport(group)
         self._numbers = Counter[tuple[str, int]]()
         self.events: list[str] = []
+        self.is_aborted = False
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         self.events.append("start")
@@ -55,30 +58,44 @@ class Untagged(Transport):
         return self._numbers[side, message.peer] % NUM_TAGS
 
     def abort(self) -> None:
+        self.is_aborted = True
         self._plain.abort()
 
 
 class Arriving:
-    """A message that this rank receives; a longer one is cut, a shorter one leaves the rest."""
+    """A message that this rank receives; a longer one is cut, a shorter one leaves the rest.
+
+    A thread receives it: gloo may leave a wait alone whose group is aborted in this process while
+    the message arrives.
+    """
 
     def __init__(self, owner: Untagged, group: dist.ProcessGroup, message: P2P, tag: int) -> None:
         self._owner, self._group, self._message, self._tag = owner, group, message, tag
         self._size = torch.zeros(8, dtype=torch.uint8)
         self._work = group.recv([self._size], message.peer, tag)
-        self._is_done = False
+        self._has_ended, self._error = Event(), list[RuntimeError]()
+        start_new_thread(self._receive, ())  # `Thread.start` waits, which a test counts
 
     def wait(self) -> None:
         self._owner.events.append("wait")
-        if self._is_done:
-            return
-        self._work.wait()
-        (size,) = struct.unpack("<Q", self._size.numpy().tobytes())
-        content = torch.empty(size, dtype=torch.uint8)
-        self._group.recv([content], self._message.peer, NUM_TAGS + self._tag).wait()
-        into = self._message.flat.view(torch.uint8)
-        kept = min(size, into.numel())
-        into[:kept] = content[:kept]
-        self._is_done = True
+        while not self._has_ended.wait(0.05):
+            if self._owner.is_aborted:
+                raise RuntimeError("the connection is closed by an abort of this rank")
+        if self._error:
+            raise self._error[0]
+
+    def _receive(self) -> None:
+        try:
+            self._work.wait()
+            (size,) = struct.unpack("<Q", self._size.numpy().tobytes())
+            content = torch.empty(size, dtype=torch.uint8)
+            self._group.recv([content], self._message.peer, NUM_TAGS + self._tag).wait()
+            into = self._message.flat.detach().view(torch.uint8)
+            kept = min(size, into.numel())
+            into[:kept] = content[:kept]
+        except RuntimeError as error:
+            self._error.append(error)
+        self._has_ended.set()
 
 
 class Leaving:
@@ -133,7 +150,8 @@ def await_agreement() -> None:
 
     Groups that wait for records in each call have been told.
     """
-    late = [state for state in group_state._GROUP_STATES.values() if state.late is not None]
+    states = list(group_state._GROUP_STATES.items())  # also of an earlier world
+    late = [state for group, state in states if state.late and group_state._store_of(group)]
     end = time.monotonic() + TOLD
     while late and time.monotonic() < end and all(state.cause is None for state in late):
         time.sleep(0.01)

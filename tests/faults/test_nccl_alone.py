@@ -27,7 +27,7 @@ from tests.faults.test_faults import (
     suffer,
 )
 from tests.faults.test_orders import LAYERS, ORDERS, call_within_a_call, swap_layers
-from tests.faults.worlds import Fate, Worlds
+from tests.faults.worlds import DEADLINE, Fate, Terms, Worlds
 
 
 def sampled(names: Iterable[str], kept: set[str]) -> list[Any]:
@@ -90,8 +90,10 @@ def test_another_order_of_layers(worlds: Worlds, family: str) -> None:
     for fate in worlds.run(2, alone, swap_layers, family):
         assert fate.ended == "returned", fate
         assert fate.value is not None, "silently wrong"
-        assert fate.value.kind == "RingError", fate.value
-        assert "layer: " in fate.value.text
+        if fate.value.kind == "RingError":
+            assert "layer: " in fate.value.text
+        else:  # the plan's own collective over the group, which was aborted meanwhile
+            assert "closure" in fate.value.text or "closed" in fate.value.text, fate.value
 
 
 @pytest.mark.parametrize("direction", sampled(["forward", "backward"], {"backward"}))
@@ -155,7 +157,8 @@ def check_told(fault: Fault, fate: Fate, since: float) -> None:
 @pytest.mark.parametrize("name", sampled(RETRIES, {"3 ranks", "1 of 2 ranks"}))
 def test_retries(worlds: Worlds, name: str, direction: str) -> None:
     world_size, broken, times = RETRIES[name]
-    fates = worlds.run(world_size, alone, retry, broken, times, direction)
+    terms = Terms(deadline=2 * DEADLINE + times / 2)
+    fates = worlds.run(world_size, alone, retry, broken, times, direction, terms=terms)
     for rank, fate in enumerate(fates):
         assert fate.ended == "returned", fate
         kinds, last = fate.value

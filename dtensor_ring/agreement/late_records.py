@@ -41,14 +41,14 @@ from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
 # Whether the text follows, and the last message of a rank that ends, or destroys its group.
 _HASH, _TEXT, _GOODBYE = 0, 1, 2
 
-# The fields of `Header`.
-_HEADER = struct.Struct("<BQQQIII")
+# The fields of `Header`, and their size in bytes.
+_HEADER, _HEADER_BYTES = "<BQQQIII", 37
 
 # How many kinds of calls a rank keeps; each takes at most 2 KiB.
 MAX_KINDS = 256
 
-# Gloo has no wait without a limit.
-_FOREVER = timedelta(days=365)
+# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
+_FOREVER = 365
 
 # How long a rank that ends waits for its last message to leave, in seconds.
 GOODBYE_TIMEOUT = 1.0
@@ -143,7 +143,8 @@ class LateRecords:
     def __init__(
         self, group: dist.ProcessGroupGloo, ranks: tuple[int, ...], fail: Callable[[Failed], None]
     ) -> None:
-        self._group, self._ranks, self._fail = group, ranks, fail
+        self._group: Any = group  # torch's stubs lack `send` and `recv` of backends
+        self._ranks, self._fail = ranks, fail
         rank, size = group.rank(), group.size()
         self._rank, self._next, self._previous = rank, (rank + 1) % size, (rank - 1) % size
         self._queue: SimpleQueue[tuple[PostedCall, Header | None] | None] = SimpleQueue()
@@ -208,8 +209,7 @@ class LateRecords:
             self._is_closed = True
             self._changed.notify_all()
         self._queue.put(None)
-        group: Any = self._group
-        ProcessGroupTransport(group).abort()
+        ProcessGroupTransport(self._group).abort()
 
     def _send_all(self) -> None:
         while (posted := self._queue.get()) is not None:
@@ -223,7 +223,7 @@ class LateRecords:
                 self._compare(call, theirs)
         if self._says_goodbye:  # a rank that fails must not: the next one would wait in peace
             with suppress(RuntimeError):  # the next rank may have ended before
-                self._send(_HEADER.pack(_GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
+                self._send(struct.pack(_HEADER, _GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
             self._said_goodbye.set()
 
     def _send(self, message: bytes) -> None:
@@ -233,25 +233,25 @@ class LateRecords:
     def _message(self, call: PostedCall) -> bytes:
         header = call.header
         if header.kind in self._sent:
-            return _HEADER.pack(*header)
+            return struct.pack(_HEADER, *header)
         _keep(self._sent, header.kind, True)
-        return _HEADER.pack(*header._replace(what=_TEXT)) + call.text
+        return struct.pack(_HEADER, *header._replace(what=_TEXT)) + call.text
 
     def _receive_all(self) -> None:
-        buffer = bytearray(_HEADER.size + MAX_BYTES)
+        buffer = bytearray(_HEADER_BYTES + MAX_BYTES)
         memory = flat(buffer)
         while True:
             try:
-                self._group.recv([memory], self._previous, LATE_TAG).wait(_FOREVER)
+                self._group.recv([memory], self._previous, LATE_TAG).wait(timedelta(days=_FOREVER))
             except RuntimeError as error:
                 self._lost(self._previous, error)
                 return
-            header = Header._make(_HEADER.unpack_from(buffer))
+            header = Header._make(struct.unpack_from(_HEADER, buffer))
             if header.what == _GOODBYE:
                 self._leave(header.number)
                 return
             if header.what == _TEXT:
-                _keep(self._texts, header.kind, bytes(buffer[_HEADER.size :]))
+                _keep(self._texts, header.kind, bytes(buffer[_HEADER_BYTES:]))
             self._take(header)
 
     def _take(self, theirs: Header) -> None:

@@ -122,7 +122,7 @@ class Failed(NamedTuple):
     Attributes:
         text: the cause, for an error.
         direction: of the call, see `RingError.direction`; empty without one.
-        peer: the global rank of the other side.
+        peer: the global rank of the previous rank of the ring.
     """
 
     text: str
@@ -191,7 +191,7 @@ class LateRecords:
         call = next(iter(list(self._unconfirmed.values())), None)
         if call is not None and now - call.since > seconds:
             limit = RuntimeError(f"timed out after {seconds:.0f} s")
-            self._lost(self._previous, limit)
+            self._lost(limit)
 
     def close(self) -> None:
         """Tell the next rank that no call follows, and close the connections."""
@@ -216,8 +216,9 @@ class LateRecords:
             call, theirs = posted
             try:
                 self._send(self._message(call))
-            except RuntimeError as error:
-                self._lost(self._next, error)
+            except RuntimeError:
+                # The next rank may have made its last call and left, which is no failure. If it
+                # died, the rank after it notices, and so on around the ring.
                 break
             if theirs is not None:
                 self._compare(call, theirs)
@@ -244,7 +245,7 @@ class LateRecords:
             try:
                 self._group.recv([memory], self._previous, LATE_TAG).wait(timedelta(days=_FOREVER))
             except RuntimeError as error:
-                self._lost(self._previous, error)
+                self._lost(error)
                 return
             header = Header._make(struct.unpack_from(_HEADER, buffer))
             if header.what == _GOODBYE:
@@ -273,7 +274,7 @@ class LateRecords:
         here, there = self._ranks[self._rank], self._ranks[self._previous]
         theirs_text = renumbered(text, theirs.number, theirs.forward_call)
         listed = difference_text(call.text, theirs_text, here, there)
-        self._end(f"{listed}, {call}", call, self._previous)
+        self._end(f"{listed}, {call}", call)
 
     def _leave(self, last: int) -> None:
         """Note that the previous rank makes no call after that number."""
@@ -289,17 +290,18 @@ class LateRecords:
             f"rank {here} got no answer of rank {there}, {call}: it ended, or destroyed its group, "
             f"after call {self._last_of_previous:,}"
         )
-        self._end(text, call, self._previous)
+        self._end(text, call)
 
-    def _lost(self, peer: int, error: RuntimeError) -> None:
+    def _lost(self, error: RuntimeError) -> None:
+        """Fail, as the connection to the previous rank does, or its record is late."""
         call = next(iter(list(self._unconfirmed.values())), None)
-        here, there = self._ranks[self._rank], self._ranks[peer]
+        here, there = self._ranks[self._rank], self._ranks[self._previous]
         where = f"after call {self._num_posted:,} of the group" if call is None else str(call)
         waited = 0.0 if call is None else time.monotonic() - call.since
         text = f"rank {here} got no answer of rank {there} within {waited:.2f} s, {where}: "
-        self._end(text + reason_of(error), call, peer)
+        self._end(text + reason_of(error), call)
 
-    def _end(self, text: str, call: PostedCall | None, peer: int) -> None:
+    def _end(self, text: str, call: PostedCall | None) -> None:
         """Report the first failure; those that follow from it are none."""
         with self._changed:
             if self._is_closed:
@@ -307,7 +309,7 @@ class LateRecords:
             self._is_closed = True
             self._changed.notify_all()
         direction = "" if call is None else call.direction
-        self._fail(Failed(text, direction, self._ranks[peer]))
+        self._fail(Failed(text, direction, self._ranks[self._previous]))
 
 
 def _keep(kinds: dict[tuple[int, ...], Any], kind: tuple[int, ...], value: Any) -> None:

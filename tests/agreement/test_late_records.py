@@ -148,6 +148,19 @@ def test_a_rank_that_ends_says_goodbye() -> None:
     assert "it ended, or destroyed its group, after call 1" in text
 
 
+def test_the_next_rank_may_leave_first() -> None:
+    """It made all calls: that the last record does not reach it any more is no failure."""
+    with ring(3) as ranks:
+        for rank in ranks:
+            rank.call()
+        assert all(rank.confirm(DEADLINE) for rank in ranks)
+        ranks[1].close()
+        until(lambda: ranks[2]._last_of_previous == 1)
+        ranks[0].call()
+        assert not ranks[0].confirm(0.2)
+        assert not ranks[0].failures
+
+
 def test_a_rank_that_ends_too_early() -> None:
     with ring(2) as (first, last):
         last.call()

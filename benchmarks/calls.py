@@ -3,12 +3,17 @@
     python benchmarks/calls.py
 
 One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Next to each
-call stands the cost on top of the kernel alone. With ``--quick`` it takes seconds and writes to
-``out``.
+call stands the cost on top of the kernel alone. The last line says what agreement adds to a call on
+GPUs, where the host does not wait for it: two ranks of this process compare calls. With ``--quick``
+it takes seconds and writes to ``out``.
 """
 
+import statistics
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -21,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
 from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence
+from dtensor_ring.agreement.call_record import CallRecord, CallSite
+from dtensor_ring.agreement.group_state import GroupState
+from dtensor_ring.agreement.late_records import Failed, LateRecords, PostedCall
 
 SHAPE = 1, 4, 16, 8
 DOCUMENTS = torch.tensor([0, 3, 9, 16], dtype=torch.int32)
@@ -70,7 +78,34 @@ def measure(name: str, call: Call, seconds: float) -> Cost:
     return Cost(name, *(1e6 * time.median for time in times))
 
 
-def report(console: Console, costs: list[Cost]) -> None:
+def agreement(num_calls: int) -> float:
+    """Microseconds of the host that a call adds whose record it does not wait for, a median."""
+    store, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as threads:
+        groups = threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))
+    one, other = (LateRecords(group, (0, 1), refuse) for group in groups)
+    state, record = GroupState((0, 1), sends_records=True), CallRecord({"scale": "0.5"})
+    site, times = CallSite("train.py:12 in step", "layers.0", "R, S(2)"), []
+    for number in range(1, num_calls + 1):
+        begin = time.perf_counter()
+        state.check()
+        one.post(PostedCall(record, number, 0, site, "forward", time.monotonic()))
+        state.check()
+        times.append(time.perf_counter() - begin)
+        other.post(PostedCall(record, number, 0, site, "forward", time.monotonic()))
+        time.sleep(0.001)  # the kernels of a layer
+    if not one.confirm(60):
+        raise RuntimeError("the calls were not confirmed")
+    for rank in (one, other):
+        rank.close()
+    return 1e6 * statistics.median(times)
+
+
+def refuse(failed: Failed) -> None:
+    raise RuntimeError(failed.text)
+
+
+def report(console: Console, costs: list[Cost], agreed: float) -> None:
     """Print what was measured, in Markdown."""
     console.print(f"\nMicroseconds, medians; one rank, float32, (B, N, S, H) = {SHAPE}.\n")
     numbers = ("forward", "on top of the kernel", "with backward", "on top of the kernel")
@@ -80,6 +115,9 @@ def report(console: Console, costs: list[Cost]) -> None:
         columns = cost.forward, cost.forward - kernel.forward, cost.both, cost.both - kernel.both
         table.add_row(cost.name, *(f"{x:.0f}" for x in columns))
     console.print(table)
+    console.print(
+        f"\nAgreement adds {agreed:.1f} us to a call where the host does not wait for it.\n"
+    )
 
 
 def main() -> None:
@@ -91,8 +129,10 @@ def main() -> None:
     about = origin()
     costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
     dist.destroy_process_group()
-    measured = {"costs": [asdict(cost) for cost in costs]}
-    publish("calls", "Calls on CPUs", quick, about, measured, partial(report, costs=costs))
+    agreed = agreement(300 if quick else 3000)
+    measured = {"costs": [asdict(cost) for cost in costs], "agreement": agreed}
+    show = partial(report, costs=costs, agreed=agreed)
+    publish("calls", "Calls on CPUs", quick, about, measured, show)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,8 @@ OLDEST = {
         "test_a_difference_is_named_on_every_rank",
         "test_two_threads_on_one_group",
     ],
+    "agreement/test_late_records.py": ["test_a_lost_connection_is_told_around_the_ring"],
+    "agreement/test_record_group.py": ["test_made_once_and_ended_with_the_group"],
     "transport/test_rotation.py": ["test_rotation[zigzag]"],
 }
 """Those that `.ci/run` has with the oldest torch, by file: each way to a ring, compiled or not.

@@ -50,6 +50,7 @@ class CallRecord:
 
     Attributes:
         fields: name and value of everything on which the ranks must agree.
+        digest: a hash of them, 64 bits.
 
     >>> one, other = CallRecord({"scale": "0.5"}), CallRecord({"scale": "0.25"})
     >>> differences(one.message(1, 0), other.message(1, 0))
@@ -59,7 +60,7 @@ class CallRecord:
     def __init__(self, fields: dict[str, str]) -> None:
         self.fields = fields
         text = "\n".join([f"{name}: {value}" for name, value in fields.items()]).encode()
-        self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        self.digest: int = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         # The digest covers the whole text, also a part that is cut off. A zero ends the text.
         self._template = bytes(_HEAD_BYTES) + text[: MAX_BYTES - _HEAD_BYTES - 1] + b"\0"
 
@@ -78,13 +79,13 @@ class CallRecord:
         line, layer, placements = call_site
         # Layer names differ at their end, so the last 64 bytes are kept.
         texts = line.encode(), layer.encode()[-64:], placements.encode()
-        struct.pack_into(_HEAD, message, 0, number, forward_call, self._digest, *texts)
+        struct.pack_into(_HEAD, message, 0, number, forward_call, self.digest, *texts)
         return message
 
     def tag(self, number: int, forward_call: int) -> int:
         """Return the tag of the call's other messages; two calls rarely share one."""
         # The multipliers spread small numbers over all bits.
-        mixed = self._digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ forward_call * 0xC2B2_AE3D_27D4_EB4F
+        mixed = self.digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ forward_call * 0xC2B2_AE3D_27D4_EB4F
         return (mixed >> 16) % ABORT_TAG
 
 
@@ -107,6 +108,32 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     # The digest is reported only if no field differs.
     found = [x for x in found if x[1] != x[2]]
     return [x for x in found if x[0] != _DIGEST] or found
+
+
+def difference_text(
+    mine: bytes | bytearray, theirs: bytes | bytearray, here: int, there: int
+) -> str:
+    """Describe in what the calls of two ranks differ; empty if they are the same call.
+
+    Args:
+        mine: the record of this rank's call.
+        theirs: the record of the other rank's call.
+        here: the global rank of this rank.
+        there: the global rank of the other rank.
+    """
+    differing = differences(mine, theirs)
+    listed = "; ".join(
+        f"{name}: {one} on rank {here}, {other} on rank {there}" for name, one, other in differing
+    )
+    same = "the ranks of a ring must make the same call"
+    return f"{same}, they differ in {listed}" if listed else ""
+
+
+def renumbered(message: bytes, number: int, forward_call: int) -> bytearray:
+    """Return a record of a call of the same kind, with its own numbers, see `message`."""
+    record = bytearray(message)
+    struct.pack_into("<QQ", record, 0, number, forward_call)
+    return record
 
 
 _DIGEST = "what does not fit into the record"

@@ -18,7 +18,7 @@ from dtensor_ring.agreement.call_record import (
     CallRecord,
     RecvBuffer,
     RingError,
-    differences,
+    difference_text,
     flat,
     reason_of,
 )
@@ -29,6 +29,7 @@ from dtensor_ring.agreement.group_state import (
     GroupState,
     group_state_of,
 )
+from dtensor_ring.agreement.late_records import LateRecords, PostedCall
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
     P2P,
@@ -142,6 +143,8 @@ def checked_transport(
     is_small = first_bytes is not None and first_bytes <= MAX_PAYLOAD
     is_plain = keeps_tags and type(transport) is ProcessGroupTransport
     piggybacks = is_small and (is_plain or not first_bytes)
+    if state.late is not None and not keeps_tags:
+        piggybacks = False  # the host does not wait for records, so they can carry nothing
     how = record, direction, forward_call, call_site, piggybacks, chain
     return CheckedTransport(group, state, transport, keeps_tags, *how)
 
@@ -176,8 +179,12 @@ class CheckedTransport(Transport):
         self._record_works: list[PendingWork] = []
         self._peer_records: dict[int, RecordWork] = {}  # by peer
         # Records go by the process group, whatever transport moves the other messages.
-        is_plain = type(transport) is ProcessGroupTransport
-        self._record_transport = transport if is_plain else ProcessGroupTransport(group)
+        own = state.record_group
+        is_plain = own is None and type(transport) is ProcessGroupTransport
+        by: Any = group if own is None else own
+        self._record_transport = transport if is_plain else ProcessGroupTransport(by)
+        # The host must not wait for a device's messages, see Note [Late records].
+        self._is_late = state.late is not None and not keeps_tags
         self._in_flight: list[PendingWork] = []
 
     def __enter__(self) -> Self:
@@ -193,13 +200,22 @@ class CheckedTransport(Transport):
             self._tag = self._record.tag(self._number, self._forward_call)
             if self._chain is not None:
                 self._tag = self._chain.tag
-            self._receive_records()
-            if not self._piggybacks:
-                self._send_record()
+            if state.late is not None:
+                self._post(state.late)
+            if not self._is_late:
+                self._receive_records()
+                if not self._piggybacks:
+                    self._send_record()
         except BaseException:
             state.end()
             raise
         return self
+
+    def _post(self, late: LateRecords) -> None:
+        """Post the record of this call, whether or not the host waits for records, too."""
+        what = self._record, self._number, self._forward_call, self._call_site, self._direction
+        late.post(PostedCall(*what, time.monotonic()))
+        self._state.check()  # the previous rank may have left before this call
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -298,6 +314,10 @@ class CheckedTransport(Transport):
 
     def _agree(self) -> None:
         """Wait for the records, unless `start` has handed them to the caller."""
+        if self._is_late:
+            if self._state.is_strict:
+                self._state.confirm(self._group)
+            return
         if self._piggybacks:
             self._send_record()  # no message was started that the record could carry
         record_works, self._record_works = self._record_works, []
@@ -312,16 +332,11 @@ class CheckedTransport(Transport):
         """
         if theirs.startswith(self._mine):
             return
-        differing = differences(self._mine, theirs)
-        if not differing:
-            return
         ranks, rank = self._state.ranks, self._group.rank()
-        here, there = ranks[rank], ranks[peer]
-        listed = "; ".join(
-            f"{name}: {mine} on rank {here}, {theirs} on rank {there}"
-            for name, mine, theirs in differing
-        )
-        text = f"the ranks of a ring must make the same call, they differ in {listed}"
+        there = ranks[peer]
+        text = difference_text(self._mine, theirs, ranks[rank], there)
+        if not text:
+            return
         self._shut_down(text)
         raise self._error(text, peer=there)
 
@@ -361,10 +376,7 @@ class CheckedTransport(Transport):
 
     def _shut_down(self, text: str) -> str:
         """Close the group, so no rank waits for this one, and return the first cause."""
-        self._state.cause = self._failure_store().first_cause(text)
-        self._transport.abort()
-        self._record_transport.abort()
-        return self._state.cause
+        return self._state.shut_down(text, self._group, self._transport, self._record_transport)
 
     def _failure_store(self) -> FailureStore:
         return FailureStore(self._group, self._state.epoch)

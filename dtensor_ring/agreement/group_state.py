@@ -11,15 +11,22 @@ import time
 from collections.abc import Callable
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring.agreement.call_record import RecvBuffer, RingError
+from dtensor_ring.agreement.late_records import Failed, LateRecords
+from dtensor_ring.agreement.record_group import (
+    has_gloo,
+    has_late_messages,
+    make_record_group,
+    time_limit_of,
+)
+from dtensor_ring.transport.transport import Transport, transport_of
 
 T = TypeVar("T")
 
@@ -162,6 +169,7 @@ class Watch:
     def _look(self) -> None:
         while True:
             time.sleep(PERIOD)
+            _look_at_groups(time.monotonic())
             for text in self.due(time.monotonic()):
                 _LOG.warning("%s; init_process_group(timeout=...) sets the limit", text)
 
@@ -187,11 +195,29 @@ class GroupState:
         ranks: the global ranks of the group.
         sends_records: whether the group can send call records.
         epoch: of the group, see `epoch_of`.
+        record_group: the gloo group of call records, if they do not go by the group itself, see
+            Note [Record group].
+
+    Attributes:
+        late: the records that the host does not wait for; `None` if it waits for all.
+        is_strict: whether the host waits for the records of `late`, too.
+        cause: why the group was shut down; `None` if it was not.
     """
 
-    def __init__(self, ranks: tuple[int, ...], sends_records: bool, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        sends_records: bool,
+        epoch: int = 0,
+        record_group: dist.ProcessGroupGloo | None = None,
+    ) -> None:
         self.ranks, self.sends_records, self.epoch = ranks, sends_records, epoch
+        self.record_group = record_group
+        self.late: LateRecords | None = None
+        self.is_strict = False
         self.cause: str | None = None
+        self._failed = Failed("", "", -1)
+        self._abort_lock, self._is_aborted = Lock(), False
         self.is_announced = False
         self.number = 0
         self._lock = Lock()
@@ -219,11 +245,71 @@ class GroupState:
             RingError: with the first cause.
         """
         if self.cause is not None:
+            _, direction, peer = self._failed
             raise RingError(
                 f"the group of the ring {list(self.ranks)} takes no more calls since {self.cause}; "
                 f"{RENEW}",
                 ring=self.ranks,
+                direction=direction,
+                peer=None if peer < 0 else peer,
             )
+
+    def shut_down(self, text: str, group: dist.ProcessGroup, *transports: Transport) -> str:
+        """Note the first cause, end the waits of all ranks for this one, and return the cause.
+
+        Args:
+            text: the cause as this rank knows it; another rank may know an earlier one.
+            group: the group of this state.
+            transports: what moves messages and call records.
+        """
+        self.cause = FailureStore(group, self.epoch).first_cause(text)
+        with self._abort_lock:
+            # A thread of `late` may be here, too, and NCCL is aborted once.
+            if self.late is None or not self._is_aborted:
+                self._is_aborted = True
+                if self.late is not None:
+                    self.late.abort()  # first, as it tells the other ranks
+                for transport in transports:
+                    transport.abort()
+        return self.cause
+
+    def fail(self, failed: Failed, group: dist.ProcessGroup) -> None:
+        """Shut the group down for `late`, in a thread of it; the host raises in its next call."""
+        if _store_of(group) is None and self.late is not None:  # destroyed here: nobody waits
+            self.late.abort()
+            return
+        self._failed = failed
+        cause = self.shut_down(failed.text, group, transport_of(group))
+        _LOG.error("the group of the ring %s is shut down: %s", list(self.ranks), cause)
+
+    def confirm(self, group: dist.ProcessGroup) -> None:
+        """Wait until the previous rank has confirmed all calls of `late`.
+
+        Raises:
+            RingError: if ranks differ, one of them ended, or the time limit is over.
+        """
+        if self.late is None:
+            return
+        seconds = time_limit_of(group).total_seconds()
+        if not self.late.confirm(seconds):
+            self.late.check_time(time.monotonic() + 1.0, seconds)
+            self._await_cause()
+            self.check()
+
+    def _await_cause(self) -> None:
+        """Wait for the thread that shuts the group down."""
+        end = time.monotonic() + 2 * STORE_TIMEOUT + 1.0
+        while self.cause is None and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def look(self, group: dist.ProcessGroup, now: float) -> None:
+        """End `late` with its group, or if a record does not come; called every few seconds."""
+        if self.late is None or self.cause is not None:
+            return
+        if _store_of(group) is None:  # destroyed, but still referenced
+            self.late.close()
+        else:
+            self.late.check_time(now, time_limit_of(group).total_seconds())
 
     def end(self) -> None:
         """End the current call."""
@@ -251,23 +337,57 @@ class GroupState:
 
 
 def group_state_of(group: dist.ProcessGroup) -> GroupState:
-    """Return the state of a group; the first call creates it."""
+    """Return the state of a group; the first call creates it.
+
+    The first call meets those of all other ranks if the group has NCCL: they make a group for their
+    records.
+    """
     found = _GROUP_STATES.get(group)
     if found is None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        sends_records = _sends_records(group)
-        epoch = epoch_of(group) if sends_records else 0
         WATCH.start()
-        found = _GROUP_STATES.setdefault(group, GroupState(ranks, sends_records, epoch))
+        found = _GROUP_STATES.setdefault(group, _new_state(group))
     return found
 
 
-def _sends_records(group: dist.ProcessGroup) -> bool:
-    """Return whether the group has gloo for CPU tensors; pure NCCL and fake groups do not."""
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        return False
+def meet(group: dist.ProcessGroup, is_strict: bool | None = None) -> None:
+    """Make the state of a group with NCCL before its first call; all ranks come here.
+
+    Args:
+        group: the group.
+        is_strict: see `GroupState.is_strict`; `None` leaves it as it is.
+    """
+    if group.size() > 1 and has_late_messages(group):
+        state = group_state_of(group)
+        state.is_strict = state.is_strict if is_strict is None else is_strict
+
+
+def _look_at_groups(now: float) -> None:
+    """Let the states of all groups look; nothing here may keep a group alive afterwards."""
+    for alive in _GROUP_STATES.keyrefs():
+        group = alive()
+        state = None if group is None else _GROUP_STATES.get(group)
+        if group is not None and state is not None:
+            state.look(group, now)
+
+
+def _new_state(group: dist.ProcessGroup) -> GroupState:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    has_own, is_late = has_gloo(group), has_late_messages(group) and len(ranks) > 1
+    epoch = epoch_of(group) if has_own or is_late else 0
+    made = make_record_group(group, _store_of(group), epoch) if is_late else None
+    state = GroupState(ranks, has_own or made is not None, epoch, made)
+    if made is not None:
+        known, alive = ref(state), ref(group)
+
+        def fail(failed: Failed) -> None:
+            state, group = known(), alive()
+            if state is not None and group is not None:
+                state.fail(failed, group)
+
+        state.late = LateRecords(made, ranks, fail)
+        # Also called when the interpreter ends: the other ranks take a silent end for a failure.
+        finalize(group, state.late.close)
+    return state
 
 
 # A state ends with its group.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.agreement.group_state import meet
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor import call_check, sequence
 from dtensor_ring.dtensor.annotation import annotate, axis_group
@@ -52,6 +54,10 @@ class SequenceAxis:
         policy: the dtypes in which messages travel, and whether copy engines move them.
         transport: what moves the messages; by default the mesh's process group, or what the policy
             names.
+        strict: on GPUs a call goes on while ranks compare it, so a difference is an error of the
+            next call, within a second. With `strict=True` each call waits on the host until the
+            previous rank has made the same call, and nothing is computed from other data. Calls on
+            CPUs always do. For debugging: the device may run out of work. See `docs/failures.md`.
 
     An omitted option is taken from another object of the same axis, else from the default. Later
     objects of the axis must agree with it.
@@ -78,7 +84,10 @@ class SequenceAxis:
         kernel: str | None = None,
         policy: TransferPolicy | None = None,
         transport: Transport | None = None,
+        strict: bool | None = None,
     ) -> None:
+        if strict is not None:
+            strict = call_check.as_flag("strict", strict)
         group = axis_group(mesh)
         self._config = annotate(
             mesh, as_layout(layout), strategy=strategy, kernel=kernel, policy=policy
@@ -87,13 +96,15 @@ class SequenceAxis:
             set_transport(group, transport)
         if self.policy.transport == "symmetric":
             use_symmetric(group)
+        meet(group, strict)
         sequence.install_handlers()
         self.mesh = mesh
-        self._group_name, self._size = group.group_name, group.size()
+        self._group_name, self._size, self._strict = group.group_name, group.size(), strict
 
     def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
         """Pickle the arguments: loading the object configures the axis there."""
-        how = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
+        how: dict[str, Any] = {"strategy": self.strategy, "kernel": self.kernel}
+        how |= {"policy": self.policy, "strict": self._strict}
         return partial(SequenceAxis, **how), (self.mesh, self.layout)
 
     @property

@@ -124,8 +124,9 @@ def checked_barrier(group: ProcessGroup, direction: str, here: dict[str, str]) -
     """Return a context at whose end the ranks of a group compare descriptions.
 
     The comparison is checked like a call of the ring: if a rank is in an attention instead, or
-    leaves the context with an error, no rank waits for it. A group without call records (pure NCCL)
-    only compares the descriptions, and ranks wait until the time limit of the group.
+    leaves the context with an error, no rank waits for it. A group without call records (NCCL,
+    where gloo finds no network) only compares the descriptions, and ranks wait until the time limit
+    of the group.
 
     Raises:
         RingError: on every rank, if ranks differ, or some raise.

@@ -166,8 +166,9 @@ class Transport(ABC):
         """
 
 
-# The tag of call records, and of a message that nobody sends. All other tags are smaller.
-RECORD_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE
+# The tags of call records, of records that no host waits for, and of a message that nobody sends.
+# All other tags are smaller.
+RECORD_TAG, LATE_TAG, ABORT_TAG = 0x7FFF_FFFF, 0x7FFF_FFFE, 0x7FFF_FFFD
 
 
 class ProcessGroupTransport(Transport):

@@ -110,7 +110,11 @@ FUNCTIONS: dict[str, Function] = {
 FUNCTIONS |= {
     name: Function(without_mesh(getattr(ring, name)), right, check)
     for name, right, check in (
-        ("SequenceAxis", MESH | AXIS | {"transport": just(None)}, nothing),
+        (
+            "SequenceAxis",
+            MESH | AXIS | {"transport": just(None), "strict": just(None, True, False)},
+            nothing,
+        ),
         ("sequence_layout", MESH, nothing),
         (
             "ShardedCache",

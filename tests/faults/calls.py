@@ -25,6 +25,7 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention, largest
+from tests.faults.nccl_alone import await_agreement
 from tests.faults.worlds import Failure, Log, failure_of
 from tests.rings import runs_of
 from tests.slices import shown
@@ -228,6 +229,7 @@ def ending_of(log: Log, one_step: Callable[[], float], num_steps: int = 1) -> En
     try:
         for _ in range(num_steps):
             ending.error = largest([ending.error, one_step()])
+        await_agreement()
     except (RuntimeError, ValueError) as error:
         log("told")
         ending.failure = failure_of(error)

@@ -16,13 +16,16 @@ from docs.marked import parts, table_row
 from tests.faults.calls import make
 from tests.faults.decoding import DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES
+from tests.faults.nccl_alone import alone
 from tests.faults.test_faults import FAULTS, VICTIM, suffer
+from tests.faults.test_nccl_alone import SUITED
 from tests.faults.worlds import Failure, Fate, Worlds
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "failures.md"
 MARKERS = "<!-- {}: written by tests/faults/page.py -->\n", "<!-- end of {} -->\n"
 
-RIGHT, SAME = "right", "the same"
+RIGHT, SAME, NOT_TRIED = "right", "the same", "not tried"
+ALONE = "NCCL alone"
 SHOWN = (
     "killed, forward",
     "kernel, caught",
@@ -45,11 +48,13 @@ LONGEST = 300
 def tables(worlds: Worlds) -> dict[str, str]:
     """Each table in Markdown."""
     return {
-        "faults": _table(["what happens to rank 1", "rank 1", "the others"], _faults(worlds)),
-        "differences": _table(
-            ["rank 0, the others", "training", "inference"], _differences(worlds)
+        "faults": _table(
+            ["what happens to rank 1", "rank 1", "the others", ALONE], _faults(worlds)
         ),
-        "decoding": _table(["rank 0, the others", "what rank 1 raises"], _decoding(worlds)),
+        "differences": _table(
+            ["rank 0, the others", "training", "inference", ALONE], _differences(worlds)
+        ),
+        "decoding": _table(["rank 0, the others", "what rank 1 raises", ALONE], _decoding(worlds)),
     }
 
 
@@ -61,21 +66,39 @@ def _differences(worlds: Worlds) -> Iterator[list[str]]:
             calls = difference.calls("contiguous", 2)
             fates = worlds.run(2, make, calls, ("plain",) * 2, training)
             cells.append(_cell(fates[-1].value.failure))
-        yield cells if cells[1] != cells[2] else [*cells[:2], SAME]
+        fates = worlds.run(2, alone, make, difference.calls("contiguous", 2), ("plain",) * 2, True)
+        last = _alone(fates[-1].value.failure, difference.reported)
+        yield [*cells[:2], cells[2] if cells[1] != cells[2] else SAME, last]
 
 
 def _decoding(worlds: Worlds) -> Iterator[list[str]]:
     """What the last of two ranks is told."""
     for name, difference in DECODED.items():
-        fates = worlds.run(2, decode_as, difference.by_rank(Decoding(), 2))
-        yield [name, _cell(fates[-1].value.failure)]
+        cases = difference.by_rank(Decoding(), 2)
+        cells = [name, _cell(worlds.run(2, decode_as, cases)[-1].value.failure)]
+        if name in SUITED:
+            failure = worlds.run(2, alone, decode_as, cases)[-1].value.failure
+            reported = "rank 0" if difference.spares_rank_0 else difference.reported
+            cells.append(_alone(failure, reported))
+        yield cells if name in SUITED else [*cells, NOT_TRIED]
 
 
 def _faults(worlds: Worlds) -> Iterator[list[str]]:
     for name in SHOWN:
         fault = FAULTS[name]
         fates = worlds.run(fault.world_size, suffer, fault, terms=fault.terms)
-        yield [name, _victim(fates[VICTIM]), _cell(fates[0].value.first)]
+        cells = [name, _victim(fates[VICTIM]), _cell(fates[0].value.first)]
+        fates = worlds.run(fault.world_size, alone, suffer, fault, terms=fault.terms)
+        yield [*cells, _alone(fates[0].value.first, fault.reported)]
+
+
+def _alone(failure: Failure | None, reported: str | None) -> str:
+    """What a rank is told if its group has NCCL alone: the same, with the call in place of a step.
+
+    Which rank is first, and so whose words all ranks quote, is different from run to run.
+    """
+    is_same = failure is not None and re.search(reported or "", failure.text)
+    return SAME if is_same and failure.kind == "RingError" else _cell(failure)
 
 
 def _victim(fate: Fate) -> str:

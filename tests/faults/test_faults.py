@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring import Mask
+from dtensor_ring import Mask, SequenceAxis
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.decode.cache import CacheLayer
 from tests.faults.breaking import at_call, at_launch, break_kernel, kill, leave, patience, stop
@@ -182,6 +182,7 @@ def check_new_world(worlds: Worlds, members: list[int], pids: list[int]) -> None
 def suffer(log: Log, fault: Fault) -> Reported:
     """Steps of training, until this rank is told that rank 1 has a fault."""
     mesh, is_victim = init_device_mesh("cpu", (fault.world_size,)), dist.get_rank() == VICTIM
+    SequenceAxis(mesh, "contiguous")  # here ranks meet, if they have NCCL alone
 
     if dist.get_rank() == fault.late:
         sleep(1.0)

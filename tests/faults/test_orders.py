@@ -20,6 +20,7 @@ from dtensor_ring import ContextParallel, Mask
 from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, plain, step
 from tests.faults.differences import BOTH, LINE, Difference
+from tests.faults.nccl_alone import await_agreement
 from tests.faults.test_differences import check
 from tests.faults.test_faults import live_on
 from tests.faults.worlds import Failure, Log, Worlds, failure_of
@@ -84,6 +85,7 @@ def swap_layers(log: Log, family: str) -> Failure | None:
         swap()
     try:
         run()
+        await_agreement()
     except RuntimeError as error:
         return failure_of(error)
     return None

@@ -1,0 +1,319 @@
+"""Call records that the host does not wait for: ranks compare them while the devices compute.
+
+Note [Late records]: on a GPU the host runs ahead of the device, so it must not wait for another
+rank. A call of such a group puts its record into a queue and goes on. One thread sends the records
+to the next rank of the ring. Another thread always has a receive posted for the next record of the
+previous rank: it compares what arrives, and it notices if that rank dies or gives up. On a
+difference, or a closed connection, it stores the first cause, aborts the group's own messages, so
+that no device waits for one that never comes, and closes its connections. So the rank after it
+notices, too, and so on around the ring. The host raises at its next call, or wait, of the group.
+
+A record has `_HEADER` only, if the same kind of call was made before: digest, call site, and the
+two numbers. The first time the text follows, which names what differs. Both ranks keep the last
+`MAX_KINDS` kinds, in the order in which they were sent, so they know the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Condition, Event, Thread
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch.distributed as dist
+
+from dtensor_ring.agreement.call_record import (
+    MAX_BYTES,
+    CallRecord,
+    difference_text,
+    flat,
+    reason_of,
+    renumbered,
+)
+from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
+
+# Whether the text follows, and the last message of a rank that ends, or destroys its group.
+_HASH, _TEXT, _GOODBYE = 0, 1, 2
+
+# The fields of `Header`, and their size in bytes.
+_HEADER, _HEADER_BYTES = "<BQQQIII", 37
+
+# How many kinds of calls a rank keeps; each takes at most 2 KiB.
+MAX_KINDS = 256
+
+# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
+_FOREVER = 365
+
+# How long a rank that ends waits for its last message to leave, in seconds.
+GOODBYE_TIMEOUT = 1.0
+
+
+class PostedCall(NamedTuple):
+    """A call of this rank, with the arguments of `CallRecord.message`.
+
+    Attributes:
+        record: the record of the call.
+        number: the number of the call, counted on its group.
+        forward_call: the number of the forward call that a backward call belongs to, or 0.
+        call_site: the call site, see `CallSite`.
+        direction: what the ranks do, see `RingError.direction`.
+        since: when it began, by `time.monotonic`.
+    """
+
+    record: CallRecord
+    number: int
+    forward_call: int
+    call_site: tuple[str, str, str]
+    direction: str
+    since: float
+
+    def __str__(self) -> str:
+        line = f", {self.call_site[0]}" if self.call_site[0] else ""
+        return f"in {self.direction}, call {self.number:,} of the group{line}"
+
+    @property
+    def header(self) -> Header:
+        """The header; a part of the call site that is not known is 0 there."""
+        site = [(crc32(text.encode()) or 1) if text else 0 for text in self.call_site]
+        return Header(_HASH, self.number, self.forward_call, self.record.digest, *site)
+
+    @property
+    def text(self) -> bytearray:
+        """The whole record."""
+        return self.record.message(self.number, self.forward_call, self.call_site)
+
+
+class Header(NamedTuple):
+    """What two ranks compare of a call.
+
+    >>> one = Header(_HASH, 7, 3, 99, 0, 5, 6)
+    >>> one.agrees_with(one._replace(line=4)), one.agrees_with(one._replace(digest=98))
+    (True, False)
+    """
+
+    what: int
+    number: int
+    forward_call: int
+    digest: int
+    line: int
+    layer: int
+    placements: int
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """All but the numbers: calls of one kind have the same text."""
+        return self[3:]
+
+    def agrees_with(self, other: Header) -> bool:
+        """Return whether both are the same call; an unknown part of the call site equals any."""
+        sites = zip(self[4:], other[4:], strict=True)
+        return self[1:4] == other[1:4] and all(x == y or not (x and y) for x, y in sites)
+
+
+class Failed(NamedTuple):
+    """Why the calls of a group end.
+
+    Attributes:
+        text: the cause, for an error.
+        direction: of the call, see `RingError.direction`; empty without one.
+        peer: the global rank of the previous rank of the ring.
+    """
+
+    text: str
+    direction: str
+    peer: int
+
+
+class LateRecords:
+    """Sends the records of this rank, and compares those of the previous one.
+
+    Args:
+        group: the gloo group that the records go by, see Note [Record group].
+        ranks: its global ranks.
+        fail: called once, in a thread, if ranks differ or a connection is lost. It must call
+            `abort`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroupGloo, ranks: tuple[int, ...], fail: Callable[[Failed], None]
+    ) -> None:
+        self._group: Any = group  # torch's stubs lack `send` and `recv` of backends
+        self._ranks, self._fail = ranks, fail
+        rank, size = group.rank(), group.size()
+        self._rank, self._next, self._previous = rank, (rank + 1) % size, (rank - 1) % size
+        self._queue: SimpleQueue[tuple[PostedCall, Header | None] | None] = SimpleQueue()
+        self._unconfirmed: dict[int, PostedCall] = {}  # by number
+        self._early: dict[int, Header] = {}  # of calls that this rank has not begun, by number
+        self._sent: dict[tuple[int, ...], bool] = {}
+        self._texts: dict[tuple[int, ...], bytes] = {}
+        self._changed = Condition()
+        self._num_posted = 0
+        self._last_of_previous: int | None = None
+        self._is_closed, self._pid = False, os.getpid()
+        self._says_goodbye, self._said_goodbye = False, Event()
+        for work in (self._send_all, self._receive_all):
+            Thread(target=work, name="dtensor_ring records", daemon=True).start()
+
+    def post(self, call: PostedCall) -> None:
+        """Send a record and go on; calls are posted in the order of their numbers."""
+        with self._changed:
+            self._num_posted = call.number
+            theirs = self._early.pop(call.number, None)
+            self._unconfirmed[call.number] = call
+            has_left = self._last_of_previous is not None and call.number > self._last_of_previous
+        self._queue.put((call, theirs))
+        if has_left:
+            self._end_as_left(call)
+
+    def confirm(self, seconds: float) -> bool:
+        """Wait until the previous rank has confirmed all calls so far.
+
+        Returns:
+            Whether it did within so many seconds, and nothing failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self._unconfirmed, seconds)
+            return not (self._is_closed or self._unconfirmed)
+
+    def check_time(self, now: float, seconds: float) -> None:
+        """Fail if a call has waited for its record for longer than that.
+
+        Args:
+            now: by `time.monotonic`.
+            seconds: the time limit of the group.
+        """
+        call = next(iter(list(self._unconfirmed.values())), None)
+        if call is not None and now - call.since > seconds:
+            limit = RuntimeError(f"timed out after {seconds:.0f} s")
+            self._lost(limit)
+
+    def close(self) -> None:
+        """Tell the next rank that no call follows, and close the connections."""
+        if os.getpid() != self._pid:  # a forked process shares the connections, but not the threads
+            return
+        if not self._is_closed:
+            self._is_closed = self._says_goodbye = True
+            self._queue.put(None)
+            self._said_goodbye.wait(GOODBYE_TIMEOUT)
+        self.abort()
+
+    def abort(self) -> None:
+        """Close the connections of this rank: its threads end, and those of other ranks notice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._queue.put(None)
+        ProcessGroupTransport(self._group).abort()
+
+    def _send_all(self) -> None:
+        while (posted := self._queue.get()) is not None:
+            call, theirs = posted
+            try:
+                self._send(self._message(call))
+            except RuntimeError:
+                # The next rank may have made its last call and left, which is no failure. If it
+                # died, the rank after it notices, and so on around the ring.
+                break
+            if theirs is not None:
+                self._compare(call, theirs)
+        if self._says_goodbye:  # a rank that fails must not: the next one would wait in peace
+            with suppress(RuntimeError):  # the next rank may have ended before
+                self._send(struct.pack(_HEADER, _GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
+            self._said_goodbye.set()
+
+    def _send(self, message: bytes) -> None:
+        # The thread keeps the message until it has left. The host does not wait for this.
+        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait()
+
+    def _message(self, call: PostedCall) -> bytes:
+        header = call.header
+        if header.kind in self._sent:
+            return struct.pack(_HEADER, *header)
+        _keep(self._sent, header.kind, True)
+        return struct.pack(_HEADER, *header._replace(what=_TEXT)) + call.text
+
+    def _receive_all(self) -> None:
+        buffer = bytearray(_HEADER_BYTES + MAX_BYTES)
+        memory = flat(buffer)
+        while True:
+            try:
+                self._group.recv([memory], self._previous, LATE_TAG).wait(timedelta(days=_FOREVER))
+            except RuntimeError as error:
+                self._lost(error)
+                return
+            header = Header._make(struct.unpack_from(_HEADER, buffer))
+            if header.what == _GOODBYE:
+                self._leave(header.number)
+                return
+            if header.what == _TEXT:
+                _keep(self._texts, header.kind, bytes(buffer[_HEADER_BYTES:]))
+            self._take(header)
+
+    def _take(self, theirs: Header) -> None:
+        """Compare a record that arrived, or keep it until this rank makes the call."""
+        with self._changed:
+            call = self._unconfirmed.get(theirs.number)
+            if call is None:
+                self._early[theirs.number] = theirs
+        if call is not None:
+            self._compare(call, theirs)
+
+    def _compare(self, call: PostedCall, theirs: Header) -> None:
+        if call.header.agrees_with(theirs):
+            with self._changed:
+                self._unconfirmed.pop(call.number, None)
+                self._changed.notify_all()
+            return
+        text = self._texts.get(theirs.kind, b"")
+        here, there = self._ranks[self._rank], self._ranks[self._previous]
+        theirs_text = renumbered(text, theirs.number, theirs.forward_call)
+        listed = difference_text(call.text, theirs_text, here, there)
+        self._end(f"{listed}, {call}", call)
+
+    def _leave(self, last: int) -> None:
+        """Note that the previous rank makes no call after that number."""
+        with self._changed:
+            self._last_of_previous = last
+            late = [call for number, call in self._unconfirmed.items() if number > last]
+        if late:
+            self._end_as_left(late[0])
+
+    def _end_as_left(self, call: PostedCall) -> None:
+        here, there = self._ranks[self._rank], self._ranks[self._previous]
+        text = (
+            f"rank {here} got no answer of rank {there}, {call}: it ended, or destroyed its group, "
+            f"after call {self._last_of_previous:,}"
+        )
+        self._end(text, call)
+
+    def _lost(self, error: RuntimeError) -> None:
+        """Fail, as the connection to the previous rank does, or its record is late."""
+        call = next(iter(list(self._unconfirmed.values())), None)
+        here, there = self._ranks[self._rank], self._ranks[self._previous]
+        where = f"after call {self._num_posted:,} of the group" if call is None else str(call)
+        waited = 0.0 if call is None else time.monotonic() - call.since
+        text = f"rank {here} got no answer of rank {there} within {waited:.2f} s, {where}: "
+        self._end(text + reason_of(error), call)
+
+    def _end(self, text: str, call: PostedCall | None) -> None:
+        """Report the first failure; those that follow from it are none."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        direction = "" if call is None else call.direction
+        self._fail(Failed(text, direction, self._ranks[self._previous]))
+
+
+def _keep(kinds: dict[tuple[int, ...], Any], kind: tuple[int, ...], value: Any) -> None:
+    """Add a kind, and drop the oldest if there are too many."""
+    kinds[kind] = value
+    if len(kinds) > MAX_KINDS:
+        del kinds[next(iter(kinds))]

@@ -66,9 +66,12 @@ def _differences(worlds: Worlds) -> Iterator[list[str]]:
             calls = difference.calls("contiguous", 2)
             fates = worlds.run(2, make, calls, ("plain",) * 2, training)
             cells.append(_cell(fates[-1].value.failure))
-        fates = worlds.run(2, alone, make, difference.calls("contiguous", 2), ("plain",) * 2, True)
-        last = _alone(fates[-1].value.failure, difference.reported)
-        yield [*cells[:2], cells[2] if cells[1] != cells[2] else SAME, last]
+        cells[2] = cells[2] if cells[1] != cells[2] else SAME
+        if name in SUITED:
+            calls = difference.calls("contiguous", 2)
+            fates = worlds.run(2, alone, make, calls, ("plain",) * 2, True)
+            cells.append(_alone(fates[-1].value.failure, difference.reported))
+        yield cells if name in SUITED else [*cells, NOT_TRIED]
 
 
 def _decoding(worlds: Worlds) -> Iterator[list[str]]:

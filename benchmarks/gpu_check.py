@@ -102,8 +102,10 @@ class Report:
         late = Timer(limit, self.give_up, [name])
         late.daemon = True
         late.start()
-        self._take(taken, planned.take or self._findings.card)
-        late.cancel()
+        try:
+            self._take(taken, planned.take or self._findings.card)
+        finally:
+            late.cancel()
         is_alive = self._is_alive(taken)
         taken.seconds = time.monotonic() - start
         if self._machine.rank == 0:

@@ -192,7 +192,7 @@ OLDEST = {
         "test_family_equals_the_stock_model[Llama-2]",
     ],
     "huggingface/test_families_trained.py": [
-        "test_ten_steps_of_fsdp_equal_one_process[none-calls0]"
+        "test_ten_steps_of_fsdp_equal_one_process[full-calls1]"
     ],
     "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],
     "decode/test_decode_compile.py": [

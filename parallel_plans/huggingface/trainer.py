@@ -245,8 +245,8 @@ class ContextParallelTrainer(Trainer):
         is_cut = state.end_of_dataloader and state.remainder > 0  # samples repeat at the end
         return self._gather_replicas(data, state.remainder if is_cut else None)
 
-    def _gather_replicas(self, data: Any, keep: int | None) -> Any:
-        """Gather the rows of all groups that share a batch, and return the first `keep` of them."""
+    def _gather_replicas(self, data: Any, keep: int | None = None) -> Any:
+        """Gather the rows of all groups that share a batch, and return the first `keep` or all."""
         group = self._data_mesh.get_group() if self._data_mesh else None
 
         def gather(x: Tensor) -> Tensor:

@@ -142,8 +142,8 @@ def _compare(
     assert_same(out, dense_attention(*whole, CAUSAL).out, placements)
 
 
-def test_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "cache_key_tag", "mine")
+@compiler.patch(cache_key_tag="mine")
+def test_tag() -> None:
     axis = (0, 1), "3", "zigzag"
     tags = []
     for rank, axes in [(0, [axis]), (1, [axis]), (0, []), (0, [axis])]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -229,11 +230,19 @@ class RingError(RuntimeError):
         self.source, self.peer, self.seconds = source, peer, seconds
 
 
-def reason_of(error: RuntimeError) -> str:
-    """Explain an error of the backend, and quote it."""
+def reason_of(error: RuntimeError, waited: float = 0.0, limit: float = inf) -> str:
+    """Explain an error of the backend, and quote it.
+
+    Args:
+        error: the error that ended a wait.
+        waited: how long the wait took, in seconds.
+        limit: the time limit of the group, in seconds.
+    """
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     quoted = f"({text[:MAX_QUOTED]})"
-    if "timed out" in text.lower():
+    # Gloo closes all connections of a rank whose wait times out. Another rank, whose wait ends at
+    # the same time, may see that first.
+    if "timed out" in text.lower() or waited >= 0.99 * limit:
         return (
             "the time limit of the group is over, so that rank is stopped, cut off, elsewhere, or "
             f"slow; init_process_group(timeout=...) sets the limit {quoted}"

@@ -30,6 +30,7 @@ from dtensor_ring.agreement.group_state import (
     group_state_of,
 )
 from dtensor_ring.agreement.late_records import LateRecords, PostedCall
+from dtensor_ring.agreement.record_group import time_limit_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
     P2P,
@@ -345,7 +346,7 @@ class CheckedTransport(Transport):
         peer = None if message is None else self._state.ranks[message.peer]
         text = (
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
-            f"{reason_of(error)}"
+            f"{reason_of(error, seconds, time_limit_of(self._group).total_seconds())}"
         )
         cause = self._shut_down(text)
         text = text if cause == text else f"{text}; the first cause: {cause}"

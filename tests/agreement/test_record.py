@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord, CallSite, differences
+from dtensor_ring.agreement.call_record import (
+    MAX_BYTES,
+    CallRecord,
+    CallSite,
+    differences,
+    reason_of,
+)
 from dtensor_ring.transport.transport import ABORT_TAG
 
 FIELDS = {"scale": "0.5", "mask": "Mask(left=None, right=0)", "cu_seqlens": "[0, 3, 8]"}
@@ -59,3 +65,16 @@ def test_tags_differ() -> None:
     assert len(set(tags)) == len(tags)
     assert all(0 <= tag < ABORT_TAG for tag in tags), "records and aborts have tags of their own"
     assert CallRecord(FIELDS).tag(3, 1) == record_works[0].tag(3, 1), "those of one call are alike"
+
+
+@pytest.mark.parametrize(
+    ("text", "waited", "reason"),
+    [
+        ("Timed out waiting 3000ms", 0.5, "the time limit of the group is over"),
+        ("Connection closed by peer", 0.5, "its connection is closed"),
+        ("Connection closed by peer", 3.0, "the time limit of the group is over"),
+    ],
+)
+def test_a_connection_that_closes_at_the_time_limit(text: str, waited: float, reason: str) -> None:
+    """The rank that closed it has waited as long."""
+    assert reason_of(RuntimeError(text), waited, limit=3.0).startswith(reason)

@@ -146,9 +146,12 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
 REPEATED = {
     "ring of 1": "nothing travels",
     "ring of 2": 'as "balanced" and "override"',
+    "two groups of 2": 'as "gpt_oss, strategies", and its groups as in tests/all_to_all',
     "contiguous": 'as "override, contiguous"',
     "striped": "as test_stock_entry_point",
+    "batches": 'as "replicas", and sharded as test_stock_entry_point',
     "heads": 'as "typechecked"',
+    "full dtensor": 'as "override, full dtensor"',
     "partial dtensor, one axis": 'as "partial dtensor"',
     "not checkpointed": "counted by test_rings_of_a_step",
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',

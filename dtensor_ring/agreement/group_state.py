@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
@@ -295,6 +296,21 @@ class GroupState:
             self.late.check_time(time.monotonic() + 1.0, seconds)
             self._await_cause()
             self.check()
+
+    @contextmanager
+    def naming_cause(self) -> Iterator[None]:
+        """Return a context for a collective of the group that has no call record.
+
+        Raises:
+            RingError: with the first cause, if `late` shut the group down meanwhile.
+        """
+        try:
+            yield
+        except RuntimeError:
+            if self.late is not None:
+                self._await_cause()
+                self.check()
+            raise
 
     def _await_cause(self) -> None:
         """Wait for the thread that shuts the group down."""

@@ -103,7 +103,8 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
         pass  # raises if a rank is in another call, where the collective below would hang
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, here, group)
+    with group_state_of(group).naming_cause():
+        dist.all_gather_object(everyone, here, group)
     differing = []
     # Names keep the order of the call; a rank may lack names that others have.
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from threading import Thread
+from threading import Thread, Timer
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_refused_with_the_first_cause() -> None:
     group_state.cause = "rank 4 raised, in forward, step 1: MemoryError: no"
     with pytest.raises(RingError, match=r"ring \[4, 2\] takes no more .*MemoryError: no.*destroy"):
         group_state.begin()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["the host waits", "late"])
+def test_a_collective_that_an_abort_ends(is_late: bool) -> None:
+    """It has no record, so what arrives is the error of a closed connection, before the cause."""
+    group_state: Any = GroupState((0, 1), sends_records=True)
+    group_state.late = object() if is_late else None
+    told = Timer(0.05, setattr, [group_state, "cause", "rank 1 differs"])
+    told.start()
+    error, text = (RingError, "rank 1 differs") if is_late else (RuntimeError, "^closed$")
+    with pytest.raises(error, match=text), group_state.naming_cause():
+        raise RuntimeError("closed")
+    told.join()
 
 
 def test_backward_knows_its_forward() -> None:

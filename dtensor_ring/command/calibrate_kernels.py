@@ -1,0 +1,230 @@
+"""Measures what one rank computes: tiles of attention, merges, copies and matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.command.stopwatch import Call, Series, Stopwatch
+from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.kernels import Kernel, Saved, Scores, kernel_for
+from dtensor_ring.compute.kernels.kernel import Launch
+from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, pack
+from dtensor_ring.ops.options import default_scale
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.tile import Tile
+from dtensor_ring.simulate.machine import FORMS, KernelSpeed
+
+# Queries of a tile, and as many keys.
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# Queries where only the time of the host counts.
+FEW_ROWS = 8
+
+# FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
+# 2023, arXiv 2307.08691).
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+
+
+class Problem(NamedTuple):
+    """The attention that is measured, on each rank.
+
+    Attributes:
+        heads: number of query heads, and of key and value heads.
+        head_dim: head dim of queries, keys and values.
+        dtype: their dtype.
+        kernel: name of a kernel; `None` takes the first that serves.
+    """
+
+    heads: tuple[int, int]
+    head_dim: int
+    dtype: torch.dtype
+    kernel: str | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def kernels(self, device: torch.device) -> list[Kernel]:
+        """Return the kernels of attentions without a window and with one; often it is one kernel.
+
+        Raises:
+            ValueError: if the kernel is unknown, or does not serve this problem here.
+        """
+        dims = self.head_dim, self.head_dim, default_scale(self.head_dim), 0.0
+        is_grouped = self.heads[0] > self.heads[1]
+        found = [
+            kernel_for(self.kernel, device.type, self.dtype, *dims, False, windowed, is_grouped)
+            for windowed in (False, True)
+        ]
+        return list(dict.fromkeys(found))
+
+    def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
+        """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
+        shape = 1, self.heads[is_key], num_rows, self.head_dim
+        like = torch.empty(0, device=device, dtype=self.dtype)
+        return empty(like, shape, TOKEN_MAJOR).normal_()
+
+
+class TileCalls(NamedTuple):
+    """A tile, and calls of a kernel for it.
+
+    Attributes:
+        flops: of a forward.
+        forward: computes the output.
+        backward: computes the gradients.
+    """
+
+    flops: float
+    forward: Call
+    backward: Call
+
+
+def mask_of_form(form: str, num_rows: int) -> Mask:
+    """Return the mask of a square tile of a form; a window sees half of the rows back.
+
+    >>> mask_of_form("window", 64).left
+    31
+    """
+    windowed = Mask.sliding(num_rows // 2 - 1)
+    return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
+
+
+def tile_calls(
+    problem: Problem, kernel: Kernel, form: str, num_rows: int, device: torch.device
+) -> TileCalls:
+    """Return a square tile of a form, with random queries and keys."""
+    mask = mask_of_form(form, num_rows)
+    launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
+    query, grad_out = (problem.random(device, num_rows) for _ in range(2))
+    key, value = (problem.random(device, num_rows, is_key=True) for _ in range(2))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return kernel.forward(query, key, value, launch, scores)
+
+    kept: list[Saved] = []
+
+    def backward() -> object:
+        if not kept:  # at the first call, so that a series of forwards keeps less
+            kept.append(Saved(grad_out, *forward()))
+        return kernel.backward(kept[0], query, key, value, launch, scores)
+
+    area = Tile((0, num_rows), (0, num_rows), mask).area
+    flops = FORWARD_FLOPS * area * problem.heads[0] * problem.head_dim
+    return TileCalls(float(flops), forward, backward)
+
+
+def measure_kernel(
+    watch: Stopwatch, problem: Problem, kernel: Kernel, form: str
+) -> tuple[Series, Series]:
+    """Time a kernel for tiles of a form, forward and backward, by their FLOPs."""
+
+    def tiles() -> Iterator[TileCalls]:
+        for num_rows in ROWS:
+            yield tile_calls(problem, kernel, form, num_rows, watch.device)
+
+    more = BACKWARD_FLOPS / FORWARD_FLOPS
+    return (
+        watch.series((tile.flops, tile.forward) for tile in tiles()),
+        watch.series((more * tile.flops, tile.backward) for tile in tiles()),
+    )
+
+
+def launch_seconds(watch: Stopwatch, problem: Problem, kernel: Kernel) -> float:
+    """Return the time of the host for a launch that computes next to nothing."""
+    tile = tile_calls(problem, kernel, "full", FEW_ROWS, watch.device)
+    return watch.host_seconds(tile.forward)
+
+
+def measure_kernels(
+    watch: Stopwatch, problem: Problem
+) -> tuple[tuple[KernelSpeed, ...], float, dict[str, Series]]:
+    """Time all kernels of the problem.
+
+    Returns:
+        The speeds, the time of the host for a launch, and what was measured.
+
+    Raises:
+        ValueError: if no kernel serves the problem.
+    """
+    kernels = problem.kernels(watch.device)
+    launch = launch_seconds(watch, problem, kernels[0])
+    speeds, samples = [], {}
+    for kernel in kernels:
+        for form in reversed(FORMS):
+            found = measure_kernel(watch, problem, kernel, form)
+            names = (f"{kernel.name} {form} {what}" for what in ("forward", "backward"))
+            samples |= dict(zip(names, found, strict=True))
+            row = kernel.name, problem.dtype_name, problem.head_dim, form
+            speeds.append(KernelSpeed(*row, *(x.curve(launch) for x in found)))
+    return tuple(speeds), launch, samples
+
+
+def measure_merges(watch: Stopwatch, problem: Problem) -> Series:
+    """Time how the outputs of two launches are merged, by the bytes read and written."""
+
+    def points() -> Iterator[tuple[float, Call]]:
+        for num_rows in ROWS:
+            query, first, second = (problem.random(watch.device, num_rows) for _ in range(3))
+            wide = torch.promote_types(problem.dtype, torch.float32)
+            shape = 1, problem.heads[0], num_rows
+            lses = [torch.randn(shape, device=watch.device, dtype=wide) for _ in range(2)]
+
+            def merge(
+                query: Tensor = query,
+                outs: tuple[Tensor, Tensor] = (first, second),
+                lses: list[Tensor] = lses,
+            ) -> None:
+                running = RunningOutput(query, problem.head_dim, room=1)
+                for out, lse in zip(outs, lses, strict=True):
+                    running.add(WHOLE, out, lse)
+                running.make_room()
+
+            yield float(2 * first.nbytes + first.numel() * wide.itemsize), merge
+
+    return watch.series(points())
+
+
+def measure_packing(watch: Stopwatch, problem: Problem) -> Series:
+    """Time how two ranges of columns are packed side by side, by the bytes read and written."""
+
+    def points() -> Iterator[tuple[float, Call]]:
+        for num_rows in ROWS:
+            x = problem.random(watch.device, num_rows)
+            packed, cols = torch.empty_like(x), Cols.union([(0, num_rows // 2 - 1)])
+            cols = Cols.union([(0, num_rows // 2 - 1), (num_rows // 2, num_rows)])
+            packed = problem.random(watch.device, len(cols))
+
+            def copy(packed: Tensor = packed, x: Tensor = x, cols: Cols = cols) -> None:
+                pack(packed, x, cols)
+
+            yield float(2 * packed.nbytes), copy
+
+    return watch.series(points())
+
+
+# Rows and columns of the matrices that are multiplied, and bytes of those that are added.
+MATRIX = {"cpu": 1024, "cuda": 8192}
+ADDED = {"cpu": 2**26, "cuda": 2**30}
+
+
+def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, float]:
+    """Return the FLOPs per second of matrix products, by the name of their dtype."""
+    size, found = MATRIX[watch.device.type], {}
+    for dtype in dict.fromkeys(dtypes):
+        a, b, out = (torch.randn(size, size, device=watch.device).to(dtype) for _ in range(3))
+        seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+        found[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds
+    return found
+
+
+def measure_memory(watch: Stopwatch) -> float:
+    """Return the bytes per second that an addition reads and writes."""
+    numel = ADDED[watch.device.type] // 4
+    a, b, out = (torch.ones(numel, device=watch.device) for _ in range(3))
+    return 3 * a.nbytes / watch.seconds(lambda: torch.add(a, b, out=out))

@@ -80,10 +80,12 @@ def _measure(
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if no kernel serves what is asked for, or hosts have different numbers of ranks.
+        ValueError: if there is no folder for it, no kernel serves what is asked for, or hosts have
+            different numbers of ranks.
     """
-    path.touch()  # fails now and not after the measurement
     with connected(alone=not dist.is_torchelastic_launched()) as ranks:
+        if dist.get_rank() == 0 and not path.parent.is_dir():  # say so before the measurement
+            raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
         kind = ranks.device.type
         sizes = heads or HEADS[kind], head_dim or HEAD_DIM[kind], dtype or ranks.dtype
         watch, problem = Stopwatch(ranks.device, effort), Problem(*sizes, kernel)
@@ -103,7 +105,7 @@ def mesh_of_hosts(device_type: str) -> DeviceMesh:
     local_ranks = [0] * size
     dist.all_gather_object(local_ranks, dist.get_node_local_rank(0))
     per_host = max(local_ranks) + 1
-    if local_ranks != [rank % per_host for rank in range(size)]:
+    if size % per_host or local_ranks != [rank % per_host for rank in range(size)]:
         raise ValueError(
             "all hosts need the same number of ranks, in the order of hosts, got the local ranks "
             f"{', '.join(map(str, local_ranks))}"

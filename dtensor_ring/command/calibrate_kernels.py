@@ -56,6 +56,10 @@ class Problem(NamedTuple):
         Raises:
             ValueError: if the kernel is unknown, or does not serve this problem here.
         """
+        if self.heads[0] % self.heads[1]:
+            raise ValueError(
+                f"the query heads must be a multiple of those of keys and values, got {self.heads}"
+            )
         dims = self.head_dim, self.head_dim, default_scale(self.head_dim), 0.0
         is_grouped = self.heads[0] > self.heads[1]
         found = [
@@ -196,7 +200,6 @@ def measure_packing(watch: Stopwatch, problem: Problem) -> Series:
     def points() -> Iterator[tuple[float, Call]]:
         for num_rows in ROWS:
             x = problem.random(watch.device, num_rows)
-            packed, cols = torch.empty_like(x), Cols.union([(0, num_rows // 2 - 1)])
             cols = Cols.union([(0, num_rows // 2 - 1), (num_rows // 2, num_rows)])
             packed = problem.random(watch.device, len(cols))
 

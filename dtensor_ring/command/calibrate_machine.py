@@ -101,6 +101,7 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         beside_transfer=slowest.beside_transfer if slowest else 1.0,
         launch=launch,
         hop=slowest.hop if slowest else 0.0,
+        host_waits=watch.device.type == "cpu",
         date=date.today().isoformat(),
         versions={x.what: x.found for x in versions()},
         samples=_as_json({**facts, "threads": torch.get_num_threads(), **samples}),

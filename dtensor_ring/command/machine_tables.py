@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import log10
 
 from dtensor_ring.command.table import print_table
 from dtensor_ring.simulate.machine import Curve, Machine
 
 
-def in_units(number: float, unit: str) -> str:
-    """Return a number with three digits and a prefix of its unit.
+# Prefixes of units by their power of ten.
+PREFIXES = (("n", -9), ("u", -6), ("m", -3), ("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
 
-    >>> in_units(2.5e9, "B/s"), in_units(0.00031, "s")
-    ('2.5 GB/s', '310 us')
+
+def in_units(number: float, unit: str) -> str:
+    """Return a number with three digits and a prefix of its unit; seconds get no large one.
+
+    >>> in_units(9.999e8, "B/s"), in_units(0.00031, "s"), in_units(1200, "s")
+    ('1 GB/s', '310 us', '1.2e+03 s')
     """
-    prefixes = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P"}
-    power = 3 * int(log10(number) // 3) if number > 0 else 0
-    power = min(max(power, min(prefixes)), max(prefixes))
-    return f"{number / 10**power:.3g} {prefixes[power]}{unit}"
+    rounded = float(f"{number:.2e}")
+    known = [x for x in PREFIXES if unit != "s" or x[1] <= 0]
+    fitting = [x for x in known if abs(rounded) >= 10 ** x[1]]
+    prefix, power = fitting[-1] if fitting else known[0] if rounded else ("", 0)
+    return f"{rounded / 10**power:.3g} {prefix}{unit}"
 
 
 def curves_of(machine: Machine) -> Iterator[tuple[str, str, Curve]]:

@@ -9,7 +9,6 @@ from math import ceil
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -47,8 +46,8 @@ class Series:
         sizes: ascending, such as bytes or FLOPs.
         seconds: by size and repeat, that of the slowest rank.
 
-    >>> Series((1.0, 2.0, 4.0), ((3.0,), (2.0, 9.0, 1.0), (5.0,))).curve(1.0).seconds
-    (1.0, 1.0, 4.0)
+    >>> Series((1.0, 2.0, 4.0), ((3.0,), (2.0, 9.0, 1.0), (5.0,))).curve(1.0)
+    Curve(sizes=(2.0, 4.0), seconds=(1.0, 4.0))
     """
 
     sizes: tuple[float, ...]
@@ -57,11 +56,14 @@ class Series:
     def curve(self, host: float = 0.0) -> Curve:
         """Return the median of each size without the seconds that the host takes.
 
-        Noise only adds time, so a size takes no longer than any larger one.
+        Noise only adds time. So a size that takes as long as a larger one, or longer, is left out;
+        if only one is left, time is proportional to size.
         """
-        found = np.maximum([median(x) - host for x in self.seconds], 0.0)
-        monotone = np.minimum.accumulate(found[::-1])[::-1]
-        return Curve(self.sizes, tuple(monotone.tolist()))
+        found = [max(median(x) - host, 0.0) for x in self.seconds]
+        pairs = list(zip(self.sizes, found, strict=True))
+        kept = [x for at, x in enumerate(pairs) if all(x[1] < y[1] for y in pairs[at + 1 :])]
+        sizes, seconds = zip(*(kept if len(kept) > 1 else [(0.0, 0.0), *kept]), strict=True)
+        return Curve(sizes, seconds)
 
 
 class Stopwatch:

@@ -1,0 +1,305 @@
+"""Compare attentions with what the simulator says of them, from one calibration of each place.
+
+Run ``sudo python benchmarks/simulator.py``: it calibrates 2 and 4 ranks on this machine, and 2 and
+4 hosts on links of three rates, where hosts are network namespaces of this machine (see
+network.py). Then it measures attentions that no calibration saw, by every strategy in turns, and
+compares each time with the simulated one, and each choice with the fastest. The tables go to
+``benchmarks/results``, with every single time and all machine files. Not run by root, it does
+without hosts. With ``--quick`` it measures a few small cases and writes to ``out`` instead;
+``--again FILE`` simulates again what a file has. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from baselines import time_paired
+from harness import HEAD_DIM, origin, publish, spawn, spawn_on_hosts, table_of, work_on_host
+from network import hosts
+from rich.console import Console
+from rich.table import Table
+from strategies import HEADS, RATES, ours, shards_of
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask, SequenceAxis
+from dtensor_ring.command.calibrate_kernels import Problem
+from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
+from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
+from dtensor_ring.planning.strategy import as_strategy
+from dtensor_ring.simulate.attention import simulate_attention
+from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.machine import Machine
+
+ATTENTIONS = {
+    "causal": Mask.causal(),
+    "window": Mask.sliding(1023),
+    "documents": Mask.causal(),
+    "full": Mask.full(),
+}
+LENGTHS = 0.05, 0.3, 0.02, 0.13, 0.25, 0.1, 0.15
+"""Of the documents, as parts of the sequence."""
+STAGES = "forward", "with backward"
+CLOSE = 0.05
+"""The largest regret of a choice that counts as right."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured; `attention` and `heads` are names of tables, without them a calibration."""
+
+    world_size: int
+    seq_len: int
+    repeats: int
+    rate: int | None = None
+    """Of a host's link, in MB/s, 0 is as fast as it gets; `None` on one machine."""
+    attention: str = ""
+    heads: str = ""
+    quick: bool = False
+
+    @property
+    def place(self) -> tuple[int, int | None]:
+        """Cases of one place share a calibration."""
+        return self.world_size, self.rate
+
+    @property
+    def strategies(self) -> list[str]:
+        """All strategies that differ on this number of ranks."""
+        sizes = [n for n in range(2, self.world_size) if self.world_size % n == 0]
+        among = [] if self.world_size == 2 else ["around", "direct"]  # with one other, the same
+        return ["ring", *among, "all_gather", *(f"ulysses:{n}" for n in sizes), "ulysses"]
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """What the simulation is told."""
+        asked = {"mask": ATTENTIONS[self.attention], "seq_len": self.seq_len}
+        asked |= {"world_size": self.world_size, "heads": HEADS[self.heads], "head_dim": HEAD_DIM}
+        return asked | {"cu_seqlens": self.cu_seqlens(), "dtype": "float32"}
+
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries of packed documents."""
+        if self.attention != "documents":
+            return None
+        ends = torch.tensor(LENGTHS).cumsum(0) * self.seq_len
+        return torch.tensor([0, *ends.round().int().tolist()], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds by strategy, stage and repeat; of a calibration the machine instead."""
+
+    case: Case
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured and a simulated time, in seconds."""
+
+    case: Case
+    strategy: str
+    stage: str
+    measured: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Seconds of a case by strategy, with backward, and the strategy that was chosen."""
+
+    case: Case
+    measured: dict[str, float]
+    chosen: str
+
+    def regret(self, strategy: str | None = None) -> float:
+        """What a strategy, by default the chosen one, takes over the fastest, less one."""
+        return self.measured[strategy or self.chosen] / min(self.measured.values()) - 1
+
+
+def cases(quick: bool) -> list[Case]:
+    """A calibration of each place, and then its cases."""
+    places = [(2, None), *([(2, 400)] if os.geteuid() == 0 else [])]
+    if not quick:
+        rates = (None, *(RATES if os.geteuid() == 0 else ()))
+        places = [(size, rate) for size in (2, 4) for rate in rates]
+    size = {"seq_len": 1024 if quick else 4096, "repeats": 1 if quick else 4, "quick": quick}
+    return [
+        case
+        for world_size, rate in places
+        for case in (
+            Case(world_size, **size, rate=rate),
+            *(
+                Case(world_size, **size, rate=rate, attention=attention, heads=heads)
+                for attention in ATTENTIONS
+                for heads in HEADS
+            ),
+        )
+    ]
+
+
+def measure(case: Case, mesh: DeviceMesh) -> Measurement:
+    """Time a case, or calibrate."""
+    if not case.attention:
+        return Measurement(case, machine=calibrated(case).to_json())
+    group = mesh.get_group()
+    SequenceAxis(mesh, "zigzag")
+    num_tokens = case.seq_len // case.world_size
+    shards = shards_of(HEADS[case.heads], num_tokens, group.rank())
+    asked = ATTENTIONS[case.attention], case.cu_seqlens()
+    contenders = {name: ours(*asked, name, mesh, shards) for name in case.strategies}
+    return Measurement(case, time_paired(contenders, case.repeats, lambda: dist.barrier(group)))
+
+
+def calibrated(case: Case) -> Machine:
+    """Calibrate a place, where ranks are of one host, or each of a host of its own."""
+    size, kind = case.world_size, torch.device("cpu")
+    shape = (1, size) if case.rate is None else (size, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
+    watch = Stopwatch(kind, QUICK_EFFORT if case.quick else FULL_EFFORT)
+    return measure_machine(name_of(case), watch, mesh, Problem(HEADS["grouped"], HEAD_DIM, torch.float32))
+
+
+def name_of(case: Case) -> str:
+    """The name of a place."""
+    if case.rate is None:
+        return f"{case.world_size} ranks"
+    return f"{case.world_size} hosts, {f'{case.rate} MB/s' if case.rate else 'full'}"
+
+
+def measure_places(todo: list[Case]) -> Iterator[Measurement]:
+    """Measure the cases of each place in new processes, which calibrate it first."""
+    for place in dict.fromkeys(case.place for case in todo):
+        world_size, rate = place
+        now = [case for case in todo if case.place == place]
+        if rate is None:
+            found = spawn(world_size, measure, now)
+        else:
+            with hosts(world_size) as network:
+                network.limit(1e6 * rate if rate else None)
+                found = spawn_on_hosts(network, __file__, now)
+        yield from of_results(found)
+
+
+def of_results(results: list[dict[str, Any]]) -> list[Measurement]:
+    """What the processes measured."""
+    return [Measurement(**(x | {"case": Case(**x["case"])})) for x in results]
+
+
+def simulated(measurements: list[Measurement]) -> tuple[list[Row], list[Choice]]:
+    """Simulate all cases, and choose for each."""
+    files = {x.case.place: Machine.from_json(x.machine) for x in measurements if x.machine}
+    rows, choices = [], []
+    for case, seconds, _ in (
+        (m.case, m.seconds, m.machine) for m in measurements if not m.machine
+    ):
+        machine = files[case.place]
+        medians = {name: [median(x) for x in stages] for name, stages in seconds.items()}
+        for strategy, times in medians.items():
+            found = simulate_attention(**case.problem, strategy=strategy, machine=machine)
+            totals = found.forward_seconds, found.forward_seconds + found.backward_seconds
+            rows += [
+                Row(case, strategy, *x) for x in zip(STAGES, times, totals, strict=True)
+            ]
+        chosen = choose(**case.problem, machine=machine).spec
+        choices.append(Choice(case, {name: x[1] for name, x in medians.items()}, chosen))
+    return rows, choices
+
+
+def place_table(rows: list[Row], choices: list[Choice]) -> Table:
+    """One row for each place: how far the simulation is off, and what choices cost."""
+    result = table_of(("place",), ("times", "median", "worst", "right", "regret", "worst regret"))
+    for name in ("all", *dict.fromkeys(name_of(row.case) for row in rows)):
+        errors = [abs(row.error) for row in rows if name in ("all", name_of(row.case))]
+        regrets = [x.regret() for x in choices if name in ("all", name_of(x.case))]
+        right = sum(x <= CLOSE for x in regrets)
+        figures = median(errors), max(errors), median(regrets), max(regrets)
+        texts = [f"{x:.1%}" for x in figures]
+        result.add_row(
+            name, str(len(errors)), *texts[:2], f"{right} of {len(regrets)}", *texts[2:]
+        )
+    return result
+
+
+def rule_table(choices: list[Choice]) -> Table:
+    """One row for each way to choose: how often it is close to the fastest, and what it costs."""
+    result = table_of(("strategy",), (f"within {CLOSE:.0%}", "median", "mean", "worst"))
+    for name in ("auto", "ring", "all_gather", "ulysses"):
+        regrets = [x.regret(None if name == "auto" else name) for x in choices]
+        figures = median(regrets), sum(regrets) / len(regrets), max(regrets)
+        close = sum(x <= CLOSE for x in regrets) / len(regrets)
+        result.add_row(name, f"{close:.0%}", *(f"{x:.1%}" for x in figures))
+    return result
+
+
+def case_table(rows: list[Row], choices: list[Choice]) -> Table:
+    """One row for each case and strategy."""
+    texts = "place", "attention", "heads", "strategy"
+    headings = [x for stage in STAGES for x in (f"{stage} ms", "simulated", "off")]
+    result = table_of(texts, headings)
+    chosen = {x.case: x.chosen for x in choices}
+    best = {x.case: min(x.measured, key=x.measured.__getitem__) for x in choices}
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        case, strategy = first.case, first.strategy
+        marks = " *" * (strategy == best[case]) + " auto" * (strategy == chosen[case])
+        cells = [
+            text
+            for row in (first, second)
+            for text in (f"{1e3 * row.measured:.1f}", f"{1e3 * row.simulated:.1f}", f"{row.error:+.1%}")
+        ]
+        result.add_row(name_of(case), case.attention, case.heads, strategy + marks, *cells)
+    return result
+
+
+def report(console: Console, rows: list[Row], choices: list[Choice]) -> None:
+    """Print what was measured and simulated, in Markdown."""
+    console.print(
+        f"\nZigzag, batch 1, head dim {HEAD_DIM}, float32, gloo, a thread a rank; windows of 1,024 "
+        "tokens, seven documents.\nTimes are medians of the slowest rank's; each place was "
+        "calibrated once before. Off is the simulated time over the measured one,\nless one. Right "
+        f"are choices within {CLOSE:.0%} of the fastest strategy, regret is what the choice takes "
+        "over it, forward and backward.\n"
+    )
+    console.print(place_table(rows, choices))
+    console.print("\n## Beside fixed strategies\n")
+    console.print(rule_table(choices))
+    console.print("\n## All cases\n\n* is the fastest, auto the choice.\n")
+    console.print(case_table(rows, choices))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a few small cases, in a minute")
+    parser.add_argument("--again", type=Path, help="simulate what this JSON file has")
+    options = parser.parse_args()
+    if options.again:
+        kept = json.loads(options.again.read_text())
+        about, measurements = kept["about"], of_results(kept["measurements"])
+    else:
+        about = origin()
+        measurements = list(measure_places(cases(options.quick)))
+    rows, choices = simulated(measurements)
+    show = partial(report, rows=rows, choices=choices)
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    folder = options.again.parent if options.again else None
+    publish("simulator", "Simulated and measured", options.quick, about, measured, show, folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and sys.argv[1].isdigit():  # started by `Hosts.run`
+        work_on_host(measure, Case, *sys.argv[1:])
+    else:
+        main()

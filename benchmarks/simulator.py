@@ -35,7 +35,7 @@ from dtensor_ring import Mask, SequenceAxis
 from dtensor_ring.command.calibrate_kernels import Problem
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
-from dtensor_ring.planning.strategy import as_strategy
+from dtensor_ring.planning.strategy import as_strategy, every_strategy
 from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.machine import Machine
@@ -46,8 +46,13 @@ ATTENTIONS = {
     "documents": Mask.causal(),
     "full": Mask.full(),
 }
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""Lets glibc keep freed memory, as allocators of GPUs do. Else page faults, which depend on all that
+a process did before, take up to a third of a short attention."""
 LENGTHS = 0.05, 0.3, 0.02, 0.13, 0.25, 0.1, 0.15
 """Of the documents, as parts of the sequence."""
+CALIBRATED_HEADS = 8, 4
+"""Of queries and keys, unlike any case's."""
 STAGES = "forward", "with backward"
 CLOSE = 0.05
 """The largest regret of a choice that counts as right."""
@@ -74,9 +79,9 @@ class Case:
     @property
     def strategies(self) -> list[str]:
         """All strategies that differ on this number of ranks."""
-        sizes = [n for n in range(2, self.world_size) if self.world_size % n == 0]
-        among = [] if self.world_size == 2 else ["around", "direct"]  # with one other, the same
-        return ["ring", *among, "all_gather", *(f"ulysses:{n}" for n in sizes), "ulysses"]
+        # With one other rank, messages around the ring go directly.
+        same = ("around", "direct") if self.world_size == 2 else ()
+        return [x.spec for x in every_strategy(self.world_size) if x.spec not in same]
 
     @property
     def problem(self) -> dict[str, Any]:
@@ -127,7 +132,8 @@ class Choice:
 
     def regret(self, strategy: str | None = None) -> float:
         """What a strategy, by default the chosen one, takes over the fastest, less one."""
-        return self.measured[strategy or self.chosen] / min(self.measured.values()) - 1
+        spec = as_strategy(strategy, self.case.world_size).spec if strategy else self.chosen
+        return self.measured[spec] / min(self.measured.values()) - 1
 
 
 def cases(quick: bool) -> list[Case]:
@@ -170,7 +176,7 @@ def calibrated(case: Case) -> Machine:
     shape = (1, size) if case.rate is None else (size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
     watch = Stopwatch(kind, QUICK_EFFORT if case.quick else FULL_EFFORT)
-    return measure_machine(name_of(case), watch, mesh, Problem(HEADS["grouped"], HEAD_DIM, torch.float32))
+    return measure_machine(name_of(case), watch, mesh, Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32))
 
 
 def name_of(case: Case) -> str:
@@ -210,7 +216,7 @@ def simulated(measurements: list[Measurement]) -> tuple[list[Row], list[Choice]]
         medians = {name: [median(x) for x in stages] for name, stages in seconds.items()}
         for strategy, times in medians.items():
             found = simulate_attention(**case.problem, strategy=strategy, machine=machine)
-            totals = found.forward_seconds, found.forward_seconds + found.backward_seconds
+            totals = found.seconds[0], found.total
             rows += [
                 Row(case, strategy, *x) for x in zip(STAGES, times, totals, strict=True)
             ]
@@ -289,6 +295,7 @@ def main() -> None:
         kept = json.loads(options.again.read_text())
         about, measurements = kept["about"], of_results(kept["measurements"])
     else:
+        os.environ |= KEEP  # processes that are started read it
         about = origin()
         measurements = list(measure_places(cases(options.quick)))
     rows, choices = simulated(measurements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ FEW_ROWS = 8
 # FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
 # 2023, arXiv 2307.08691).
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+DIRECTIONS = "forward", "backward"
 
 
 class Problem(NamedTuple):
@@ -67,6 +69,11 @@ class Problem(NamedTuple):
             for windowed in (False, True)
         ]
         return list(dict.fromkeys(found))
+
+    def with_fewer_heads(self) -> list[Problem]:
+        """Return this problem, and those of groups of 2 and 4 ranks after an all-to-all."""
+        every = [tuple(max(1, x // size) for x in self.heads) for size in (1, 2, 4)]
+        return [self._replace(heads=heads) for heads in dict.fromkeys(every)]
 
     def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
         """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
@@ -159,13 +166,12 @@ def measure_kernels(
     kernels = problem.kernels(watch.device)
     launch = launch_seconds(watch, problem, kernels[0])
     speeds, samples = [], {}
-    for kernel in kernels:
-        for form in reversed(FORMS):
-            found = measure_kernel(watch, problem, kernel, form)
-            names = (f"{kernel.name} {form} {what}" for what in ("forward", "backward"))
-            samples |= dict(zip(names, found, strict=True))
-            row = kernel.name, problem.dtype_name, problem.head_dim, form
-            speeds.append(KernelSpeed(*row, *(x.curve(launch) for x in found)))
+    for kernel, form, asked in product(kernels, reversed(FORMS), problem.with_fewer_heads()):
+        found, heads = measure_kernel(watch, asked, kernel, form), asked.heads[0]
+        names = (f"{kernel.name} {form} {heads} heads {what}" for what in DIRECTIONS)
+        samples |= dict(zip(names, found, strict=True))
+        row = kernel.name, asked.dtype_name, asked.head_dim, form
+        speeds.append(KernelSpeed(*row, *(x.curve(launch) for x in found), heads=heads))
     return tuple(speeds), launch, samples
 
 

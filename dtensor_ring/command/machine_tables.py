@@ -28,7 +28,8 @@ def in_units(number: float, unit: str) -> str:
 def curves_of(machine: Machine) -> Iterator[tuple[str, str, Curve]]:
     """Yield the name of each curve, the unit of its sizes, and the curve."""
     for speed in machine.kernels:
-        of_kernel = f"{speed.kernel} {speed.dtype} {speed.head_dim} {speed.form}"
+        heads = f"{speed.heads} x " if speed.heads else ""
+        of_kernel = f"{speed.kernel} {speed.dtype} {heads}{speed.head_dim} {speed.form}"
         yield f"{of_kernel} forward", "FLOP", speed.forward
         yield f"{of_kernel} backward", "FLOP", speed.backward
     yield "merge", "B", machine.merge

@@ -31,7 +31,7 @@ class Effort(NamedTuple):
     longest: float
 
 
-FULL_EFFORT = Effort(repeats=5, shortest=0.01, longest=0.12)
+FULL_EFFORT = Effort(repeats=5, shortest=0.01, longest=0.06)
 QUICK_EFFORT = Effort(repeats=2, shortest=0.0, longest=0.001)
 
 # Cycles that a GPU sleeps for each call that the host queues meanwhile: about 50 us.

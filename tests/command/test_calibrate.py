@@ -65,15 +65,15 @@ def test_calibrate(ranks: int, tmp_path: Path) -> None:
     found = as_machine(path)
     size = max(ranks, 1)
     assert (found.name, found.device, found.ranks_per_host) == ("here", "cpu", size)
-    assert [(x.kernel, x.form, x.head_dim) for x in found.kernels] == [
-        ("reference", form, 16) for form in reversed(FORMS)
+    assert [(x.kernel, x.form, x.heads, x.head_dim) for x in found.kernels] == [
+        ("reference", form, heads, 16) for form in reversed(FORMS) for heads in (2, 1)
     ]
     assert found.host_waits, "a CPU computes what it launches"
     assert found.gemm.keys() == {"float32"}
     both = {"inside": "measured", "between": "those inside"}
     assert found.samples["links"] == (both if ranks else dict.fromkeys(both, "memory"))
     assert (found.hop > 0) == bool(ranks)
-    repeats = found.samples["reference full forward"]["seconds"]
+    repeats = found.samples["reference full 2 heads forward"]["seconds"]
     assert all(len(x) == QUICK_EFFORT.repeats for x in repeats)
     for name, _, curve in curves_of(found):
         assert curve(1e12) > curve(0) >= 0, name

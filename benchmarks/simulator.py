@@ -14,15 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from baselines import time_paired
 from harness import HEAD_DIM, origin, publish, spawn, spawn_on_hosts, table_of, work_on_host
 from network import hosts
 from rich.console import Console
@@ -31,13 +29,14 @@ from strategies import HEADS, RATES, ours, shards_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring import Mask, SequenceAxis
+from dtensor_ring import Mask, SequenceAxis, compare_strategies
 from dtensor_ring.command.calibrate_kernels import Problem
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
-from dtensor_ring.planning.strategy import as_strategy, every_strategy
+from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.comparison import StrategyCost
 from dtensor_ring.simulate.machine import Machine
 
 ATTENTIONS = {
@@ -47,9 +46,9 @@ ATTENTIONS = {
     "full": Mask.full(),
 }
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""Lets glibc keep freed memory, as allocators of GPUs do. Else page faults, which depend on all that
-a process did before, take up to a third of a short attention."""
-LENGTHS = 0.05, 0.3, 0.02, 0.13, 0.25, 0.1, 0.15
+"""Lets glibc keep freed memory, as allocators of GPUs do. Else page faults, which depend on all
+that a process did before, take up to a third of a short attention."""
+LENGTHS = 0.24, 0.27, 0.235, 0.255
 """Of the documents, as parts of the sequence."""
 CALIBRATED_HEADS = 8, 4
 """Of queries and keys, unlike any case's."""
@@ -78,10 +77,12 @@ class Case:
 
     @property
     def strategies(self) -> list[str]:
-        """All strategies that differ on this number of ranks."""
-        # With one other rank, messages around the ring go directly.
-        same = ("around", "direct") if self.world_size == 2 else ()
-        return [x.spec for x in every_strategy(self.world_size) if x.spec not in same]
+        """The strategies that differ; with few ranks, some are the same messages."""
+        asked = {name: x for name, x in self.problem.items() if name != "dtype"}
+        known: dict[StrategyCost, str] = {}
+        for row in compare_strategies(**asked).rows:
+            known.setdefault(replace(row, strategy=""), row.strategy)
+        return list(known.values())
 
     @property
     def problem(self) -> dict[str, Any]:
@@ -133,7 +134,8 @@ class Choice:
     def regret(self, strategy: str | None = None) -> float:
         """What a strategy, by default the chosen one, takes over the fastest, less one."""
         spec = as_strategy(strategy, self.case.world_size).spec if strategy else self.chosen
-        return self.measured[spec] / min(self.measured.values()) - 1
+        # What was not measured sends the messages of the ring.
+        return self.measured.get(spec, self.measured["ring"]) / min(self.measured.values()) - 1
 
 
 def cases(quick: bool) -> list[Case]:
@@ -158,25 +160,29 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
-    """Time a case, or calibrate."""
+    """Time a case by all strategies in turns, or calibrate."""
+    watch = Stopwatch(torch.device("cpu"), QUICK_EFFORT if case.quick else FULL_EFFORT)
     if not case.attention:
-        return Measurement(case, machine=calibrated(case).to_json())
-    group = mesh.get_group()
+        return Measurement(case, machine=calibrated(case, watch).to_json())
     SequenceAxis(mesh, "zigzag")
-    num_tokens = case.seq_len // case.world_size
-    shards = shards_of(HEADS[case.heads], num_tokens, group.rank())
     asked = ATTENTIONS[case.attention], case.cu_seqlens()
+    num_tokens = case.seq_len // case.world_size
+    shards = shards_of(HEADS[case.heads], num_tokens, mesh.get_local_rank())
     contenders = {name: ours(*asked, name, mesh, shards) for name in case.strategies}
-    return Measurement(case, time_paired(contenders, case.repeats, lambda: dist.barrier(group)))
+    seconds = {name: [[] for _ in STAGES] for name in contenders}
+    for repeat in range(-1, case.repeats):  # the first warms up
+        for name, stages in contenders.items():
+            for times, ended in zip(seconds[name], watch.laps(*stages), strict=True):
+                times += [ended] * (repeat >= 0)
+    return Measurement(case, seconds)
 
 
-def calibrated(case: Case) -> Machine:
-    """Calibrate a place, where ranks are of one host, or each of a host of its own."""
-    size, kind = case.world_size, torch.device("cpu")
-    shape = (1, size) if case.rate is None else (size, 1)
+def calibrated(case: Case, watch: Stopwatch) -> Machine:
+    """Calibrate a place, whose ranks are on one host, or each on a host of its own."""
+    shape = (1, case.world_size) if case.rate is None else (case.world_size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
-    watch = Stopwatch(kind, QUICK_EFFORT if case.quick else FULL_EFFORT)
-    return measure_machine(name_of(case), watch, mesh, Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32))
+    problem = Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32)
+    return measure_machine(name_of(case), watch, mesh, problem)
 
 
 def name_of(case: Case) -> str:
@@ -209,17 +215,13 @@ def simulated(measurements: list[Measurement]) -> tuple[list[Row], list[Choice]]
     """Simulate all cases, and choose for each."""
     files = {x.case.place: Machine.from_json(x.machine) for x in measurements if x.machine}
     rows, choices = [], []
-    for case, seconds, _ in (
-        (m.case, m.seconds, m.machine) for m in measurements if not m.machine
-    ):
+    for case, seconds, _ in ((m.case, m.seconds, m.machine) for m in measurements if not m.machine):
         machine = files[case.place]
         medians = {name: [median(x) for x in stages] for name, stages in seconds.items()}
         for strategy, times in medians.items():
             found = simulate_attention(**case.problem, strategy=strategy, machine=machine)
             totals = found.seconds[0], found.total
-            rows += [
-                Row(case, strategy, *x) for x in zip(STAGES, times, totals, strict=True)
-            ]
+            rows += [Row(case, strategy, *x) for x in zip(STAGES, times, totals, strict=True)]
         chosen = choose(**case.problem, machine=machine).spec
         choices.append(Choice(case, {name: x[1] for name, x in medians.items()}, chosen))
     return rows, choices
@@ -234,9 +236,7 @@ def place_table(rows: list[Row], choices: list[Choice]) -> Table:
         right = sum(x <= CLOSE for x in regrets)
         figures = median(errors), max(errors), median(regrets), max(regrets)
         texts = [f"{x:.1%}" for x in figures]
-        result.add_row(
-            name, str(len(errors)), *texts[:2], f"{right} of {len(regrets)}", *texts[2:]
-        )
+        result.add_row(name, str(len(errors)), *texts[:2], f"{right} of {len(regrets)}", *texts[2:])
     return result
 
 
@@ -261,11 +261,8 @@ def case_table(rows: list[Row], choices: list[Choice]) -> Table:
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         case, strategy = first.case, first.strategy
         marks = " *" * (strategy == best[case]) + " auto" * (strategy == chosen[case])
-        cells = [
-            text
-            for row in (first, second)
-            for text in (f"{1e3 * row.measured:.1f}", f"{1e3 * row.simulated:.1f}", f"{row.error:+.1%}")
-        ]
+        times = ((1e3 * row.measured, 1e3 * row.simulated, row.error) for row in (first, second))
+        cells = [x for a, b, off in times for x in (f"{a:.1f}", f"{b:.1f}", f"{off:+.1%}")]
         result.add_row(name_of(case), case.attention, case.heads, strategy + marks, *cells)
     return result
 
@@ -274,7 +271,7 @@ def report(console: Console, rows: list[Row], choices: list[Choice]) -> None:
     """Print what was measured and simulated, in Markdown."""
     console.print(
         f"\nZigzag, batch 1, head dim {HEAD_DIM}, float32, gloo, a thread a rank; windows of 1,024 "
-        "tokens, seven documents.\nTimes are medians of the slowest rank's; each place was "
+        "tokens, four documents.\nTimes are medians of the slowest rank's; each place was "
         "calibrated once before. Off is the simulated time over the measured one,\nless one. Right "
         f"are choices within {CLOSE:.0%} of the fastest strategy, regret is what the choice takes "
         "over it, forward and backward.\n"

@@ -114,6 +114,4 @@ def mesh_of_hosts(device_type: str) -> DeviceMesh:
     axes = (BETWEEN, INSIDE)
     overrides = None if options is None else dict.fromkeys(axes, options)
     shape = size // per_host, per_host
-    return init_device_mesh(
-        device_type, shape, mesh_dim_names=axes, backend_override=overrides
-    )
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle, product
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from dtensor_ring.planning.tile import Tile
 from dtensor_ring.simulate.machine import FORMS, KernelSpeed
 
 # Queries of a tile, and as many keys.
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 # Queries where only the time of the host counts.
 FEW_ROWS = 8
@@ -77,9 +78,13 @@ class Problem(NamedTuple):
 
     def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
         """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
+        return self.zeros(device, num_rows, is_key).normal_()
+
+    def zeros(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
+        """Return such a tensor that is 0."""
         shape = 1, self.heads[is_key], num_rows, self.head_dim
         like = torch.empty(0, device=device, dtype=self.dtype)
-        return empty(like, shape, TOKEN_MAJOR).normal_()
+        return empty(like, shape, TOKEN_MAJOR).zero_()
 
 
 class TileCalls(NamedTuple):
@@ -175,27 +180,47 @@ def measure_kernels(
     return tuple(speeds), launch, samples
 
 
+# Bytes that calls in turn read and write, so that caches keep nothing of the last time, and the
+# largest number of these calls.
+FOOTPRINT, MAX_TURNS = 2**26, 32
+
+
+def in_turns(make: Callable[[], Call], num_bytes: int) -> Call:
+    """Return a call that makes several equal calls in turn, each with tensors of its own.
+
+    What an attention merges and copies was mostly written long before, or by another rank.
+
+    Args:
+        make: makes one of the calls.
+        num_bytes: bytes that a call reads and writes.
+    """
+    count = min(max(1, FOOTPRINT // num_bytes), MAX_TURNS)
+    calls = cycle([make() for _ in range(count)])
+    return lambda: next(calls)()
+
+
 def measure_merges(watch: Stopwatch, problem: Problem) -> Series:
     """Time how the outputs of two launches are merged, by the bytes read and written."""
 
+    def merge(num_rows: int) -> Call:
+        query, *outs = (problem.zeros(watch.device, num_rows) for _ in range(3))
+        wide = torch.promote_types(problem.dtype, torch.float32)
+        lses = [query.new_zeros(query.shape[:3], dtype=wide) for _ in outs]
+
+        def call() -> None:
+            running = RunningOutput(query, problem.head_dim, room=1)
+            for out, lse in zip(outs, lses, strict=True):
+                running.add(WHOLE, out, lse)
+            running.make_room()
+
+        return call
+
     def points() -> Iterator[tuple[float, Call]]:
         for num_rows in ROWS:
-            query, first, second = (problem.random(watch.device, num_rows) for _ in range(3))
-            wide = torch.promote_types(problem.dtype, torch.float32)
-            shape = 1, problem.heads[0], num_rows
-            lses = [torch.randn(shape, device=watch.device, dtype=wide) for _ in range(2)]
-
-            def merge(
-                query: Tensor = query,
-                outs: tuple[Tensor, Tensor] = (first, second),
-                lses: list[Tensor] = lses,
-            ) -> None:
-                running = RunningOutput(query, problem.head_dim, room=1)
-                for out, lse in zip(outs, lses, strict=True):
-                    running.add(WHOLE, out, lse)
-                running.make_room()
-
-            yield float(2 * first.nbytes + first.numel() * wide.itemsize), merge
+            numel = problem.heads[0] * num_rows * problem.head_dim
+            # Two outputs are read, and one is written that is at least float32.
+            num_bytes = numel * (2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize))
+            yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
 
     return watch.series(points())
 
@@ -203,16 +228,17 @@ def measure_merges(watch: Stopwatch, problem: Problem) -> Series:
 def measure_packing(watch: Stopwatch, problem: Problem) -> Series:
     """Time how two ranges of columns are packed side by side, by the bytes read and written."""
 
+    def copy(num_rows: int) -> Call:
+        half = num_rows // 2
+        # A column between the ranges is left out, so that they do not join.
+        x, cols = problem.zeros(watch.device, num_rows + 1), [(0, half), (half + 1, num_rows + 1)]
+        packed = problem.zeros(watch.device, num_rows)
+        return partial(pack, packed, x, Cols.union(cols))
+
     def points() -> Iterator[tuple[float, Call]]:
         for num_rows in ROWS:
-            x = problem.random(watch.device, num_rows)
-            cols = Cols.union([(0, num_rows // 2 - 1), (num_rows // 2, num_rows)])
-            packed = problem.random(watch.device, len(cols))
-
-            def copy(packed: Tensor = packed, x: Tensor = x, cols: Cols = cols) -> None:
-                pack(packed, x, cols)
-
-            yield float(2 * packed.nbytes), copy
+            num_bytes = 2 * problem.heads[0] * num_rows * problem.head_dim * problem.dtype.itemsize
+            yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
 
     return watch.series(points())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,21 +121,47 @@ def hop_seconds(watch: Stopwatch, messages: Messages) -> float:
     return watch.host_seconds(messages.shift(1), wait)
 
 
-# Seconds of a transfer that kernels run beside, and rows of their tiles.
-BESIDE_SECONDS, BESIDE_ROWS = 0.05, {"cpu": 512, "cuda": 4096}
+# The longest transfer that kernels run beside, in seconds, and rows of their tiles.
+BESIDE_SECONDS, BESIDE_ROWS = 0.1, {"cpu": 512, "cuda": 4096}
+
+
+class Beside(NamedTuple):
+    """Times of kernels and of a transfer, in seconds.
+
+    Attributes:
+        kernels: of the kernels alone.
+        transfer: of the transfer alone.
+        together: until the kernels end that begin with the transfer.
+        whole: until the transfer ends, too.
+
+    >>> Beside(kernels=2.0, transfer=4.0, together=3.0, whole=5.5).slowdowns
+    (2.0, 1.5)
+    """
+
+    kernels: float
+    transfer: float
+    together: float
+    whole: float
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """How many times longer the transfer takes beside the kernels, and they beside it.
+
+        The transfer outlasts the kernels, and has its usual speed after them. So while they run it
+        does what it does alone in the rest of its time.
+        """
+        moved = self.transfer - (self.whole - self.together)
+        transfer = self.together / max(moved, self.together / MOST)
+        return max(1.0, transfer), max(1.0, self.together / self.kernels)
 
 
 def measure_beside(
     watch: Stopwatch, messages: Messages, p2p: Curve, problem: Problem, kernel: Kernel
-) -> tuple[float, float, dict[str, Any]]:
-    """Time kernels beside a transfer that takes twice as long.
-
-    Let the kernels take C alone and the transfer T. Beside each other, the kernels end after t,
-    which is `C * beside_transfer`. Until then the transfer has done `t / beside_kernel` of its T.
-    The rest goes on alone and takes r, so `beside_kernel` is `t / (T - r)`.
+) -> tuple[float, float, list[Beside]]:
+    """Time kernels beside a transfer that takes twice as long, and both alone, in turns.
 
     Returns:
-        `beside_kernel` and `beside_transfer` of `Machine`, 1 or more, and what was measured.
+        `beside_kernel` and `beside_transfer` of `Machine`, and what was measured.
     """
     # The largest message that is not too long; at least one of the first two is.
     size = max([x for x in BYTES if p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
@@ -147,17 +173,16 @@ def measure_beside(
         for _ in range(count):
             tile.forward()
 
-    def both() -> None:
+    def begin_both() -> None:
         works[:] = start()
         kernels()
 
-    kernels_alone, transfer_alone = watch.seconds(kernels), watch.seconds(waited(start))
-    laps = [watch.laps(both, lambda: wait(works)) for _ in range(watch.effort.repeats)]
-    together, whole = (median(times) for times in zip(*laps, strict=True))
-    moved_alone = transfer_alone - (whole - together)
-    samples = {"kernels": kernels_alone, "transfer": transfer_alone, "laps": laps}
-    return (
-        max(1.0, together / max(moved_alone, together / MOST)),
-        max(1.0, together / kernels_alone),
-        samples,
-    )
+    def end() -> None:
+        wait(works)
+
+    times = [
+        Beside(*watch.laps(kernels), *watch.laps(waited(start)), *watch.laps(begin_both, end))
+        for _ in range(2 * watch.effort.repeats)
+    ]
+    transfer, kernel_beside = (median(x) for x in zip(*(x.slowdowns for x in times), strict=True))
+    return transfer, kernel_beside, times

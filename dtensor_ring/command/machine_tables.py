@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dtensor_ring.command.table import print_table
 from dtensor_ring.simulate.machine import Curve, Machine
 
-
 # Prefixes of units by their power of ten.
 PREFIXES = (("n", -9), ("u", -6), ("m", -3), ("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
 
@@ -87,14 +86,15 @@ def _ends(curve: Curve, unit: str) -> tuple[str, ...]:
 def compare_machines(first: Machine, second: Machine) -> None:
     """Print two machines side by side, and the ratio of the second's numbers to the first's.
 
-    Curves are compared at the smallest and the largest size of the first machine. A kernel that
-    the second lacks has no row.
+    Curves are compared at the smallest and the largest size of the first machine. What the
+    second lacks has no row.
 
     Raises:
         ValueError: if the machines have different devices.
     """
     second.check_device(first.device)
-    pairs = [(name, x, numbers_of(second).get(name, (0.0, x[1]))) for name, x in numbers_of(first).items()]
+    theirs = numbers_of(second)
+    pairs = [(name, x, theirs[name]) for name, x in numbers_of(first).items() if name in theirs]
     others = {name: curve for name, _, curve in curves_of(second)}
     for name, unit, curve in curves_of(first):
         for size in (curve.sizes[0], curve.sizes[-1]) if name in others else ():

@@ -226,6 +226,7 @@ def compare(
     heads: tuple[int, int],
     head_dim: int,
     max_held: int | None,
+    machine: str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -239,6 +240,7 @@ def compare(
             cu_seqlens,
             layout=layout or "zigzag",
             max_held=max_held,
+            machine=machine,
         )
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -320,7 +322,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show what each strategy sends, holds and launches"
+    text = "show what each strategy sends, holds and launches, and what it takes on a machine"
     command = commands.add_parser("compare", help=text, description=text)
     command.set_defaults(run=compare)
     _add_attention(command)
@@ -329,6 +331,8 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     )
     command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
+    text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
+    command.add_argument("--machine", help=text)
 
 
 def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:

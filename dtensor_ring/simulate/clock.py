@@ -90,7 +90,7 @@ class Clock:
     def _follow(self, active: np.ndarray) -> None:
         """Let hosts wait for their kernels, if they do."""
         if self._machine.host_waits:
-            self._host = np.where(active, self.free, self._host)
+            self._host = np.where(active, np.maximum(self._host, self.free), self._host)
 
     def post(self, what: str, active: np.ndarray) -> np.ndarray:
         """Post a hop on active ranks; return when its messages may leave."""

@@ -282,7 +282,8 @@ class RankProcess:
             bounds = [x for x in (launch.mask.left, launch.mask.right) if x is not None]
             form = ("full", "causal", "window")[len(bounds)]
             head_dim = self.sizes.head_dims[0]
-            speed = self.machine.speed(self.o.problem.dtype, head_dim, form, self.o.problem.kernel)
+            kernel, heads = self.o.problem.kernel, self.heads[0]
+            speed = self.machine.speed(self.o.problem.dtype, head_dim, form, kernel, heads)
             flops = float(pairs * self.heads[0] * head_dim)
             backward = self.o.is_backward
             yield rows, cols, speed.backward(10 * flops) if backward else speed.forward(4 * flops)

@@ -40,9 +40,10 @@ def curve(draw: Random, size: float, seconds: float) -> Curve:
 def machine(draw: Random) -> Machine:
     name = draw.choice(("any", "any", "cpu_flash"))
     kernels = tuple(
-        KernelSpeed(name, dtype, 64, form, *(curve(draw, 1e9, 1e-4) for _ in range(2)))
+        KernelSpeed(name, dtype, 64, form, *(curve(draw, 1e9, 1e-4) for _ in range(2)), heads)
         for dtype in ("bfloat16", "float32")
         for form in FORMS
+        for heads in draw.choice(((0,), (2, 16)))
     )
     inside, between = (Links(*(curve(draw, 1e7, 1e-4) for _ in range(4))) for _ in range(2))
     return Machine(
@@ -65,8 +66,8 @@ def bounds(draw: Random, seq_len: int, rows: int) -> list[list[int]]:
     return [row() for _ in range(rows)]
 
 
-def problem(draw: Random) -> tuple[Problem, Strategy]:
-    size = draw.choice(SIZES)
+def problem(draw: Random, largest: int) -> tuple[Problem, Strategy]:
+    size = draw.choice([size for size in SIZES if size <= largest])
     seq_len = size * draw.choice((2, 6, 8)) if draw.random() < 0.8 else draw.choice((1, 7, 50))
     layout = draw.choice(LAYOUTS) if seq_len % size == 0 else draw.choice(("zigzag", "contiguous"))
     seen: dict[str, Any] = {"mask": draw.choice((Mask.causal(), Mask.full(), Mask.sliding(5)))}
@@ -94,10 +95,10 @@ def problem(draw: Random) -> tuple[Problem, Strategy]:
     return asked, draw.choice(able)
 
 
-def differences(seed: int) -> float:
-    """The largest relative difference between the recurrence and the processes."""
+def difference(seed: int, largest: int) -> float:
+    """The largest difference between the recurrence and the processes, in parts of the whole."""
     draw = Random(seed)
-    (asked, strategy), found = problem(draw), machine(draw)
+    (asked, strategy), found = problem(draw, largest), machine(draw)
     times = RingTimes(asked, strategy, found)
     speed = found.speed(asked.dtype, 64, "full")
     oracle = Oracle(asked, strategy, found, has_segments(speed.kernel))
@@ -109,3 +110,19 @@ def differences(seed: int) -> float:
         for one, other in ((told.ends, ends), (told.waited, waited)):
             most = max(most, float(np.abs(one - other).max() / scale))
     return most
+
+
+PLANS_AT_ONCE = 50
+# The first block has 60 plans in all with the next, of fewer ranks: processes of 64 take seconds.
+BLOCKS = [pytest.param(block, 64, marks=pytest.mark.repeats) for block in range(2, 12)]
+
+
+@pytest.mark.parametrize(("block", "largest"), [(0, 12), *BLOCKS])
+def test_as_processes_that_wait_for_one_another(block: int, largest: int) -> None:
+    for seed in range(block * PLANS_AT_ONCE, (block + 1) * PLANS_AT_ONCE):
+        assert difference(seed, largest) < 1e-9, f"seed {seed}, at most {largest} ranks"
+
+
+@pytest.mark.parametrize("seed", range(1000, 1010))
+def test_as_processes_of_many_ranks(seed: int) -> None:
+    assert difference(seed, 24) < 1e-9

@@ -152,7 +152,7 @@ def _content(config: Any) -> Mapping[str, Any]:
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     elif isinstance(config, str | Path):
-        config = _file(Path(config))
+        config = read_json(Path(config))
     if not isinstance(config, Mapping):
         raise ValueError(
             f"a config is a mapping, a config.json or its folder, got {type(config).__name__}"
@@ -160,7 +160,12 @@ def _content(config: Any) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
-def _file(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return what a `config.json` has, given its path or that of its folder.
+
+    Raises:
+        ValueError: if it cannot be read or is not JSON.
+    """
     path = path / "config.json" if path.is_dir() else path
     try:
         return json.loads(path.read_text())

@@ -1,0 +1,116 @@
+"""What `simulate_step` is asked for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Boundaries, as_documents
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.simulate.layer_seconds import Shard, itemsize
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.model_shape import ModelShape
+from dtensor_ring.simulate.step_memory import CHECKPOINTS
+from dtensor_ring.simulate.step_mesh import StepMesh
+
+# Matrix products in FP8 leave everything else, attention too, in 16 bits.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class StepRequest(NamedTuple):
+    """A training step, checked.
+
+    Attributes:
+        model: the model.
+        seq_len: tokens of a sequence.
+        batch: sequences of each group of `cp` ranks.
+        mesh: ranks by axis.
+        machine: the machine.
+        strategy: spec of the strategy of all layers.
+        layout: the layout of the sequence.
+        shard: what one rank has.
+        dtype: dtype between layers.
+        checkpoint: one of `CHECKPOINTS`.
+        kernel: name of the attention kernel; `None` for the first one of the machine.
+        batches: boundaries of the documents of each distinct batch; `None` for whole sequences.
+    """
+
+    model: ModelShape
+    seq_len: int
+    batch: int
+    mesh: StepMesh
+    machine: Machine
+    strategy: str
+    layout: Layout | str
+    shard: Shard
+    dtype: str
+    checkpoint: str
+    kernel: str | None
+    batches: tuple[Any, ...]
+
+
+def step_request(
+    config: Any,
+    seq_len: int,
+    mesh: Mapping[str, int],
+    machine: Machine | str = "h100",
+    *,
+    strategy: str = "ring",
+    layout: Layout | str = "zigzag",
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    checkpoint: str = "none",
+    kernel: str | None = None,
+    batches: Sequence[Boundaries] | None = None,
+    world_size: int | None = None,
+) -> StepRequest:
+    """Check the arguments of `simulate_step`, which has their meaning.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a name is unknown, the config is not that of a model that is simulated, or a
+            size is out of range or not divisible.
+    """
+    model = ModelShape.of(config)
+    axes = StepMesh.of(mesh, world_size)
+    tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
+    axes.check(model, tokens)
+    check_strategy(strategy, axes.cp)
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    kept = "bfloat16" if dtype in FLOAT8 else dtype
+    return StepRequest(
+        model=model,
+        seq_len=tokens,
+        batch=rows,
+        mesh=axes,
+        machine=as_machine(machine),
+        strategy=strategy,
+        layout=layout,
+        shard=Shard(tokens * rows // axes.cp, axes.tp, itemsize(kept), dtype),
+        dtype=kept,
+        checkpoint=checkpoint,
+        kernel=kernel,
+        batches=_distinct(batches, axes),
+    )
+
+
+# Sequences of a step, so that products of sizes stay far from what a float counts.
+MAX_BATCH = 2**20
+
+
+def _distinct(batches: Sequence[Boundaries] | None, mesh: StepMesh) -> tuple[Any, ...]:
+    """Return each batch once, in the order of the groups.
+
+    Raises:
+        ValueError: if there is not one for each data-parallel group.
+    """
+    if batches is None:
+        return (None,)
+    groups = mesh.dp_replicate * mesh.dp_shard
+    if len(batches) != groups:
+        raise ValueError(f"{groups} data-parallel groups need as many batches, got {len(batches)}")
+    return tuple(dict.fromkeys(map(as_documents, batches)))

@@ -8,16 +8,22 @@ from typing import Any
 from dtensor_ring.command.pictures import COLORS, page_of
 from dtensor_ring.simulate.overlap import COLLECTIVE
 from dtensor_ring.simulate.step import TITLES, SimulatedStep
+from dtensor_ring.simulate.timeline import Timeline
 from dtensor_ring.simulate.winner_map import WinnerMap
 
-# Ranks and spans of a time line, at most: a page shows no more of them.
-MAX_LANES = 16
-MAX_SPANS = 4096
+# Ranks and spans of a time line, at most, and the streams of it.
+MAX_RANKS = 8
+MAX_SPANS = 8192
+DRAWN = ("compute", "send", "receive")
 
 PARTS = "Milliseconds of the step by part. What a rank waits for messages is exposed communication."
 STEP = (
     "Kernels of a rank and the collectives of FSDP2, as they overlap: the gather of the next layer "
     "runs under the kernels of this one, and so does the reduction of the last one."
+)
+ATTENTION = (
+    "Streams of the first ranks of an axis, forward and then backward: kernels and merges, and "
+    "messages that are sent and received."
 )
 WINNERS = (
     "The fastest strategy for the attentions of the model, forward and backward; the number is how "
@@ -31,6 +37,10 @@ def step_page(step: SimulatedStep) -> str:
     title = f"{step.model} on {step.machine}, {axes}, {step.strategy}, {step.seq_len:,} tokens"
     parts = [("parts", "Parts of the step", PARTS, _parts_figure(step))]
     parts.append(("step", "Time line of a rank", STEP, _spans_figure(step)))
+    for number, (mask, attention) in enumerate(step.attentions.items()):
+        figure = _attention_figure(attention.timeline)
+        if figure["data"]:
+            parts.append((f"attention{number}", f"Attention, {mask}", ATTENTION, figure))
     return page_of(title, f"{step.seconds * 1e3:,.1f} ms, MFU {step.mfu:.1%}", parts)
 
 
@@ -65,6 +75,24 @@ def _spans_figure(step: SimulatedStep) -> dict[str, Any]:
         [COLORS[("forward", "backward", "gather", "reduce").index(kind)] for kind in kinds],
     )
     return {"data": [bars], "layout": lanes_layout(2)}
+
+
+def _attention_figure(timeline: Timeline) -> dict[str, Any]:
+    """Return the bars of the streams of the first ranks; no data if no spans were kept."""
+    spans = [x for x in timeline.spans(range(MAX_RANKS)) if x.end > x.begin and x.stream in DRAWN]
+    spans = spans[:MAX_SPANS]
+    if not spans:
+        return {"data": [], "layout": {}}
+    # Lanes are listed in the order in which they first occur.
+    spans.sort(key=lambda x: (x.rank, DRAWN.index(x.stream)))
+    bars = lanes_bar(
+        [f"rank {x.rank} {x.stream}" for x in spans],
+        [x.begin for x in spans],
+        [x.end for x in spans],
+        [x.label for x in spans],
+        [COLORS[DRAWN.index(x.stream)] for x in spans],
+    )
+    return {"data": [bars], "layout": lanes_layout(len({*bars["y"]}))}
 
 
 def lanes_bar(

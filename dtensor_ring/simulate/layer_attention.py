@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.simulate.attention import simulate_attention
+from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.tile import FULL
+from dtensor_ring.simulate.attention import timeline_of
+from dtensor_ring.simulate.choose import chosen_strategy
 from dtensor_ring.simulate.collectives import strided
+from dtensor_ring.simulate.comparison import rank_costs
 from dtensor_ring.simulate.layer_seconds import PartSeconds
+from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.model_shape import LayerShape
+from dtensor_ring.simulate.problem import Problem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
-from dtensor_ring.simulate.step_request import StepRequest
+from dtensor_ring.simulate.step_request import AUTO, StepRequest
 from dtensor_ring.simulate.timeline import Timeline
+from dtensor_ring.transport.transport import DEFAULT_POLICY
+
+# The largest number of ranks of which spans are kept: more are not drawn.
+MAX_SPANNED = 64
 
 
 class AttentionKind(NamedTuple):
@@ -81,22 +93,52 @@ def model_attentions(asked: StepRequest) -> dict[AttentionKind, AttentionSeconds
 def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> AttentionSeconds:
     """Return the seconds of one attention in one batch."""
     mesh = asked.mesh
-    found = simulate_attention(
-        kind.mask,
-        asked.seq_len,
-        mesh.cp,
-        (kind.heads[0] // mesh.tp, kind.heads[1] // mesh.tp),
-        kind.head_dim,
-        documents,
+    heads = kind.heads[0] // mesh.tp, kind.heads[1] // mesh.tp
+    problem = problem_of(
+        *(kind.mask, asked.seq_len, mesh.cp, heads, kind.head_dim, documents),
+        slices=None,
         layout=asked.layout,
-        strategy=asked.strategy,
         batch=asked.batch,
         dtype=asked.dtype,
+        policy=DEFAULT_POLICY,
         kernel=asked.kernel,
-        machine=strided(asked.machine, mesh.tp),
     )
+    machine = strided(asked.machine, mesh.tp)
+    strategy = _strategy(asked.strategy, problem, machine)
+    found = timeline_of(problem, strategy, machine, keeps_spans=mesh.cp <= MAX_SPANNED)
     forward, backward = (_split(x) for x in (found.forward, found.backward))
-    return AttentionSeconds(*forward, *backward, 0, found)
+    return AttentionSeconds(*forward, *backward, _held(problem, strategy), found)
+
+
+def _strategy(spec: str, problem: Problem, machine: Machine) -> Strategy:
+    """Return the strategy that a spec names, or the fastest one for "auto".
+
+    Raises:
+        ValueError: if there are too few heads for it.
+    """
+    if spec == AUTO:
+        return chosen_strategy(problem, machine)
+    strategy = as_strategy(spec, problem.world_size)
+    reason = why_not(strategy, *problem.sizes.heads)
+    if reason is not None:
+        raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
+    return strategy
+
+
+def _held(problem: Problem, strategy: Strategy) -> int:
+    """Return the bytes that the last rank holds of others, which with a causal mask receives most.
+
+    Its backward holds more than its forward.
+    """
+    size, rank = problem.world_size, problem.world_size - 1
+    mask = FULL if problem.mask is None else problem.mask
+    where = rank, size, problem.seq_len, problem.documents
+    of_rank = plan(problem.layout, mask, *where, strategy=strategy)
+    all_to_all = None
+    if strategy.heads > 1:
+        layouts = problem.layout, problem.layout
+        all_to_all = all_to_all_plan(*layouts, strategy.heads, rank, size, problem.seq_len)
+    return rank_costs(of_rank, all_to_all, problem.sizes)[1].held
 
 
 def _split(direction: Direction) -> tuple[float, float]:

@@ -16,6 +16,9 @@ from dtensor_ring.simulate.model_shape import ModelShape
 from dtensor_ring.simulate.step_memory import CHECKPOINTS
 from dtensor_ring.simulate.step_mesh import StepMesh
 
+# The strategy that takes least time, for each kind of attention.
+AUTO = "auto"
+
 # Matrix products in FP8 leave everything else, attention too, in 16 bits.
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -78,7 +81,8 @@ def step_request(
     axes = StepMesh.of(mesh, world_size)
     tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
     axes.check(model, tokens)
-    check_strategy(strategy, axes.cp)
+    if strategy != AUTO:
+        check_strategy(strategy, axes.cp)
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     kept = "bfloat16" if dtype in FLOAT8 else dtype

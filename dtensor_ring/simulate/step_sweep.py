@@ -7,8 +7,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from dtensor_ring.planning.route import ROUTES
-from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.strategy import Strategy, every_strategy
 from dtensor_ring.simulate.step import SimulatedStep, simulate_step
 from dtensor_ring.simulate.step_mesh import MESH_AXES, StepMesh
 
@@ -149,22 +148,9 @@ def _points(
         if chosen.get("strategy") != ALL:
             yield chosen
             continue
-        for strategy in strategies_of(chosen.get("cp", size)):
-            yield chosen | {"strategy": strategy}
-
-
-def strategies_of(cp: int) -> list[str]:
-    """Return the specs of all strategies that an axis can have: the routes, and groups of ranks.
-
-    >>> strategies_of(4)
-    ['ring', 'all_gather', 'ulysses:2', 'ulysses:4']
-    """
-    # "around" and "direct" are the two routes between which "ring" chooses.
-    routes = (
-        [route for route in ROUTES if route not in ("around", "direct")] if cp > 1 else ["ring"]
-    )
-    groups = [Strategy(size).spec for size in range(2, cp + 1) if cp % size == 0]
-    return [*routes, *groups]
+        found = every_strategy(cp) if (cp := chosen.get("cp", size)) > 1 else [Strategy()]
+        for strategy in found:
+            yield chosen | {"strategy": strategy.spec}
 
 
 def _mesh(given: Mapping[str, int], chosen: Mapping[str, Any]) -> dict[str, int]:

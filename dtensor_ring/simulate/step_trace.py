@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,14 +11,28 @@ from dtensor_ring.simulate.step import SimulatedStep
 
 
 def step_trace(step: SimulatedStep) -> dict[str, Any]:
-    """Return a trace of the streams of a rank, in the JSON format of Chrome's trace events.
+    """Return a trace of a step, in the JSON format of Chrome's trace events.
 
-    Times are in microseconds. Process 0 is the step.
+    Times are in microseconds. Process 0 has the streams of a rank in the whole step. Each kind of
+    attention follows with a process for each rank of its axis, in one forward and one backward.
 
     Args:
         step: the simulated step.
     """
-    return {"traceEvents": [*_events(step)], "displayTimeUnit": "ms"}
+    events, process = [*_events(step)], 1
+    for mask, attention in step.attentions.items():
+        found = json.loads(attention.timeline.chrome_trace())["traceEvents"]
+        events += [_moved(event, process, mask) for event in found]
+        process += 1 + max((event["pid"] for event in found), default=0)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _moved(event: dict[str, Any], process: int, mask: str) -> dict[str, Any]:
+    """Return an event of an attention in a process of its own, whose name has the mask."""
+    event = event | {"pid": event["pid"] + process}
+    if event["name"] == "process_name":
+        event["args"] = {"name": f"attention, {mask}, {event['args']['name']}"}
+    return event
 
 
 def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:

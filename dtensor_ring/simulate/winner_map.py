@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
+from dtensor_ring.planning.strategy import every_strategy
 from dtensor_ring.simulate.layer_attention import AttentionKind, model_attentions
 from dtensor_ring.simulate.machine import Curve, Links, Machine
 from dtensor_ring.simulate.step_mesh import StepMesh
 from dtensor_ring.simulate.step_request import StepRequest, step_request
-from dtensor_ring.simulate.step_sweep import strategies_of
 
 # Two sizes of large messages, in bytes, between which the speed of a link is read.
 LARGE = 2**30, 2**31
@@ -89,7 +89,7 @@ def winner_map(
         raise ValueError("without cp in the mesh, there are no strategies to choose from")
     level = "between" if cp * first.mesh.tp > found.ranks_per_host else "inside"
     changed = [replace(found, **{level: with_rate(getattr(found, level), rate)}) for rate in rates]
-    names = strategies_of(cp)
+    names = [x.spec for x in every_strategy(cp)]
     seconds = [
         [
             [_attention(first._replace(machine=x, strategy=name), count) for name in names]

@@ -44,6 +44,13 @@ class AttentionKind(NamedTuple):
         """Return the kind of a layer's attention."""
         return cls(layer.mask, layer.heads, layer.head_dim)
 
+    @property
+    def name(self) -> str:
+        """What reports call it, such as "left 4095, right 0"."""
+        bounds = {"left": self.mask.left, "right": self.mask.right, "chunk": self.mask.chunk}
+        known = (f"{name} {size}" for name, size in bounds.items() if size is not None)
+        return f"{', '.join(known)}, {self.heads[0]} heads"
+
 
 class AttentionSeconds(NamedTuple):
     """Seconds of the attention of a layer.
@@ -69,6 +76,17 @@ class AttentionSeconds(NamedTuple):
         """Seconds of forward and backward."""
         return self.forward + self.forward_waits + self.backward + self.backward_waits
 
+    @property
+    def strategy(self) -> str:
+        """The spec of the strategy."""
+        return self.timeline.strategy
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its numbers; bytes are those that the busiest rank sends."""
+        sent = self.timeline.num_bytes
+        numbers = {name: getattr(self, name) for name in self._fields[:-1]}
+        return {"strategy": self.strategy, **numbers, "sent": sent[0], "backward_sent": sent[1]}
+
     def parts(self) -> tuple[PartSeconds, PartSeconds]:
         """Return forward and backward as parts of a layer."""
         return (
@@ -83,9 +101,11 @@ def model_attentions(asked: StepRequest) -> dict[AttentionKind, AttentionSeconds
     Raises:
         ValueError: if the strategy has too few heads, or the machine lacks a speed.
     """
+    # Equal ones once.
     kinds = dict.fromkeys(map(AttentionKind.of, asked.model.layers))
+    batches = dict.fromkeys(asked.batches)
     return {
-        kind: max((_seconds(asked, kind, x) for x in asked.batches), key=lambda found: found.total)
+        kind: max((_seconds(asked, kind, x) for x in batches), key=lambda found: found.total)
         for kind in kinds
     }
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dtensor_ring.balanced.balanced import layout_for
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.simulate.collectives import all_reduce_seconds, collective_seconds
 from dtensor_ring.simulate.layer_attention import (
     AttentionKind,
     AttentionSeconds,
     model_attentions,
 )
-from dtensor_ring.simulate.layer_seconds import LayerClock, PartSeconds, gemm_rate
+from dtensor_ring.simulate.layer_seconds import LayerClock, PartSeconds
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.model_shape import LayerShape
 from dtensor_ring.simulate.overlap import TaskSpan, UnitSeconds, fsdp_tasks, run_streams
+from dtensor_ring.simulate.peak_flops import peak_flops
 from dtensor_ring.simulate.step_memory import (
     KEPT_ITEMSIZE,
     StepMemory,
     layer_weights,
     step_memory,
 )
-from dtensor_ring.simulate.step_request import StepRequest, step_request
+from dtensor_ring.simulate.step_request import AUTO, StepRequest, step_request
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class SimulatedStep:
         flops: FLOPs of the model on each rank: six for each weight and token in matrix products,
             embeddings not counted, and 12 for each visible pair of tokens, head and number of a
             head. Nothing that is computed again is counted.
-        peak_flops: FLOPs per second that MFU is a part of.
+        flops_of_all_pairs: the same with pairs of tokens that masks hide, as many projects count
+            (Chowdhery et al., 2022, arXiv 2204.02311): about twice as many in long sequences.
+        peak_flops: FLOPs per second of a device by its data sheet.
         tokens_per_second: tokens per second and rank.
         memory: bytes of a rank by what they are, and their sum as "peak".
         capacity: bytes that a device has.
@@ -61,6 +65,7 @@ class SimulatedStep:
     strategy: str
     parts: Mapping[str, float]
     flops: float
+    flops_of_all_pairs: float
     peak_flops: float
     tokens_per_second: float
     memory: Mapping[str, int]
@@ -75,10 +80,7 @@ class SimulatedStep:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs per second over those of the device (Chowdhery et al., 2022, 2204.02311).
-
-        Pairs of tokens that a mask hides are not counted.
-        """
+        """Model FLOPs per second over those of the device; only visible pairs are counted."""
         return self.flops / self.seconds / self.peak_flops
 
     @property
@@ -102,7 +104,11 @@ class SimulatedStep:
             "flops": self.flops,
             "tflops_per_second": self.flops / self.seconds / 1e12,
             "mfu": self.mfu,
+            "flops_of_all_pairs": self.flops_of_all_pairs,
+            "tflops_per_second_of_all_pairs": self.flops_of_all_pairs / self.seconds / 1e12,
+            "mfu_of_all_pairs": self.mfu * self.flops_of_all_pairs / self.flops,
             "tokens_per_second": self.tokens_per_second,
+            "attentions": {mask: x.as_json() for mask, x in self.attentions.items()},
             "memory": dict(self.memory),
             "why_not": self.why_not,
         }
@@ -112,12 +118,19 @@ class SimulatedStep:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         rows = [("model", f"{self.model} on {self.machine}, {axes}, {self.strategy}")]
         rows.append(("tokens of a sequence", f"{self.seq_len:,}"))
+        if self.strategy == AUTO:
+            chosen = ((f"strategy of {x}", y.strategy) for x, y in self.attentions.items())
+            rows += chosen
         for name, title in TITLES:
             rows.append((title, f"{self.parts[name] * 1e3:,.1f} ms"))
-        rate = self.flops / self.seconds / 1e12
+        rows.append(("step", f"{self.seconds * 1e3:,.1f} ms"))
+        counts = ("MFU", self.flops), ("MFU, hidden pairs counted", self.flops_of_all_pairs)
+        rates = [(name, flops / self.seconds) for name, flops in counts]
         rows += [
-            ("step", f"{self.seconds * 1e3:,.1f} ms"),
-            ("MFU", f"{self.mfu:.1%}, {rate:,.0f} TFLOP/s of a rank"),
+            *(
+                (x, f"{y / self.peak_flops:.1%}, {y / 1e12:,.0f} TFLOP/s of a rank")
+                for x, y in rates
+            ),
             ("tokens per second and rank", f"{self.tokens_per_second:,.0f}"),
         ]
         for name, size in self.memory.items():
@@ -180,7 +193,8 @@ def simulate_step(
             layer but its attention, whose output is kept.
         kernel: name of the attention kernel; by default the first one that the machine has.
         batches: boundaries of documents in the batch of each data-parallel group, `(D+1,)` or
-            `(B, D+1)`. Equal batches are simulated once; the slowest one decides.
+            `(B, D+1)`, as many rows in all of them. Equal batches are simulated once; the slowest
+            one decides.
         world_size: ranks that the mesh must have, if it is given.
 
     Returns:
@@ -246,13 +260,14 @@ def _simulated(asked: StepRequest) -> SimulatedStep:
         seq_len=asked.seq_len,
         strategy=asked.strategy,
         parts=seconds,
-        flops=_flops(asked) / ranks,
+        flops=_flops(asked, _pairs) / ranks,
+        flops_of_all_pairs=_flops(asked, lambda x, mask: x.batch * x.seq_len**2) / ranks,
         peak_flops=peak_flops(asked.machine, asked.shard.gemm_dtype),
         tokens_per_second=asked.seq_len * asked.batch / ranks / sum(seconds.values()),
         memory=memory._asdict() | {"peak": memory.peak},
         capacity=asked.machine.memory,
         spans=tuple(spans),
-        attentions={str(kind.mask): x for kind, x in attentions.items()},
+        attentions={kind.name: x for kind, x in attentions.items()},
     )
 
 
@@ -315,27 +330,19 @@ def _memory(asked: StepRequest, attentions: Mapping[AttentionKind, AttentionSeco
     return step_memory(asked.model, asked.shard, shards, asked.checkpoint, held)
 
 
-def _flops(asked: StepRequest) -> float:
-    """Return the model FLOPs of one group of `cp` and `tp` ranks."""
+def _flops(asked: StepRequest, count: Callable[[StepRequest, Mask], float]) -> float:
+    """Return the model FLOPs of one group of `cp` and `tp` ranks; `count` counts pairs."""
     products = 3 * asked.model.flops * asked.seq_len * asked.batch
-    pairs = {mask: _pairs(asked, mask) for mask in {x.mask for x in asked.model.layers}}
+    pairs = {mask: count(asked, mask) for mask in {x.mask for x in asked.model.layers}}
     return products + sum(12 * pairs[x.mask] * x.heads[0] * x.head_dim for x in asked.model.layers)
 
 
 def _pairs(asked: StepRequest, mask: Mask) -> float:
-    """Return the visible pairs of the sequences of a group; the mean over distinct batches."""
-    layout, found = as_layout(asked.layout), []
-    for documents in asked.batches:
-        whole = plan(layout, mask, 0, 1, asked.seq_len, documents)
-        rows = [x.area * (asked.batch if x.batch is None else 1) for x in whole.steps[0].tiles]
-        found.append(sum(rows))
-    return sum(found) / len(found)
-
-
-def peak_flops(machine: Machine, dtype: str) -> float:
-    """Return the FLOPs per second that MFU is a part of: those of matrix products.
-
-    Raises:
-        ValueError: if the machine has none for the dtype.
-    """
-    return gemm_rate(machine, dtype)
+    """Return the visible pairs of the sequences of a group; the mean over all groups."""
+    found = 0.0
+    for documents, groups in Counter(asked.batches).items():
+        layout = layout_for(asked.layout, mask, asked.seq_len, 1, documents, None)
+        tiles = plan(layout, mask, 0, 1, asked.seq_len, documents).steps[0].tiles
+        # A tile without a row is of all rows.
+        found += groups * sum(x.area * (asked.batch if x.batch is None else 1) for x in tiles)
+    return found / len(asked.batches)

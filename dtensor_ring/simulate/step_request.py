@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Boundaries, as_documents
+from dtensor_ring.planning.mask import Boundaries, Documents, as_documents
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.simulate.layer_seconds import Shard, itemsize
@@ -38,7 +38,7 @@ class StepRequest(NamedTuple):
         dtype: dtype between layers.
         checkpoint: one of `CHECKPOINTS`.
         kernel: name of the attention kernel; `None` for the first one of the machine.
-        batches: boundaries of the documents of each distinct batch; `None` for whole sequences.
+        batches: documents of each data-parallel group, or one for all; `None` for whole sequences.
     """
 
     model: ModelShape
@@ -52,7 +52,7 @@ class StepRequest(NamedTuple):
     dtype: str
     checkpoint: str
     kernel: str | None
-    batches: tuple[Any, ...]
+    batches: tuple[Documents | None, ...]
 
 
 def step_request(
@@ -83,6 +83,8 @@ def step_request(
     axes.check(model, tokens)
     if strategy != AUTO:
         check_strategy(strategy, axes.cp)
+    documents = _documents(batches, axes)
+    rows = max(rows, *(len(x or ()) for x in documents))  # boundaries by row say how many
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     kept = "bfloat16" if dtype in FLOAT8 else dtype
@@ -98,7 +100,7 @@ def step_request(
         dtype=kept,
         checkpoint=checkpoint,
         kernel=kernel,
-        batches=_distinct(batches, axes),
+        batches=documents,
     )
 
 
@@ -106,15 +108,21 @@ def step_request(
 MAX_BATCH = 2**20
 
 
-def _distinct(batches: Sequence[Boundaries] | None, mesh: StepMesh) -> tuple[Any, ...]:
-    """Return each batch once, in the order of the groups.
+def _documents(
+    batches: Sequence[Boundaries] | None, mesh: StepMesh
+) -> tuple[Documents | None, ...]:
+    """Return the documents of each data-parallel group; one `None` for whole sequences.
 
     Raises:
-        ValueError: if there is not one for each data-parallel group.
+        ValueError: if there is not one batch for each group, or they have different numbers of
+            rows.
     """
     if batches is None:
         return (None,)
     groups = mesh.dp_replicate * mesh.dp_shard
     if len(batches) != groups:
         raise ValueError(f"{groups} data-parallel groups need as many batches, got {len(batches)}")
-    return tuple(dict.fromkeys(map(as_documents, batches)))
+    found = tuple(map(as_documents, batches))
+    if len({len(x or ()) for x in found}) > 1:
+        raise ValueError("batches must have equal numbers of rows")
+    return found

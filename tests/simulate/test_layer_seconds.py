@@ -77,5 +77,5 @@ def test_dtypes() -> None:
     assert gemm_rate(MACHINE, "float16") == 1e6  # as bfloat16
     with pytest.raises(ValueError, match="round has no speed of matrix products for float64, only"):
         gemm_rate(MACHINE, "float64")
-    with pytest.raises(ValueError, match="dtype must be one of float8_e4m3fn, .*, got 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype must be one of float8_e4m3fn, .*, got 'int8'"):
         itemsize("int8")

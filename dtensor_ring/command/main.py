@@ -375,7 +375,7 @@ def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -
     command.add_argument("--world-size", type=number, help="ranks that the mesh must have")
     command.add_argument("--machine", default="h100", help="the name of a preset, or a file")
     command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
-    command.add_argument("--layout", default="zigzag", help="how tokens are sharded")
+    command.add_argument("--layout", help="how tokens are sharded")
     command.add_argument(
         "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
     )

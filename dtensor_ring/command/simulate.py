@@ -60,6 +60,7 @@ def simulate(
     model: str,
     mesh: str,
     machine: str,
+    layout: str | None,
     cu_seqlens: Sequence[int] | None,
     sweep: Sequence[str] | None,
     as_json: bool,
@@ -75,6 +76,7 @@ def simulate(
         model: names it.
         mesh: ranks by axis, as `mesh_axes` reads them.
         machine: the name of a preset, or a file.
+        layout: how tokens are sharded.
         cu_seqlens: boundaries of the documents of all sequences.
         sweep: what `parse_sweep` reads; `None` for one step.
         as_json: whether to print JSON.
@@ -85,6 +87,7 @@ def simulate(
     """
     try:
         axes = mesh_axes(mesh)
+        options["layout"] = layout or "zigzag"
         asked = options | {"config": read(model), "mesh": axes, "machine": as_machine(machine)}
         if cu_seqlens is not None:
             axis_names = ("dp_replicate", "dp_shard", "dp")

@@ -28,7 +28,7 @@ def itemsize(dtype: str) -> int:
     >>> itemsize("bfloat16")
     2
     """
-    found = dict(ITEMSIZES).get(dtype)
+    found = dict(ITEMSIZES).get(dtype) if isinstance(dtype, str) else None
     if found is None:
         known = ", ".join(name for name, _ in ITEMSIZES)
         raise ValueError(f"dtype must be one of {known}, got {dtype!r}")
@@ -46,7 +46,8 @@ def gemm_rate(machine: Machine, dtype: str) -> float:
     if found is None:
         known = ", ".join(sorted(machine.gemm)) or "none"
         raise ValueError(
-            f"machine {machine.name} has no speed of matrix products for {dtype}, only of {known}"
+            f"machine {machine.name} has no speed of matrix products for dtype {dtype}, only "
+            f"of {known}"
         )
     return found
 

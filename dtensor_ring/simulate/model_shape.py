@@ -116,6 +116,7 @@ class ModelShape:
                 has to be given: a config of transformers has it all.
 
         Raises:
+            TypeError: if it is something else.
             ValueError: if there is no such file, it lacks a size, a size is out of range, or a
                 layer is of a kind that is not simulated.
 
@@ -149,15 +150,16 @@ class ModelShape:
 
 def _content(config: Any) -> Mapping[str, Any]:
     """Return the entries of a config; those of the text model, where there are others too."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    elif isinstance(config, str | Path):
+    if isinstance(config, str | Path):
         config = read_json(Path(config))
+    elif not isinstance(config, Mapping) and callable(getattr(config, "to_dict", None)):
+        config = config.to_dict()
+    config = config.get("text_config", config) if isinstance(config, Mapping) else config
     if not isinstance(config, Mapping):
-        raise ValueError(
-            f"a config is a mapping, a config.json or its folder, got {type(config).__name__}"
+        raise TypeError(
+            f"config must be a mapping, a config.json or its folder, got {type(config).__name__}"
         )
-    return config.get("text_config") or config
+    return config
 
 
 def read_json(path: Path) -> Any:
@@ -170,9 +172,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"config {path} is not JSON: {error}") from None
 
 
 class _Reader:
@@ -182,7 +184,9 @@ class _Reader:
         self._config = config
         self.name = str(config.get("model_type") or "model")
         if not any(config.get(x) for x in ("num_attention_heads", "n_head")):
-            raise ValueError(f"{self.name} has no attention, so there is nothing to make parallel")
+            raise ValueError(
+                f"the config of {self.name} has no attention, so there is nothing to make parallel"
+            )
         if "bert" in self.name:
             raise ValueError(f"{self.name} sees tokens ahead, and only next-token models are read")
         if any(str(name).startswith(STATEFUL) for name in config):

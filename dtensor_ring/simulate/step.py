@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from dtensor_ring.balanced.balanced import layout_for
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -165,7 +167,7 @@ def simulate_step(
     strategy: str = "ring",
     layout: Layout | str = "zigzag",
     batch: int = 1,
-    dtype: str = "bfloat16",
+    dtype: torch.dtype | str = "bfloat16",
     checkpoint: str = "none",
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
@@ -187,7 +189,7 @@ def simulate_step(
         strategy: the strategy of attention, see `SequenceAxis`.
         layout: the layout of sequences.
         batch: sequences of each group of `cp` ranks.
-        dtype: name of the dtype of matrix products; that of all else, too, except for FP8, where
+        dtype: of matrix products, or its name; that of all else, too, except for FP8, where
             all else is bfloat16.
         checkpoint: what backward computes again: "none", "full" layers, or "attention": all of a
             layer but its attention, whose output is kept.

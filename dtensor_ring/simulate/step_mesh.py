@@ -39,22 +39,29 @@ class StepMesh(NamedTuple):
             world_size: what they must multiply to, if it is given.
 
         Raises:
+            TypeError: if it is no mapping, or a number is not an integer.
             ValueError: if a name is unknown or there twice, a number is out of range, or the
                 product is another one.
 
         >>> StepMesh.of({"dp": 4, "cp": 8}).world_size
         32
         """
+        if not isinstance(axes, Mapping):
+            raise TypeError(f"mesh must be ranks by axis, such as {{'cp': 8}}, got {axes!r}")
         named = {"dp_shard" if name == "dp" else name: size for name, size in axes.items()}
         if not set(named) <= set(MESH_AXES) or len(named) < len(axes):
             raise ValueError(
                 f"a mesh has axes of {', '.join(MESH_AXES)} and dp, which is dp_shard, each once; "
-                f"got {', '.join(axes)}"
+                f"got {', '.join(map(str, axes))}"
             )
-        mesh = cls(**{name: as_count(name, size, 1, MAX_RANKS) for name, size in named.items()})
-        if world_size is not None and mesh.world_size != world_size:
+        mesh = cls(
+            **{name: as_count(f"{name} of mesh", x, 1, MAX_RANKS) for name, x in named.items()}
+        )
+        if world_size is not None and mesh.world_size != as_count("world_size", world_size):
             spelled = " x ".join(f"{name} {size}" for name, size in axes.items())
-            raise ValueError(f"{spelled} are {mesh.world_size} ranks, and not {world_size}")
+            raise ValueError(
+                f"mesh {spelled} has {mesh.world_size} ranks, and world_size is {world_size}"
+            )
         return mesh
 
     @property
@@ -83,7 +90,7 @@ class StepMesh(NamedTuple):
                 if product.divided:
                     inner = min(product[:2], key=lambda size: size == model.hidden)
                     self._divide(f"the inner size {inner} of {model.name}", inner, "tp")
-        self._divide(f"{seq_len} tokens", seq_len, "cp")
+        self._divide(f"seq_len of {seq_len} tokens", seq_len, "cp")
 
     def _divide(self, what: str, size: int, axis: str) -> None:
         ranks = getattr(self, axis)

@@ -9,7 +9,7 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, as_documents
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.simulate.layer_seconds import Shard, itemsize
+from dtensor_ring.simulate.layer_seconds import Shard, gemm_rate, itemsize
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.model_shape import ModelShape
@@ -64,7 +64,7 @@ def step_request(
     strategy: str = "ring",
     layout: Layout | str = "zigzag",
     batch: int = 1,
-    dtype: str = "bfloat16",
+    dtype: Any = "bfloat16",
     checkpoint: str = "none",
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
@@ -81,22 +81,29 @@ def step_request(
     axes = StepMesh.of(mesh, world_size)
     tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
     axes.check(model, tokens)
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy must be a name, a str, got {strategy!r}")
     if strategy != AUTO:
         check_strategy(strategy, axes.cp)
+    dtype = str(dtype).removeprefix("torch.")
+    _check_name("checkpoint", checkpoint, CHECKPOINTS)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel must be the name of a kernel or None, got {kernel!r}")
     documents = _documents(batches, axes)
     rows = max(rows, *(len(x or ()) for x in documents))  # boundaries by row say how many
-    if checkpoint not in CHECKPOINTS:
-        raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    found = as_machine(machine)
     kept = "bfloat16" if dtype in FLOAT8 else dtype
+    width = itemsize(kept)
+    gemm_rate(found, dtype)  # raises before attentions are simulated
     return StepRequest(
         model=model,
         seq_len=tokens,
         batch=rows,
         mesh=axes,
-        machine=as_machine(machine),
+        machine=found,
         strategy=strategy,
         layout=layout,
-        shard=Shard(tokens * rows // axes.cp, axes.tp, itemsize(kept), dtype),
+        shard=Shard(tokens * rows // axes.cp, axes.tp, width, dtype),
         dtype=kept,
         checkpoint=checkpoint,
         kernel=kernel,
@@ -106,6 +113,16 @@ def step_request(
 
 # Sequences of a step, so that products of sizes stay far from what a float counts.
 MAX_BATCH = 2**20
+
+
+def _check_name(what: str, given: Any, known: Sequence[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        ValueError: if it is another one.
+    """
+    if not isinstance(given, str) or given not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, got {given!r}")
 
 
 def _documents(
@@ -119,10 +136,15 @@ def _documents(
     """
     if batches is None:
         return (None,)
+    if isinstance(batches, str) or not isinstance(batches, Sequence):
+        raise TypeError(f"batches must be a list of boundaries, got {batches!r}")
     groups = mesh.dp_replicate * mesh.dp_shard
     if len(batches) != groups:
         raise ValueError(f"{groups} data-parallel groups need as many batches, got {len(batches)}")
-    found = tuple(map(as_documents, batches))
+    try:
+        found = tuple(map(as_documents, batches))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"batches are boundaries of documents: {error}") from None
     if len({len(x or ()) for x in found}) > 1:
         raise ValueError("batches must have equal numbers of rows")
     return found

@@ -113,7 +113,7 @@ def test_which_layers_have_experts() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_attention_heads": None}, "llama has no attention"),
+        ({"num_attention_heads": None}, "the config of llama has no attention"),
         ({"num_attention_heads": 4.0}, "must be a whole number from 1 to 2,147,483,647, got 4.0"),
         ({"hidden_size": 2**31}, "hidden_size of llama must be a whole number"),
         ({"vocab_size": None}, "the config of llama lacks vocab_size"),
@@ -124,13 +124,13 @@ def test_which_layers_have_experts() -> None:
         ({"mamba_d_state": 8}, "layers with a state, which are not simulated"),
         ({"model_type": "modernbert"}, "sees tokens ahead"),
         ({"num_experts": 2, "num_experts_per_tok": 3}, "sends a token to 3 experts, and has 2"),
-        (7, "a config is a mapping, a config.json or its folder, got int"),
+        (7, "config must be a mapping, a config.json or its folder, got int"),
         ("/no/such/config.json", "cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(config: Any, message: str) -> None:
     config = LLAMA | config if isinstance(config, dict) else config
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises((TypeError, ValueError), match=message) as error:
         ModelShape.of(config)
     assert "\n" not in str(error.value)
 

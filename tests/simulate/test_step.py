@@ -178,7 +178,7 @@ def test_memory_that_a_device_lacks() -> None:
     ("options", "message"),
     [
         ({"mesh": {"cp": 3}}, "8192 tokens cannot be divided over the 3 ranks of cp"),
-        ({"mesh": {"cp": 2}, "world_size": 4}, "cp 2 are 2 ranks, and not 4"),
+        ({"mesh": {"cp": 2}, "world_size": 4}, "mesh cp 2 has 2 ranks, and world_size is 4"),
         ({"strategy": "ulysses:3"}, "do not divide the 4"),
         ({"mesh": {"cp": 32}, "strategy": "ulysses"}, "16 query heads cannot be sharded"),
         ({"strategy": "rings"}, "unknown strategy 'rings'"),

@@ -146,7 +146,7 @@ def _swept(
 
 def _winners(swept: Mapping[str, Sequence[Any]], asked: Mapping[str, Any]) -> WinnerMap:
     """Return the winners over the largest axis of the sweep."""
-    names = ("layout", "batch", "dtype")
+    names = ("layout", "batch", "dtype", "kernel")
     options = {name: asked[name] for name in names if name in asked}
     cp = max((x for x in swept.get("cp", ())), default=asked["mesh"].get("cp", 1))
     mesh = {"cp": cp, "tp": asked["mesh"].get("tp", 1)}

@@ -8,10 +8,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.strategy import every_strategy
-from dtensor_ring.simulate.layer_attention import AttentionKind, model_attentions
 from dtensor_ring.simulate.machine import Curve, Links, Machine
-from dtensor_ring.simulate.step_mesh import StepMesh
-from dtensor_ring.simulate.step_request import StepRequest, step_request
+from dtensor_ring.simulate.training.layer_attention import AttentionKind, model_attentions
+from dtensor_ring.simulate.training.step_mesh import StepMesh
+from dtensor_ring.simulate.training.step_request import StepRequest, step_request
 
 # Two sizes of large messages, in bytes, between which the speed of a link is read.
 LARGE = 2**30, 2**31

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dtensor_ring.simulate.collectives import collective_seconds, rank_group
 from dtensor_ring.simulate.machine import SAME_SPEED, Machine
-from dtensor_ring.simulate.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.simulate.training.collectives import collective_seconds, rank_group
+from dtensor_ring.simulate.training.model_shape import LayerShape, ModelShape, Product
 
 # Bytes of a number, by the names of dtypes that training has.
 ITEMSIZES = (

@@ -13,8 +13,8 @@ from dtensor_ring.planning.plan import plan
 from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.machine import Curve, Machine
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.overlap import COLLECTIVE, COMPUTE
-from dtensor_ring.simulate.step import SimulatedStep, simulate_step
+from dtensor_ring.simulate.training.overlap import COLLECTIVE, COMPUTE
+from dtensor_ring.simulate.training.step import SimulatedStep, simulate_step
 from tests.simulate.machines import links
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64}

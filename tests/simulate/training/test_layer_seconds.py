@@ -75,9 +75,7 @@ def test_the_loss_has_three_products_and_float32_logits() -> None:
 def test_dtypes() -> None:
     assert itemsize("float8_e4m3fn") == 1
     assert gemm_rate(MACHINE, "float16") == 1e6  # as bfloat16
-    with pytest.raises(
-        ValueError, match="round has no speed of matrix products for dtype float64"
-    ):
+    with pytest.raises(ValueError, match="round has no speed of matrix products for dtype float64"):
         gemm_rate(MACHINE, "float64")
     with pytest.raises(ValueError, match=r"dtype must be one of float8_e4m3fn, .*, got 'int8'"):
         itemsize("int8")

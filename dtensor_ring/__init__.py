@@ -28,7 +28,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
-from dtensor_ring.simulate.step import simulate_step
+from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 
 __version__ = "0.1.0"

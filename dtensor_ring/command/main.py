@@ -23,7 +23,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
-from dtensor_ring.simulate.step_memory import CHECKPOINTS
+from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
 
 
 def number(text: str) -> int:

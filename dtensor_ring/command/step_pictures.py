@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtensor_ring.command.pictures import COLORS, page_of
-from dtensor_ring.simulate.overlap import COLLECTIVE
-from dtensor_ring.simulate.step import TITLES, SimulatedStep
 from dtensor_ring.simulate.timeline import Timeline
-from dtensor_ring.simulate.winner_map import WinnerMap
+from dtensor_ring.simulate.training.overlap import COLLECTIVE
+from dtensor_ring.simulate.training.step import TITLES, SimulatedStep
+from dtensor_ring.simulate.training.winner_map import WinnerMap
 
 # Ranks and spans of a time line, at most, and the streams of it.
 MAX_RANKS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from dtensor_ring.simulate.machine import Links, Machine
+from dtensor_ring.simulate.machine import Curve, Links, Machine
 
 # What moves, by the names of `Links`.
 Kind = Literal["all_gather", "reduce_scatter"]
@@ -78,5 +78,5 @@ def all_reduce_seconds(machine: Machine, group: RankGroup, size: float) -> float
 _BOTH: tuple[Kind, Kind] = ("reduce_scatter", "all_gather")
 
 
-def _of(links: Links, kind: Kind):
+def _of(links: Links, kind: Kind) -> Curve:
     return links.all_gather if kind == "all_gather" else links.reduce_scatter

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dtensor_ring.simulate.layer_seconds import Shard
-from dtensor_ring.simulate.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.simulate.training.layer_seconds import Shard
+from dtensor_ring.simulate.training.model_shape import LayerShape, ModelShape, Product
 
 # How much of a layer its backward computes again: nothing; all but its attention; all of it.
 CHECKPOINTS = ("none", "attention", "full")

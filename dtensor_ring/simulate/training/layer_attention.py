@@ -11,15 +11,15 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.choose import chosen_strategy
-from dtensor_ring.simulate.collectives import strided
 from dtensor_ring.simulate.comparison import rank_costs
-from dtensor_ring.simulate.layer_seconds import PartSeconds
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.model_shape import LayerShape
 from dtensor_ring.simulate.problem import Problem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
-from dtensor_ring.simulate.step_request import AUTO, StepRequest
 from dtensor_ring.simulate.timeline import Timeline
+from dtensor_ring.simulate.training.collectives import strided
+from dtensor_ring.simulate.training.layer_seconds import PartSeconds
+from dtensor_ring.simulate.training.model_shape import LayerShape
+from dtensor_ring.simulate.training.step_request import AUTO, StepRequest
 from dtensor_ring.transport.transport import DEFAULT_POLICY
 
 # The largest number of ranks of which spans are kept: more are not drawn.

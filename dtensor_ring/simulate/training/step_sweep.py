@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.strategy import Strategy, every_strategy
-from dtensor_ring.simulate.step import SimulatedStep, simulate_step
-from dtensor_ring.simulate.step_mesh import MESH_AXES, StepMesh
+from dtensor_ring.simulate.training.step import SimulatedStep, simulate_step
+from dtensor_ring.simulate.training.step_mesh import MESH_AXES, StepMesh
 
 # What may be swept besides the axes of the mesh: arguments of `simulate_step`.
 NUMBERS = ("seq_len", "batch")

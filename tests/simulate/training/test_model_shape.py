@@ -12,7 +12,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtensor_ring import Mask
-from dtensor_ring.simulate.model_shape import ModelShape, Product
+from dtensor_ring.simulate.training.model_shape import ModelShape, Product
 from parallel_plans.huggingface.core.patterns import LayerMask, read_patterns
 from tests.families import FAMILIES, SMALL, VOCABULARY
 

@@ -8,10 +8,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.strategy import every_strategy
-from dtensor_ring.simulate.layer_attention import AttentionKind, model_attentions
 from dtensor_ring.simulate.machine import Curve, Links, Machine
-from dtensor_ring.simulate.step_mesh import StepMesh
-from dtensor_ring.simulate.step_request import StepRequest, step_request
+from dtensor_ring.simulate.training.layer_attention import AttentionKind, model_attentions
+from dtensor_ring.simulate.training.step_mesh import StepMesh
+from dtensor_ring.simulate.training.step_request import StepRequest, step_request
 
 # Two sizes of large messages, in bytes, between which the speed of a link is read.
 LARGE = 2**30, 2**31
@@ -88,7 +88,7 @@ def winner_map(
     if cp == 1:
         raise ValueError("without cp in the mesh, there are no strategies to choose from")
     level = "between" if cp * first.mesh.tp > found.ranks_per_host else "inside"
-    changed = [replace(found, **{level: with_rate(getattr(found, level), rate)}) for rate in rates]
+    changed = [_with_links(found, level, rate) for rate in rates]
     names = [x.spec for x in every_strategy(cp)]
     seconds = [
         [
@@ -106,6 +106,13 @@ def winner_map(
         winners=tuple(tuple(x.index(min(x)) for x in row) for row in seconds),
         gains=tuple(tuple(x[0] / min(x) for x in row) for row in seconds),
     )
+
+
+def _with_links(machine: Machine, level: str, rate: float) -> Machine:
+    """Return a machine whose links of one level have another speed."""
+    if level == "inside":
+        return replace(machine, inside=with_rate(machine.inside, rate))
+    return replace(machine, between=with_rate(machine.between, rate))
 
 
 def _attention(asked: StepRequest, tokens: int) -> float:

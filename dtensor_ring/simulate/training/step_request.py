@@ -9,12 +9,12 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, as_documents
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.simulate.layer_seconds import Shard, gemm_rate, itemsize
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.model_shape import ModelShape
-from dtensor_ring.simulate.step_memory import CHECKPOINTS
-from dtensor_ring.simulate.step_mesh import StepMesh
+from dtensor_ring.simulate.training.layer_seconds import Shard, gemm_rate, itemsize
+from dtensor_ring.simulate.training.model_shape import ModelShape
+from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
+from dtensor_ring.simulate.training.step_mesh import StepMesh
 
 # The strategy that takes least time, for each kind of attention.
 AUTO = "auto"

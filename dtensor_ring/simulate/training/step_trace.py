@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dtensor_ring.simulate.overlap import COLLECTIVE
-from dtensor_ring.simulate.step import SimulatedStep
+from dtensor_ring.simulate.training.overlap import COLLECTIVE
+from dtensor_ring.simulate.training.step import SimulatedStep
 
 
 def step_trace(step: SimulatedStep) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from dtensor_ring.planning.plan import plan
 from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.machine import Curve, Machine
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.overlap import COLLECTIVE, COMPUTE
-from dtensor_ring.simulate.step import SimulatedStep, simulate_step
+from dtensor_ring.simulate.training.overlap import COLLECTIVE, COMPUTE
+from dtensor_ring.simulate.training.step import SimulatedStep, simulate_step
 from tests.simulate.machines import links
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64}
@@ -210,3 +210,38 @@ def test_json_has_what_the_table_has() -> None:
     assert attention["strategy"] == "ulysses:2"
     for text in (f"{step.seconds * 1e3:,.1f} ms", f"{step.mfu:.1%}", "dp_shard 2 x cp 4"):
         assert text in str(step)
+
+
+def test_what_fsdp2_copies_and_updates() -> None:
+    """Weights are copied from what was gathered, twice; gradients are cast to float32, once."""
+    alone, shards = (_step(mesh={"cp": 1, "dp": x}) for x in (1, 4))
+    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816
+    copied = 3 * layer * (2 * (2 + 2) + (2 + 4)) / H100.memory_rate
+    assert shards.parts["others"] - alone.parts["others"] == pytest.approx(copied)
+    weights = 3 * layer + 2 * 1024 * 4096
+    for step, ranks in ((alone, 1), (shards, 4)):
+        assert step.memory["parameters"] == 4 * weights // ranks
+        assert step.parts["optimizer"] == pytest.approx(28 * weights / ranks / H100.memory_rate)
+
+
+def test_a_tied_projection_is_gathered_with_the_embedding() -> None:
+    spans = _step(LLAMA | {"tie_word_embeddings": True}, {"dp": 4}).spans
+    collectives = [x.label for x in spans if x.stream == COLLECTIVE]
+    assert not [x for x in collectives if x.endswith("head")]
+    assert [x for x in collectives if x.endswith("embedding")] == [
+        "gather embedding", "gather embedding", "reduce embedding",
+    ]  # fmt: skip
+
+
+def test_collectives_take_what_their_bytes_take() -> None:
+    """On four ranks of a host: three of four parts travel, in bfloat16 and in float32."""
+    step = _step(mesh={"dp": 2, "cp": 2}, machine=replace(H100, beside_kernel=1.0))
+    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816
+    expected = {
+        "gather layer": H100.inside.all_gather(2 * layer * 3 / 4),
+        "reduce layer": H100.inside.reduce_scatter(4 * layer * 3 / 4),
+    }
+    for label, seconds in expected.items():
+        found = [x.end - x.begin for x in step.spans if x.label == label]
+        assert found == pytest.approx([seconds] * len(found)), label
+        assert len(found) >= 3

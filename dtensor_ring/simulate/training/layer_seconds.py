@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dtensor_ring.simulate.collectives import collective_seconds, rank_group
 from dtensor_ring.simulate.machine import SAME_SPEED, Machine
-from dtensor_ring.simulate.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.simulate.training.collectives import Kind, collective_seconds, rank_group
+from dtensor_ring.simulate.training.model_shape import LayerShape, ModelShape, Product
 
 # Bytes of a number, by the names of dtypes that training has.
 ITEMSIZES = (
@@ -156,7 +156,7 @@ class LayerClock(NamedTuple):
         """Return the seconds of one gather; the reduction of its gradient takes the same links."""
         return self._tp("all_gather")
 
-    def _tp(self, kind) -> float:
+    def _tp(self, kind: Kind) -> float:
         group = rank_group(self.machine, self.shard.tp)
         size = self.shard.tokens * self.hidden * self.shard.itemsize
         return collective_seconds(self.machine, group, kind, size)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtensor_ring.simulate.layer_seconds import gemm_rate
 from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.training.layer_seconds import gemm_rate
 
 TERA = 1e12
 

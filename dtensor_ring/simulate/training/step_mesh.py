@@ -7,9 +7,9 @@ from math import prod
 from typing import NamedTuple
 
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
-from dtensor_ring.simulate.collectives import RankGroup, rank_group
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.model_shape import ModelShape
+from dtensor_ring.simulate.training.collectives import RankGroup, rank_group
+from dtensor_ring.simulate.training.model_shape import ModelShape
 
 # Names as in torchtitan; "dp" is short for "dp_shard".
 MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.simulate.collectives import (
+from dtensor_ring.simulate.training.collectives import (
     RankGroup,
     all_reduce_seconds,
     collective_seconds,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.simulate.layer_seconds import (
+from dtensor_ring.simulate.training.layer_seconds import (
     LayerClock,
     PartSeconds,
     Shard,
     gemm_rate,
     itemsize,
 )
-from dtensor_ring.simulate.model_shape import ModelShape, Product
+from dtensor_ring.simulate.training.model_shape import ModelShape, Product
 from tests.simulate.machines import round_machine
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 32, "vocab_size": 16}
@@ -75,9 +75,7 @@ def test_the_loss_has_three_products_and_float32_logits() -> None:
 def test_dtypes() -> None:
     assert itemsize("float8_e4m3fn") == 1
     assert gemm_rate(MACHINE, "float16") == 1e6  # as bfloat16
-    with pytest.raises(
-        ValueError, match="round has no speed of matrix products for dtype float64, only"
-    ):
+    with pytest.raises(ValueError, match="round has no speed of matrix products for dtype float64"):
         gemm_rate(MACHINE, "float64")
     with pytest.raises(ValueError, match=r"dtype must be one of float8_e4m3fn, .*, got 'int8'"):
         itemsize("int8")

@@ -13,24 +13,24 @@ from dtensor_ring.balanced.balanced import layout_for
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.simulate.collectives import all_reduce_seconds, collective_seconds
-from dtensor_ring.simulate.layer_attention import (
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.training.collectives import all_reduce_seconds, collective_seconds
+from dtensor_ring.simulate.training.layer_attention import (
     AttentionKind,
     AttentionSeconds,
     model_attentions,
 )
-from dtensor_ring.simulate.layer_seconds import LayerClock, PartSeconds
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.model_shape import LayerShape
-from dtensor_ring.simulate.overlap import TaskSpan, UnitSeconds, fsdp_tasks, run_streams
-from dtensor_ring.simulate.peak_flops import peak_flops
-from dtensor_ring.simulate.step_memory import (
+from dtensor_ring.simulate.training.layer_seconds import LayerClock, PartSeconds
+from dtensor_ring.simulate.training.model_shape import LayerShape
+from dtensor_ring.simulate.training.overlap import TaskSpan, UnitSeconds, fsdp_tasks, run_streams
+from dtensor_ring.simulate.training.peak_flops import peak_flops
+from dtensor_ring.simulate.training.step_memory import (
     KEPT_ITEMSIZE,
     StepMemory,
     layer_weights,
     step_memory,
 )
-from dtensor_ring.simulate.step_request import AUTO, StepRequest, step_request
+from dtensor_ring.simulate.training.step_request import AUTO, StepRequest, step_request
 
 
 @dataclass(frozen=True)

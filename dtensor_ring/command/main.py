@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
@@ -294,6 +295,7 @@ def _parser(load: LoadModel, read: ReadConfig) -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_estimate(commands, load)
     _add_simulate(commands, read)
+    _add_calibrate(commands)
     return parser
 
 
@@ -402,6 +404,21 @@ def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -
         "--png", type=Path, help="write a picture of a sweep: which strategy wins where"
     )
     command.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
+    text = "measure kernels and links of this machine, alone or under torchrun, into a file"
+    command = commands.add_parser("calibrate", help=text, description=text)
+    command.set_defaults(run=calibrate)
+    command.add_argument("path", type=Path, nargs="?", help="the file: machine.json")
+    acts = command.add_mutually_exclusive_group()
+    acts.add_argument("--show", action="store_true", help="print what the file has")
+    acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
+    command.add_argument("--kernel", help="measure, or show, this kernel")
+    command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
+    command.add_argument("--head-dim", type=number, help="of queries, keys and values")
+    command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
+    command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:

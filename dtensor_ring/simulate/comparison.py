@@ -153,7 +153,7 @@ class StrategyCost:
 
 
 # Headings of the columns with milliseconds.
-TIMES = "forward", "backward", "exposed", "exposed"
+TIMES = "forward", "exposed", "backward", "exposed"
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _cells(row: StrategyCost) -> tuple[str, ...]:
     for x in (row.forward, row.backward):
         sent, received, held = (f"{size / 1e6:.1f}" for size in (x.sent, x.received, x.held))
         numbers += [sent, received, str(x.messages), held]
-    times = *(row.seconds or ()), *(row.exposed or ())
+    times = [x for both in zip(row.seconds or (), row.exposed or (), strict=True) for x in both]
     counts = str(row.launches), str(row.tiles), f"{row.balance:.3f}"
     return *numbers, *counts, *(f"{1e3 * seconds:.3f}" for seconds in times)
 

@@ -20,9 +20,11 @@ from tests.test_public import ROOT
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
-LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run", "agreement")
+WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
+LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run", "simulate")
+LAYERS += ("agreement",)
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
-LAYERS += ("all_to_all", "decode", "paged", "simulate", "extension", "command")
+LAYERS += ("all_to_all", "decode", "paged", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
 FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "vision")
 FOLDERS += ("trainers",)
@@ -218,7 +220,15 @@ CONSTRUCTORS = {
 }
 CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
-TABLES = {"LAYOUTS", "ROUTES", "_SCHEMA_TYPES", "_TENSORS", "TENSORS_OF_BATCH", "__all__"}
+TABLES = {
+    "LAYOUTS",
+    "ROUTES",
+    "PRESETS",
+    "_SCHEMA_TYPES",
+    "_TENSORS",
+    "TENSORS_OF_BATCH",
+    "__all__",
+}
 TABLES |= {
     "FILLED",
     "SAME",

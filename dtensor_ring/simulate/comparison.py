@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from os import PathLike
 
 import torch
 
@@ -15,10 +15,13 @@ from dtensor_ring.compute.execute import launches
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
-from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
+from dtensor_ring.simulate.attention import timeline_of
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.problem import problem_of
 from dtensor_ring.simulate.schedule import (
     Schedule,
     Traffic,
@@ -27,6 +30,7 @@ from dtensor_ring.simulate.schedule import (
     shard_traffic,
     sum_traffic,
 )
+from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.rotation import goes_apart
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
@@ -55,34 +59,6 @@ class Cost:
 def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
     """Return the sum or the maximum of each field, as `of` computes it."""
     return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
-
-
-class TensorSizes(NamedTuple):
-    """The sizes of the tensors of an attention.
-
-    Attributes:
-        heads: number of query heads, and of key and value heads.
-        head_dims: head dim of queries and keys, and of values.
-        batch: rows of the batch.
-        itemsize: bytes of a number of query, key and value.
-        kv_itemsize: bytes of a number of keys and values in messages.
-        sum_itemsize: bytes of a number of key and value gradient sums in messages.
-    """
-
-    heads: tuple[int, int]
-    head_dims: tuple[int, int]
-    batch: int
-    itemsize: int
-    kv_itemsize: int
-    sum_itemsize: int
-
-    def heads_after(self, all_to_all: AllToAllPlan | None) -> tuple[int, int]:
-        """Return the query and key heads of a rank after an all-to-all; without one, all heads."""
-        if all_to_all is None:
-            return self.heads
-        of_rank = all_to_all.head_shard(all_to_all.rank, self.heads[1])
-        query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
-        return query, key
 
 
 def rank_costs(
@@ -160,6 +136,9 @@ class StrategyCost:
         launches: the largest number of forward launches on a rank, by a kernel that takes segments.
         tiles: the largest number of forward launches, by a kernel that takes one tile at a time.
         balance: work of the busiest rank over the mean.
+        seconds: simulated seconds of the slowest rank, forward and backward; `None` without a
+            machine.
+        exposed: seconds of them in which the kernels of some rank wait for messages, likewise.
     """
 
     strategy: str
@@ -169,6 +148,12 @@ class StrategyCost:
     launches: int = 0
     tiles: int = 0
     balance: float = 0.0
+    seconds: tuple[float, float] | None = None
+    exposed: tuple[float, float] | None = None
+
+
+# Headings of the columns with milliseconds.
+TIMES = "forward", "exposed", "backward", "exposed"
 
 
 @dataclass(frozen=True)
@@ -179,7 +164,9 @@ class StrategyComparison:
 
     def __str__(self) -> str:
         names = "sent", "received", "messages", "held"
-        table = [(*names, *names, "launches", "tiles", "balance"), *map(_cells, self.rows)]
+        timed = any(row.seconds for row in self.rows)
+        heading = *names, *names, "launches", "tiles", "balance", *(TIMES if timed else ())
+        table = [heading, *map(_cells, self.rows)]
         # A row with `why_not` has one cell, which does not widen a column.
         widths = [max(len(x[i]) for x in table if len(x) > 1) for i in range(len(table[0]))]
         titles = ["strategy", *(row.strategy for row in self.rows)]
@@ -189,6 +176,8 @@ class StrategyComparison:
             for title, cells in zip(titles, table, strict=True)
         ]
         over = "forward, MB".ljust(sum(widths[:4]) + 8) + "backward, MB"
+        if timed:
+            over = over.ljust(sum(widths[:11]) + 22) + "milliseconds"
         return "\n".join([" " * (first + 2) + over, *lines])
 
 
@@ -199,7 +188,9 @@ def _cells(row: StrategyCost) -> tuple[str, ...]:
     for x in (row.forward, row.backward):
         sent, received, held = (f"{size / 1e6:.1f}" for size in (x.sent, x.received, x.held))
         numbers += [sent, received, str(x.messages), held]
-    return *numbers, str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+    times = [x for both in zip(row.seconds or (), row.exposed or (), strict=True) for x in both]
+    counts = str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+    return *numbers, *counts, *(f"{1e3 * seconds:.3f}" for seconds in times)
 
 
 def compare_strategies(
@@ -217,6 +208,7 @@ def compare_strategies(
     policy: TransferPolicy = DEFAULT_POLICY,
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
+    machine: Machine | str | PathLike[str] | None = None,
 ) -> StrategyComparison:
     """Count what one attention costs by each strategy, from the plans of all ranks.
 
@@ -236,14 +228,15 @@ def compare_strategies(
             of each size that divides the axis.
         max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
             that holds more on some rank gets a reason in `why_not`. By default no limit.
+        machine: also simulate seconds on this machine, see `simulate_attention`.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, or
-            the boundaries do not fit the sequence.
+        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, the
+            boundaries do not fit the sequence, or the machine is unknown or lacks the dtype.
 
     Example:
         >>> found = compare_strategies(Mask.causal(), 8192, 4, strategies=("ring", "ulysses"))
@@ -251,7 +244,7 @@ def compare_strategies(
         [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
     """
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    sizes = _sizes(heads, head_dim, batch, dtype, policy)
+    sizes, _ = tensor_sizes(heads, head_dim, batch, dtype, policy)
     allowed = None if max_held is None else as_count("max_held", max_held)
     rows = []
     for strategy in _strategies(strategies, num_ranks):
@@ -261,6 +254,17 @@ def compare_strategies(
             continue
         asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
         cost = _cost(describe_schedule(*asked), strategy, sizes)
+        if machine is not None:
+            problem = problem_of(
+                *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
+                slices=slices,
+                layout=layout,
+                batch=batch,
+                dtype=dtype,
+                policy=policy,
+            )
+            times = timeline_of(problem, strategy, as_machine(machine))
+            cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
         rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
 
@@ -279,35 +283,10 @@ def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
 def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
     """Return the strategies to compare."""
     if given is None:
-        sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
-        return [*(Strategy(route=route) for route in ROUTES), *map(Strategy, sizes)]
+        return every_strategy(world_size)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"strategies must be a list of names, such as ['ring'], got {given!r}")
     return [as_strategy(name, world_size) for name in given]
-
-
-def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> TensorSizes:
-    """Check the arguments, and return them as `TensorSizes`."""
-    if not isinstance(heads, Sequence) or len(heads) != 2:
-        raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
-    query, key = (as_count("heads", count, 1) for count in heads)
-    if query % key:
-        raise ValueError(f"heads of queries must be a multiple of those of keys, got {heads}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be floating, such as torch.bfloat16, got {dtype!r}")
-    if not isinstance(policy, TransferPolicy):
-        raise TypeError(
-            f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
-        )
-    dim = as_count("head_dim", head_dim)
-    return TensorSizes(
-        heads=(query, key),
-        head_dims=(dim, dim),
-        batch=as_count("batch", batch),
-        itemsize=dtype.itemsize,
-        kv_itemsize=(policy.kv_dtype or dtype).itemsize,
-        sum_itemsize=policy.sum_dtype(dtype).itemsize,
-    )
 
 
 def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> StrategyCost:

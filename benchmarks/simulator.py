@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import paced
 import torch
 from harness import HEAD_DIM, origin, publish, spawn, spawn_on_hosts, table_of, work_on_host
 from network import hosts
@@ -74,6 +75,11 @@ class Case:
     def place(self) -> tuple[int, int | None]:
         """Cases of one place share a calibration."""
         return self.world_size, self.rate
+
+    @property
+    def kernel(self) -> str | None:
+        """The name of the kernel: the usual one where each rank has a core."""
+        return None if self.world_size <= (os.cpu_count() or 1) else paced.PacedKernel.name
 
     @property
     def strategies(self) -> list[str]:
@@ -161,10 +167,11 @@ def cases(quick: bool) -> list[Case]:
 
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     """Time a case by all strategies in turns, or calibrate."""
+    paced.register()
     watch = Stopwatch(torch.device("cpu"), QUICK_EFFORT if case.quick else FULL_EFFORT)
     if not case.attention:
         return Measurement(case, machine=calibrated(case, watch).to_json())
-    SequenceAxis(mesh, "zigzag")
+    SequenceAxis(mesh, "zigzag", kernel=case.kernel)
     asked = ATTENTIONS[case.attention], case.cu_seqlens()
     num_tokens = case.seq_len // case.world_size
     shards = shards_of(HEADS[case.heads], num_tokens, mesh.get_local_rank())
@@ -181,7 +188,7 @@ def calibrated(case: Case, watch: Stopwatch) -> Machine:
     """Calibrate a place, whose ranks are on one host, or each on a host of its own."""
     shape = (1, case.world_size) if case.rate is None else (case.world_size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
-    problem = Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32)
+    problem = Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32, case.kernel)
     return measure_machine(name_of(case), watch, mesh, problem)
 
 
@@ -213,6 +220,7 @@ def of_results(results: list[dict[str, Any]]) -> list[Measurement]:
 
 def simulated(measurements: list[Measurement]) -> tuple[list[Row], list[Choice]]:
     """Simulate all cases, and choose for each."""
+    paced.register()  # whether it takes segments is looked up
     files = {x.case.place: Machine.from_json(x.machine) for x in measurements if x.machine}
     rows, choices = [], []
     for case, seconds, _ in ((m.case, m.seconds, m.machine) for m in measurements if not m.machine):

@@ -79,6 +79,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/frames.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
 	$(VENV)/bin/python benchmarks/balancing.py $(ARGS)
+	$(VENV)/bin/python benchmarks/packed.py $(ARGS)
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
 	$(VENV)/bin/python benchmarks/decode.py $(ARGS)
 	$(VENV)/bin/python benchmarks/generate.py $(ARGS)

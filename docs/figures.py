@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -209,6 +209,30 @@ def winners() -> Iterator[str]:
         )
 
 
+MESHES = {
+    "dp x cp": "dp x cp, zigzag",
+    "dp x cp, balanced": "dp x cp, balanced",
+    "one axis, balanced": "one axis, balanced",
+}
+"""What benchmarks/packed.py calls ways to shard documents, by what a table calls them."""
+
+
+def packed() -> Iterator[str]:
+    """The table: documents of every length on a fixed mesh, and on one axis of all ranks."""
+    card = json.loads(sorted(CARDS.glob("*/packed.json"))[-1].read_text())["packed"]
+    busiest = (f"busiest, {name}" for name in MESHES)
+    gains = (f"step of {name}, over one axis" for name in list(MESHES)[:-1])
+    yield table_row("lengths", "ranks", "cp", *busiest, *gains)
+    yield table_row("---", *["---:"] * (1 + 2 * len(MESHES)))
+    for lengths, ranks in dict.fromkeys((m["lengths"], m["world_size"]) for m in card):
+        of = [m for m in card if (m["lengths"], m["world_size"]) == (lengths, ranks)]
+        ways = [[m for m in of if m["way"] == way] for way in MESHES.values()]
+        loads = (f"{mean(m['imbalance'] for m in way):.2f}" for way in ways)
+        steps = [[m["step"] for m in way] for way in ways]
+        over = (f"{mean(x / y for x, y in zip(way, steps[-1], strict=True)):.2f}" for way in steps)
+        yield table_row(lengths, str(ranks), str(ways[0][0]["cp"]), *loads, *list(over)[:-1])
+
+
 def census() -> Iterator[str]:
     """How many of transformers' model types train under the plan, by docs/models.md."""
     text = MODELS.read_text()
@@ -231,6 +255,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "single": single,
     "strategies": strategies,
     "winners": winners,
+    "packed": packed,
     "census": census,
 }
 """What pages have, by the name between their markers."""

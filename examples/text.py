@@ -1,11 +1,16 @@
 """Real text that every machine has: the sources of Python's standard library, as bytes."""
 
+import re
 import sysconfig
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+BEGIN = re.compile(rb"^(?=def |async def |class |@)", re.MULTILINE)
+"""Where a function or a class of a module begins."""
 
 
 class StandardLibrary(Dataset[Tensor]):
@@ -24,5 +29,11 @@ class StandardLibrary(Dataset[Tensor]):
 
 def read_standard_library() -> Tensor:
     """The bytes of its modules, one after another."""
+    return torch.cat(read_documents())
+
+
+def read_documents() -> list[Tensor]:
+    """Its functions and classes, in the order of modules, with what stands between them."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    parts = chain.from_iterable(BEGIN.split(file.read_bytes()) for file in files)
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

@@ -123,6 +123,28 @@ def test_train_fsdp(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_train_packed() -> None:
+    """Two by two ranks as one axis, then one rank: losses and gradient norms of both."""
+    options = "--tokens=8192", "--longest=1000", "--steps=2"
+    line = (
+        r"^step \d: loss (.*), gradient norm (.*); (\d+) documents, (\d+) of them whole on a rank"
+    )
+
+    def steps(ranks: int, cp: int) -> torch.Tensor:
+        script = EXAMPLES / "train_packed.py"
+        first, *_ = run_script(script, *options, f"--cp={cp}", ranks=ranks)
+        return torch.tensor(
+            [[float(x) for x in step] for step in re.findall(line, first.printed, re.M)]
+        )
+
+    found, expected = steps(4, 2), steps(1, 1)
+    assert found.shape == (2, 4)
+    torch.testing.assert_close(found[:, :3], expected[:, :3], rtol=1e-4, atol=0)
+    assert (expected[:, 3] == expected[:, 2]).all()
+    whole = found[:, 3]
+    assert ((whole > 0) & (whole < found[:, 2])).all(), "some are spread"
+
+
 def test_finetune_sft(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     launch = ("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file")

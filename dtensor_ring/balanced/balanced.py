@@ -36,7 +36,11 @@ def busiest_load(work: AttentionWork, partition: Partition, world_size: int) -> 
 
 def cost(work: AttentionWork, partition: Partition, world_size: int) -> int:
     """Return the time of all ranks on the ring plus the time of transfers, both in pairs."""
-    makespan, num_received = ring_cost(work, partition, world_size)
+    return cost_of(work, *ring_cost(work, partition, world_size), world_size)
+
+
+def cost_of(work: AttentionWork, makespan: int, num_received: int, world_size: int) -> int:
+    """Return the cost of a partition whose `ring_cost` is known."""
     return world_size * makespan + TOKEN * work.num_rows * num_received
 
 
@@ -238,19 +242,59 @@ def balanced_partition(
         max_runs: the largest number of runs of a rank, at least 2.
     """
     work, sizes = AttentionWork(slices), (world_size, seq_len)
-    most = work.total + work.total // TOLERANCE
-    found = [(busiest_load(work, x, world_size), x) for x in _whole(*sizes)]
-    # Later partitions move more tokens, so the first even one ends the search.
+    trials = _Trials(work, world_size, max_runs)
+    trials.add_all(_whole(*sizes))
     for candidates in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
+        trials.add_while_cheaper(candidates)
+        if trials.even:
+            return min(trials.even, key=lambda one: one[0])[1]
+    return min(trials.found, key=lambda one: one[0])[1]
+
+
+class _Trials:
+    """Partitions that were tried.
+
+    Attributes:
+        found: all that give a rank few enough runs, each after the pairs of its busiest rank.
+        even: those that are even, each after its cost.
+    """
+
+    def __init__(self, work: AttentionWork, world_size: int, max_runs: int) -> None:
+        self._work, self._world_size, self._max_runs = work, world_size, max_runs
+        self._most = work.total + work.total // TOLERANCE
+        self.found: list[tuple[int, Partition]] = []
+        self.even: list[tuple[int, Partition]] = []
+
+    def add_all(self, candidates: Iterator[Partition]) -> None:
+        """Add partitions."""
         for partition in candidates:
-            if partition.max_runs <= max_runs:
-                found.append((busiest_load(work, partition, world_size), partition))
-                if world_size * found[-1][0] <= most:
-                    break
-        even = [partition for load, partition in found if world_size * load <= most]
-        if even:
-            return min(even, key=lambda one: cost(work, one, world_size))
-    return min(found, key=lambda one: one[0])[1]
+            self._add(partition)
+
+    def add_while_cheaper(self, candidates: Iterator[Partition]) -> None:
+        """Add partitions, of which later ones move more tokens, until less waiting cannot pay."""
+        least = None
+        for partition in candidates:
+            times = self._add(partition)
+            if times is None:
+                continue
+            price, makespan = times
+            # Even in time: a later partition could only move more.
+            if self._world_size * makespan <= self._most or (least is not None and price >= least):
+                return
+            least = price
+
+    def _add(self, partition: Partition) -> tuple[int, int] | None:
+        """Add a partition; return its cost and its makespan, `None` if it is not even."""
+        if partition.max_runs > self._max_runs:
+            return None
+        load = busiest_load(self._work, partition, self._world_size)
+        self.found.append((load, partition))
+        if self._world_size * load > self._most:
+            return None
+        makespan, num_received = ring_cost(self._work, partition, self._world_size)
+        price = cost_of(self._work, makespan, num_received, self._world_size)
+        self.even.append((price, partition))
+        return price, makespan
 
 
 def _whole(world_size: int, seq_len: int) -> Iterator[Partition]:

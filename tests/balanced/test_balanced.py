@@ -22,7 +22,15 @@ from dtensor_ring import (
     describe_schedule,
     sequence_runs,
 )
-from dtensor_ring.balanced.balanced import TOLERANCE, balanced_partition
+from dtensor_ring.balanced.balanced import (
+    TOLERANCE,
+    _by_blocks,
+    balanced_partition,
+    busiest_load,
+    cost,
+    ring_cost,
+)
+from dtensor_ring.balanced.work import AttentionWork
 from dtensor_ring.ops.boundaries import run_table
 from dtensor_ring.planning.layout import Run, shard_length
 from dtensor_ring.planning.run_table import RunTable
@@ -202,6 +210,27 @@ def test_ranks_wait_little_for_lognormal_documents(world_size: int, seed: int) -
     assert schedule.makespan <= 1.4
     assert 4 * sum(schedule.received) < 16384 * (world_size - 1)
     assert sum(schedule.received) <= 1.1 * needed(schedule, documents)
+
+
+@pytest.mark.parametrize(
+    ("seed", "first", "chosen"), [(6, 1.48, 1.0), (15, 1.18, 1.05), (19, 1.44, 1.0)]
+)
+def test_less_waiting_may_pay_for_more_tokens(seed: int, first: float, chosen: float) -> None:
+    """The first partition into blocks that is even lets ranks wait longer than a later one."""
+    chance = random.Random(seed)
+    ends = accumulate(round(1500 * chance.lognormvariate(0, 2)) + 1 for _ in range(400))
+    documents = [0, *takewhile(lambda end: end < 2**18, ends), 2**18]
+    layout = Balanced(CAUSAL, 2**18, 8, documents)
+    work = AttentionWork(layout._seen)
+    found = {}
+    for partition in _by_blocks(work, layout.block_length, 8, 2**18):
+        makespan, _ = ring_cost(work, partition, 8)
+        if 8 * busiest_load(work, partition, 8) <= work.total * (1 + 1 / TOLERANCE):
+            found[cost(work, partition, 8)] = round(8 * makespan / work.total, 2)
+    assert next(iter(found.values())) == first
+    assert found[min(found)] == chosen
+    schedule = describe_schedule(layout, CAUSAL, 2**18, 8, documents)
+    assert round(schedule.makespan, 2) == chosen
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.published_steps import OVER_FIRST, StepSetting, simulated_steps, step_settings
 from docs.marked import table_row, write_part
 from dtensor_ring import Mask
 from dtensor_ring.planning.strategy import as_strategy
@@ -39,9 +40,11 @@ TIE = 0.03
 """Published values that are closer than this have no order: other runs differ as much."""
 MASKS = {"causal": Mask.causal, "full": Mask.full}
 Simulated = dict[str, list[list[float]]]
-"""What was simulated for each group, in its unit, with adaptations to what was measured or not."""
+"""What was simulated: "adapted" to what was measured, "plain", and for whole "steps"."""
 
 SMALLER_IS_BETTER = ("time over all-gather", "time over the first")
+RELATIVE = (*SMALLER_IS_BETTER, OVER_FIRST)
+"""Units of which the first value is 1 and says nothing."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ class Setting:
         forward = 4 * self.batch * pairs * self.heads[0] * self.head_dim
         return forward, 2.5 * forward
 
+    @property
+    def described(self) -> str:
+        """The setting in a few words."""
+        query, key = self.heads
+        rows = f"{self.batch} x " if self.batch > 1 else ""
+        direction = {"both": "forward and backward"}.get(self.direction, self.direction)
+        return (
+            f"{self.gpus} {self.machine}, {rows}{self.tokens // 1024}K, {query}/{key} heads of "
+            f"{self.head_dim}, {self.mask}, {direction}"
+        )
+
     def of_direction(self, forward: float, backward: float) -> float:
         """Return what the direction takes."""
         return {"forward": forward, "backward": backward, "both": forward + backward}[
@@ -102,7 +116,7 @@ class Value:
         simulated: likewise.
     """
 
-    setting: Setting
+    setting: Setting | StepSetting
     strategy: str
     layout: str
     published: float
@@ -116,11 +130,12 @@ class Value:
     @property
     def is_judged(self) -> bool:
         """Whether the value itself counts, and not only its order."""
-        return "value" in self.setting.counts and not self._is_reference
+        return "value" in self.setting.counts and not self.is_reference
 
     @property
-    def _is_reference(self) -> bool:
-        return self.setting.unit in SMALLER_IS_BETTER and self.published == 1
+    def is_reference(self) -> bool:
+        """Whether the others of its setting are given over this value."""
+        return self.setting.unit in RELATIVE and self.published == 1
 
     @property
     def is_hit(self) -> bool:
@@ -259,13 +274,19 @@ def simulated(group: dict[str, Any], is_adapted: bool = True) -> list[float]:
     return [in_unit(setting, x, seconds[0]) for x in seconds]
 
 
-def values_of(groups: Sequence[dict[str, Any]], found: Sequence[Sequence[float]]) -> list[Value]:
-    """Join published and simulated values."""
-    return [
+def values_of(content: dict[str, Any], found: Simulated, name: str = "adapted") -> list[Value]:
+    """Join published and simulated values of attentions, and then of steps."""
+    of_groups = [
         Value(setting_of(group), x["strategy"], x["layout"], x["value"], number)
-        for group, numbers in zip(groups, found, strict=True)
+        for group, numbers in zip(content["groups"], found[name], strict=True)
         for x, number in zip(group["values"], numbers, strict=True)
     ]
+    of_steps = [
+        Value(setting, x["strategy"], x["layout"], x["value"], number)
+        for table, numbers in zip(content["steps"], found["steps"], strict=True)
+        for setting, x, number in zip(step_settings(table), table["values"], numbers, strict=True)
+    ]
+    return of_groups + of_steps
 
 
 def comparisons(values: Sequence[Value]) -> list[Comparison]:
@@ -294,7 +315,7 @@ def why(misses: Sequence[dict[str, Any]], value: Value) -> int | None:
 
 def _field(value: Value, name: str) -> Any:
     owner = value if name in ("strategy", "layout") else value.setting
-    return getattr(owner, name)
+    return getattr(owner, name, None)  # settings of steps have other fields
 
 
 def _list(x: Any) -> list[Any]:
@@ -303,7 +324,7 @@ def _list(x: Any) -> list[Any]:
 
 def tables(content: dict[str, Any], found: Simulated) -> Iterator[str]:
     """Yield the lines of the page: summaries, a table for each source, and the reasons."""
-    values, plain = (values_of(content["groups"], found[x]) for x in ("adapted", "plain"))
+    values, plain = (values_of(content, found, x) for x in ("adapted", "plain"))
     yield from _summary(content, values)
     yield ""
     yield from _plain(plain)
@@ -365,14 +386,14 @@ def _of_source(
 
 
 def _cells(content: dict[str, Any], value: Value) -> Iterator[str]:
-    yield described(value.setting)
+    yield value.setting.described
     yield f"`{value.strategy}`"
     yield value.layout
     yield _number(value.published)
     yield _number(value.simulated)
     yield f"{100 * value.error:+.0f} %" if value.is_judged else ""
     if not value.is_judged:
-        yield "order only"
+        yield "reference" if value.is_reference else "order only"
     else:
         yield "hit" if value.is_hit else f"miss, see {why(content['misses'], value)}"
 
@@ -392,7 +413,7 @@ def _wrong(content: dict[str, Any], values: Sequence[Value]) -> Iterator[str]:
         if not pair.is_right:
             names = (f"`{x.strategy}`, {x.layout}" for x in (pair.better, pair.worse))
             reason = reason_of(content["misses"], pair)
-            yield table_row(described(pair.better.setting), *names, f"see {reason}")
+            yield table_row(pair.better.setting.described, *names, f"see {reason}")
 
 
 def reason_of(misses: Sequence[dict[str, Any]], pair: Comparison) -> int | None:
@@ -401,36 +422,28 @@ def reason_of(misses: Sequence[dict[str, Any]], pair: Comparison) -> int | None:
     return min((x for x in numbers if x is not None), default=None)
 
 
-def described(setting: Setting) -> str:
-    """Return a setting in a few words."""
-    query, key = setting.heads
-    tokens = f"{setting.tokens // 1024}K"
-    rows = f"{setting.batch} x " if setting.batch > 1 else ""
-    direction = {"both": "forward and backward"}.get(setting.direction, setting.direction)
-    return (
-        f"{setting.gpus} {setting.machine}, {rows}{tokens}, {query}/{key} heads of "
-        f"{setting.head_dim}, {setting.mask}, {direction}"
-    )
-
-
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="simulate, and replace the page's")
     if parser.parse_args().write:
-        SIMULATED.write_text(_lines(simulate_all(measured()["groups"])))
+        SIMULATED.write_text(_lines(simulate_all(measured())))
     lines = list(tables(measured(), json.loads(SIMULATED.read_text())))
     if parser.parse_args().write:
         write_part(PAGE, *MARKERS, lines)
     print("\n".join(lines))
 
 
-def simulate_all(groups: Sequence[dict[str, Any]]) -> Simulated:
-    """Return what the simulator makes of all groups, with and without adaptations."""
-    return {
-        name: [simulated(group, is_adapted) for group in groups]
+def simulate_all(content: dict[str, Any]) -> Simulated:
+    """Return what the simulator makes of all groups, with and without adaptations, and of steps."""
+    found = {
+        name: [simulated(group, is_adapted) for group in content["groups"]]
         for name, is_adapted in (("adapted", True), ("plain", False))
     }
+    found["steps"] = [
+        simulated_steps(x, machine_of(x["machine"], x["kernel"])) for x in content["steps"]
+    ]
+    return found
 
 
 def _lines(found: Simulated) -> str:

@@ -25,17 +25,25 @@ from benchmarks.published import (
     measured,
     reason_of,
     setting_of,
+    simulate_all,
     simulated,
     tables,
     values_of,
     why,
+)
+from benchmarks.published_steps import (
+    FLOPS,
+    MODELS,
+    OVER_FIRST,
+    simulated_steps,
+    step_settings,
 )
 from docs.marked import parts
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy, why_not
 from dtensor_ring.simulate.presets import PRESETS
 
-GROUPS = measured()["groups"]
+GROUPS, STEPS = measured()["groups"], measured()["steps"]
 NUMBERS = range(len(GROUPS))
 EXAMPLE = Setting(
     source="example",
@@ -51,13 +59,13 @@ EXAMPLE = Setting(
     unit="TFLOP/s of a GPU",
     counts=("order", "value"),
 )
-FLOPS = 3.5 * 4 * 2 * 4096**2 / 2 * 8 * 128
+NUM_FLOPS = 3.5 * 4 * 2 * 4096**2 / 2 * 8 * 128
 RATES = ("TFLOP/s of a GPU", "% of one GPU", "iterations/s", "thousand tokens/s")
 
 
 @cache
 def _values() -> list[Value]:
-    return values_of(GROUPS, json.loads(SIMULATED.read_text())["adapted"])
+    return values_of(measured(), json.loads(SIMULATED.read_text()))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -76,6 +84,18 @@ def test_a_group_is_well_formed(number: int) -> None:
         assert as_layout(value["layout"])
         assert value["value"] > 0
         assert set(value) <= {"strategy", "layout", "value", "copies", "enters_once"}
+
+
+@pytest.mark.parametrize("number", range(len(STEPS)))
+def test_a_table_of_steps_is_well_formed(number: int) -> None:
+    content, table = measured(), STEPS[number]
+    assert table["source"] in content["sources"]
+    assert machine_of(table["machine"], table["kernel"]).kernels
+    assert table["unit"] in (FLOPS, OVER_FIRST)
+    for setting, value in zip(step_settings(table), table["values"], strict=True):
+        assert setting.model in MODELS
+        assert as_strategy(value["strategy"], setting.mesh[1])
+        assert value["value"] > 0
 
 
 def test_at_least_five_sources() -> None:
@@ -98,11 +118,18 @@ def test_what_is_kept_is_what_is_simulated(number: int) -> None:
     assert _near(simulated(GROUPS[number], is_adapted=False), kept["plain"][number])
 
 
+def test_what_is_kept_of_steps_is_what_is_simulated() -> None:
+    kept = json.loads(SIMULATED.read_text())["steps"]
+    table, numbers = STEPS[-1], kept[-1]
+    assert _near(simulated_steps(table, machine_of(table["machine"], table["kernel"])), numbers)
+
+
 @pytest.mark.repeats
 def test_all_that_is_kept_is_what_is_simulated() -> None:
-    kept = json.loads(SIMULATED.read_text())["adapted"]
-    wrong = [i for i in NUMBERS if not _near(simulated(GROUPS[i]), kept[i])]
-    assert wrong == []
+    kept, found = json.loads(SIMULATED.read_text()), simulate_all(measured())
+    assert kept.keys() == found.keys()
+    for name, groups in found.items():
+        assert [i for i, x in enumerate(groups) if not _near(x, kept[name][i])] == [], name
 
 
 def test_the_aims_hold() -> None:
@@ -122,7 +149,7 @@ def test_each_miss_has_a_reason_and_each_reason_a_miss() -> None:
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
-        ("TFLOP/s of a GPU", FLOPS / 0.01 / 4 / 1e12),
+        ("TFLOP/s of a GPU", NUM_FLOPS / 0.01 / 4 / 1e12),
         ("iterations/s", 100.0),
         ("thousand tokens/s", 2 * 4096 / 0.01 / 1e3),
         ("time over the first", 0.5),
@@ -136,7 +163,7 @@ def test_seconds_in_units(unit: str, expected: float) -> None:
 def test_percent_of_one_gpu() -> None:
     """A GPU alone has the shard only: of 4 GPUs, a fourth of a rank's work."""
     speed = PRESETS["h100"].speed("bfloat16", 128, "causal", "flash_attn3")
-    alone = speed.forward(FLOPS / 3.5 / 16) + speed.backward(FLOPS / 3.5 * 2.5 / 16)
+    alone = speed.forward(NUM_FLOPS / 3.5 / 16) + speed.backward(NUM_FLOPS / 3.5 * 2.5 / 16)
     found = in_unit(replace(EXAMPLE, unit="% of one GPU"), 4 * alone, 1.0)
     assert found == pytest.approx(100)
 

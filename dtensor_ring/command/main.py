@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
@@ -22,6 +23,8 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
 
@@ -42,6 +45,18 @@ def number(text: str) -> int:
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return found
+
+
+def machine_of(text: str) -> Machine:
+    """Parse a machine: the name of a preset, or a file.
+
+    Raises:
+        ArgumentTypeError: if there is no such machine, or the file cannot be read as one.
+    """
+    try:
+        return as_machine(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def mask_of(text: str) -> Mask:
@@ -227,6 +242,7 @@ def compare(
     heads: tuple[int, int],
     head_dim: int,
     max_held: int | None,
+    machine: Machine | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -240,6 +256,7 @@ def compare(
             cu_seqlens,
             layout=layout or "zigzag",
             max_held=max_held,
+            machine=machine,
         )
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -294,6 +311,7 @@ def _parser(load: LoadModel, read: ReadConfig) -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_estimate(commands, load)
     _add_simulate(commands, read)
+    _add_calibrate(commands)
     return parser
 
 
@@ -324,7 +342,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show what each strategy sends, holds and launches"
+    text = "show what each strategy sends, holds and launches, and what it takes on a machine"
     command = commands.add_parser("compare", help=text, description=text)
     command.set_defaults(run=compare)
     _add_attention(command)
@@ -333,6 +351,8 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     )
     command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
+    text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
+    command.add_argument("--machine", type=machine_of, help=text)
 
 
 def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:
@@ -402,6 +422,21 @@ def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -
         "--png", type=Path, help="write a picture of a sweep: which strategy wins where"
     )
     command.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
+    text = "measure kernels and links of this machine, alone or under torchrun, into a file"
+    command = commands.add_parser("calibrate", help=text, description=text)
+    command.set_defaults(run=calibrate)
+    command.add_argument("path", type=Path, nargs="?", help="the file: machine.json")
+    acts = command.add_mutually_exclusive_group()
+    acts.add_argument("--show", action="store_true", help="print what the file has")
+    acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
+    command.add_argument("--kernel", help="measure, or show, this kernel")
+    command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
+    command.add_argument("--head-dim", type=number, help="of queries, keys and values")
+    command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
+    command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:

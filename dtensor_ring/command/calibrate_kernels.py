@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from itertools import cycle, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.command.stopwatch import Call, Series, Stopwatch
+from dtensor_ring.command.stopwatch import Call, Points, Series, Stopwatch
 from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores, kernel_for
 from dtensor_ring.compute.kernels.kernel import Launch
@@ -111,73 +111,110 @@ def mask_of_form(form: str, num_rows: int) -> Mask:
     return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
 
 
+class TileTensors(NamedTuple):
+    """Tensors of a square tile: query and gradient of the output, key and value."""
+
+    query: Tensor
+    grad_out: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def random(cls, problem: Problem, num_rows: int, device: torch.device) -> TileTensors:
+        """Return random tensors with so many queries and keys."""
+        return cls(
+            *(problem.random(device, num_rows, is_key) for is_key in (False, False, True, True))
+        )
+
+
 def tile_calls(
-    problem: Problem, kernel: Kernel, form: str, num_rows: int, device: torch.device
+    problem: Problem, kernel: Kernel, form: str, num_rows: int, tensors: TileTensors
 ) -> TileCalls:
-    """Return a square tile of a form, with random queries and keys."""
-    mask = mask_of_form(form, num_rows)
+    """Return a square tile of a form."""
+    mask, (query, grad_out, *kv) = mask_of_form(form, num_rows), tensors
     launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
-    query, grad_out = (problem.random(device, num_rows) for _ in range(2))
-    key, value = (problem.random(device, num_rows, is_key=True) for _ in range(2))
 
     def forward() -> tuple[Tensor, Tensor]:
-        return kernel.forward(query, key, value, launch, scores)
+        return kernel.forward(query, kv[0], kv[1], launch, scores)
 
     kept: list[Saved] = []
 
     def backward() -> object:
-        if not kept:  # at the first call, so that a series of forwards keeps less
+        if not kept:
             kept.append(Saved(grad_out, *forward()))
-        return kernel.backward(kept[0], query, key, value, launch, scores)
+        return kernel.backward(kept[0], query, kv[0], kv[1], launch, scores)
 
     area = Tile((0, num_rows), (0, num_rows), mask).area
     flops = FORWARD_FLOPS * area * problem.heads[0] * problem.head_dim
     return TileCalls(float(flops), forward, backward)
 
 
-def measure_kernel(
-    watch: Stopwatch, problem: Problem, kernel: Kernel, form: str
-) -> tuple[Series, Series]:
-    """Time a kernel for tiles of a form, forward and backward, by their FLOPs."""
-
-    def tiles() -> Iterator[TileCalls]:
-        for num_rows in ROWS:
-            yield tile_calls(problem, kernel, form, num_rows, watch.device)
-
-    more = BACKWARD_FLOPS / FORWARD_FLOPS
-    return (
-        watch.series((tile.flops, tile.forward) for tile in tiles()),
-        watch.series((more * tile.flops, tile.backward) for tile in tiles()),
-    )
+def full_tile(problem: Problem, kernel: Kernel, num_rows: int, device: torch.device) -> TileCalls:
+    """Return a full tile of random tensors."""
+    tensors = TileTensors.random(problem, num_rows, device)
+    return tile_calls(problem, kernel, "full", num_rows, tensors)
 
 
-def launch_seconds(watch: Stopwatch, problem: Problem, kernel: Kernel) -> float:
-    """Return the time of the host for a launch that computes next to nothing."""
-    tile = tile_calls(problem, kernel, "full", FEW_ROWS, watch.device)
-    return watch.host_seconds(tile.forward)
+def series_name(kernel: str, form: str, heads: int, direction: str) -> str:
+    """Return the name under which the times of a kernel are kept."""
+    return f"{kernel} {form} {heads} heads {direction}"
 
 
-def measure_kernels(
-    watch: Stopwatch, problem: Problem
-) -> tuple[tuple[KernelSpeed, ...], float, dict[str, Series]]:
-    """Time all kernels of the problem.
-
-    Returns:
-        The speeds, the time of the host for a launch, and what was measured.
+def kernel_points(problem: Problem, device: torch.device) -> dict[str, Points]:
+    """Return tiles of all kernels of the problem by their FLOPs, for `Stopwatch.measure`.
 
     Raises:
         ValueError: if no kernel serves the problem.
     """
-    kernels = problem.kernels(watch.device)
-    launch = launch_seconds(watch, problem, kernels[0])
-    speeds, samples = [], {}
-    for kernel, form, asked in product(kernels, reversed(FORMS), problem.with_fewer_heads()):
-        found, heads = measure_kernel(watch, asked, kernel, form), asked.heads[0]
-        names = (f"{kernel.name} {form} {heads} heads {what}" for what in DIRECTIONS)
-        samples |= dict(zip(names, found, strict=True))
-        row = kernel.name, asked.dtype_name, asked.head_dim, form
-        speeds.append(KernelSpeed(*row, *(x.curve(launch) for x in found), heads=heads))
-    return tuple(speeds), launch, samples
+    # All forms and directions share the tensors of a size.
+    tensors = cache(partial(TileTensors.random, device=device))
+
+    def tiles(asked: Problem, kernel: Kernel, form: str, direction: str) -> Points:
+        for num_rows in ROWS:
+            tile = tile_calls(asked, kernel, form, num_rows, tensors(asked, num_rows))
+            if direction == DIRECTIONS[0]:
+                yield tile.flops, tile.forward
+            else:
+                yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
+
+    every = product(problem.kernels(device), FORMS, problem.with_fewer_heads(), DIRECTIONS)
+    return {
+        series_name(kernel.name, form, asked.heads[0], direction): tiles(
+            asked, kernel, form, direction
+        )
+        for kernel, form, asked, direction in every
+    }
+
+
+def kernel_speeds(
+    problem: Problem, device: torch.device, times: Mapping[str, Series], launch: float
+) -> tuple[KernelSpeed, ...]:
+    """Return what `kernel_points` took, the preferred kernel first.
+
+    Args:
+        problem: the attention.
+        device: where it ran.
+        times: what was measured, by name.
+        launch: seconds of the host that are part of each time, and not of the speeds.
+    """
+    every = product(problem.kernels(device), reversed(FORMS), problem.with_fewer_heads())
+    return tuple(
+        KernelSpeed(
+            *(kernel.name, problem.dtype_name, problem.head_dim, form),
+            *(
+                times[series_name(kernel.name, form, asked.heads[0], direction)].curve(launch)
+                for direction in DIRECTIONS
+            ),
+            heads=asked.heads[0],
+        )
+        for kernel, form, asked in every
+    )
+
+
+def launch_seconds(watch: Stopwatch, problem: Problem) -> float:
+    """Return the time of the host for a launch that computes next to nothing."""
+    kernel = problem.kernels(watch.device)[0]
+    return watch.host_seconds(full_tile(problem, kernel, FEW_ROWS, watch.device).forward)
 
 
 # Bytes that calls in turn read and write, so that caches keep nothing of the last time, and the
@@ -199,11 +236,11 @@ def in_turns(make: Callable[[], Call], num_bytes: int) -> Call:
     return lambda: next(calls)()
 
 
-def measure_merges(watch: Stopwatch, problem: Problem) -> Series:
-    """Time how the outputs of two launches are merged, by the bytes read and written."""
+def merge_points(problem: Problem, device: torch.device) -> Points:
+    """Yield merges of the outputs of two launches, by the bytes read and written."""
 
     def merge(num_rows: int) -> Call:
-        query, *outs = (problem.zeros(watch.device, num_rows) for _ in range(3))
+        query, *outs = (problem.zeros(device, num_rows) for _ in range(3))
         wide = torch.promote_types(problem.dtype, torch.float32)
         lses = [query.new_zeros(query.shape[:3], dtype=wide) for _ in outs]
 
@@ -215,32 +252,26 @@ def measure_merges(watch: Stopwatch, problem: Problem) -> Series:
 
         return call
 
-    def points() -> Iterator[tuple[float, Call]]:
-        for num_rows in ROWS:
-            numel = problem.heads[0] * num_rows * problem.head_dim
-            # Two outputs are read, and one is written that is at least float32.
-            num_bytes = numel * (2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize))
-            yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
-
-    return watch.series(points())
+    for num_rows in ROWS:
+        numel = problem.heads[0] * num_rows * problem.head_dim
+        # Two outputs are read, and one is written that is at least float32.
+        num_bytes = numel * (2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize))
+        yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
 
 
-def measure_packing(watch: Stopwatch, problem: Problem) -> Series:
-    """Time how two ranges of columns are packed side by side, by the bytes read and written."""
+def pack_points(problem: Problem, device: torch.device) -> Points:
+    """Yield copies of two ranges of columns to adjacent ones, by the bytes read and written."""
 
     def copy(num_rows: int) -> Call:
         half = num_rows // 2
         # A column between the ranges is left out, so that they do not join.
-        x, cols = problem.zeros(watch.device, num_rows + 1), [(0, half), (half + 1, num_rows + 1)]
-        packed = problem.zeros(watch.device, num_rows)
+        x, cols = problem.zeros(device, num_rows + 1), [(0, half), (half + 1, num_rows + 1)]
+        packed = problem.zeros(device, num_rows)
         return partial(pack, packed, x, Cols.union(cols))
 
-    def points() -> Iterator[tuple[float, Call]]:
-        for num_rows in ROWS:
-            num_bytes = 2 * problem.heads[0] * num_rows * problem.head_dim * problem.dtype.itemsize
-            yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
-
-    return watch.series(points())
+    for num_rows in ROWS:
+        num_bytes = 2 * problem.heads[0] * num_rows * problem.head_dim * problem.dtype.itemsize
+        yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
 
 
 # Rows and columns of the matrices that are multiplied, and bytes of those that are added.

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring.command.calibrate_kernels import Problem, tile_calls
-from dtensor_ring.command.stopwatch import Call, Series, Stopwatch
+from dtensor_ring.command.calibrate_kernels import Problem, full_tile
+from dtensor_ring.command.stopwatch import Call, Points, Stopwatch
 from dtensor_ring.compute.kernels import Kernel
-from dtensor_ring.simulate.machine import Curve, Links
+from dtensor_ring.simulate.machine import Curve
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 
 # Bytes of a message, or of all messages of a rank.
@@ -79,30 +79,19 @@ class Messages:
         return whole, shard
 
 
-def measure_links(
-    watch: Stopwatch, messages: Messages, hop: float
-) -> tuple[Links, dict[str, Series]]:
-    """Time messages and collectives by the bytes that a rank sends.
+def link_points(messages: Messages) -> dict[str, Points]:
+    """Return messages and collectives by the bytes that a rank sends, for `Stopwatch.measure`.
 
     Args:
-        watch: times them.
         messages: those of this rank; all ranks of the group send at once.
-        hop: seconds of the host, which belong to a hop and not to its messages.
-
-    Returns:
-        The links, and what was measured.
     """
-    kinds = {
+    kinds: dict[str, Callable[[int], Call]] = {
         "p2p": lambda size: waited(messages.shift(size)),
         "all_to_all": lambda size: waited(messages.all_to_all(size)),
         "all_gather": messages.all_gather,
         "reduce_scatter": messages.reduce_scatter,
     }
-    found = {
-        kind: watch.series((float(size), make(size)) for size in BYTES)
-        for kind, make in kinds.items()
-    }
-    return Links(**{kind: series.curve(hop) for kind, series in found.items()}), found
+    return {kind: ((float(size), make(size)) for size in BYTES) for kind, make in kinds.items()}
 
 
 def waited(start: Start) -> Call:
@@ -165,7 +154,7 @@ def measure_beside(
     """
     # The largest message that is not too long; at least one of the first two is.
     size = max([x for x in BYTES if p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
-    tile = tile_calls(problem, kernel, "full", BESIDE_ROWS[watch.device.type], watch.device)
+    tile = full_tile(problem, kernel, BESIDE_ROWS[watch.device.type], watch.device)
     start, works = messages.shift(size), list[Work]()
     count = max(1, round(p2p(size) / 2 / watch.seconds(tile.forward)))
 

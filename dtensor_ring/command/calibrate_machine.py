@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import date
 from typing import Any, NamedTuple
 
@@ -13,20 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.command.calibrate_kernels import (
     Problem,
-    measure_kernels,
+    kernel_points,
+    kernel_speeds,
+    launch_seconds,
     measure_matrices,
     measure_memory,
-    measure_merges,
-    measure_packing,
+    merge_points,
+    pack_points,
 )
 from dtensor_ring.command.calibrate_links import (
+    Beside,
     Messages,
     hop_seconds,
+    link_points,
     measure_beside,
-    measure_links,
 )
 from dtensor_ring.command.doctor import versions
-from dtensor_ring.command.stopwatch import Stopwatch
+from dtensor_ring.command.stopwatch import Series, Stopwatch
 from dtensor_ring.simulate.machine import Curve, Links, Machine
 from dtensor_ring.simulate.presets import PRESETS
 
@@ -42,14 +45,14 @@ class MeasuredLinks(NamedTuple):
         hop: seconds of the host for a hop.
         beside_kernel: how many times longer a transfer takes while a kernel runs.
         beside_transfer: how many times longer a kernel takes while a transfer runs.
-        samples: all times.
+        beside: times of kernels and transfers beside each other.
     """
 
     links: Links
     hop: float
     beside_kernel: float
     beside_transfer: float
-    samples: Mapping[str, Any]
+    beside: list[Beside]
 
 
 def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Problem) -> Machine:
@@ -70,19 +73,24 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
     Raises:
         ValueError: if no kernel serves the problem.
     """
-    speeds, launch, times = measure_kernels(watch, problem)
-    merge, pack = measure_merges(watch, problem), measure_packing(watch, problem)
-    gemm = measure_matrices(watch, [problem.dtype, torch.float32])
-    rate = measure_memory(watch)
-    measured = {
-        axis: _measured_links(watch, Messages(mesh.get_group(axis), watch.device), problem)
+    launch, rate = launch_seconds(watch, problem), measure_memory(watch)
+    axes = {
+        axis: Messages(mesh.get_group(axis), watch.device)
         for axis in (BETWEEN, INSIDE)
         if mesh[axis].size() > 1
+    }
+    times = _measured(watch, problem, axes)
+    host_waits = watch.device.type == "cpu"
+    # Only where the host waits are its seconds part of what was measured.
+    in_launch = launch if host_waits else 0.0
+    measured = {
+        axis: _measured_links(watch, messages, problem, axis, times)
+        for axis, messages in axes.items()
     }
     device = device_name(watch.device)
     links, sources = _all_links(measured, device, rate)
     facts = {"heads": problem.heads, "hosts": mesh[BETWEEN].size(), "links": sources}
-    samples = {**times, "merge": merge, "pack": pack, **{x: y.samples for x, y in measured.items()}}
+    facts["beside"] = {axis: x.beside for axis, x in measured.items()}
     # An axis over several hosts waits for the messages between them.
     slowest = next(iter(measured.values()), None)
     return Machine(
@@ -91,20 +99,20 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         source="measured",
         ranks_per_host=mesh[INSIDE].size(),
         memory=_memory(watch.device, mesh[INSIDE].size()),
-        kernels=speeds,
-        gemm=gemm,
+        kernels=kernel_speeds(problem, watch.device, times, in_launch),
+        gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
         memory_rate=rate,
-        merge=merge.curve(),
-        pack=pack.curve(),
+        merge=times["merge"].curve(in_launch),
+        pack=times["pack"].curve(in_launch),
         **links,
         beside_kernel=slowest.beside_kernel if slowest else 1.0,
         beside_transfer=slowest.beside_transfer if slowest else 1.0,
         launch=launch,
         hop=slowest.hop if slowest else 0.0,
-        host_waits=watch.device.type == "cpu",
+        host_waits=host_waits,
         date=date.today().isoformat(),
         versions={x.what: x.found for x in versions()},
-        samples=_as_json({**facts, "threads": torch.get_num_threads(), **samples}),
+        samples=_as_json({**facts, "threads": torch.get_num_threads(), **times}),
     )
 
 
@@ -113,12 +121,30 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _measured_links(watch: Stopwatch, messages: Messages, problem: Problem) -> MeasuredLinks:
+def _measured(
+    watch: Stopwatch, problem: Problem, axes: Mapping[str, Messages]
+) -> dict[str, Series]:
+    """Time everything that has a size."""
+    points = kernel_points(problem, watch.device)
+    points["merge"] = merge_points(problem, watch.device)
+    points["pack"] = pack_points(problem, watch.device)
+    for axis, messages in axes.items():
+        points |= {f"{kind} {axis}": of for kind, of in link_points(messages).items()}
+    return watch.measure(points)
+
+
+def _measured_links(
+    watch: Stopwatch,
+    messages: Messages,
+    problem: Problem,
+    axis: str,
+    times: Mapping[str, Series],
+) -> MeasuredLinks:
     hop = hop_seconds(watch, messages)
-    links, samples = measure_links(watch, messages, hop)
-    kernel, *_ = problem.kernels(watch.device)
-    *slowdowns, laps = measure_beside(watch, messages, links.p2p, problem, kernel)
-    return MeasuredLinks(links, hop, *slowdowns, {**samples, "beside": laps})
+    in_hop = hop if watch.device.type == "cpu" else 0.0
+    curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
+    links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
+    return MeasuredLinks(links, hop, *measure_beside(watch, messages, links.p2p, problem, kernel))
 
 
 def _all_links(

@@ -23,6 +23,8 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
 
@@ -43,6 +45,18 @@ def number(text: str) -> int:
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return found
+
+
+def machine_of(text: str) -> Machine:
+    """Parse a machine: the name of a preset, or a file.
+
+    Raises:
+        ArgumentTypeError: if there is no such machine, or the file cannot be read as one.
+    """
+    try:
+        return as_machine(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def mask_of(text: str) -> Mask:
@@ -228,6 +242,7 @@ def compare(
     heads: tuple[int, int],
     head_dim: int,
     max_held: int | None,
+    machine: Machine | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -241,6 +256,7 @@ def compare(
             cu_seqlens,
             layout=layout or "zigzag",
             max_held=max_held,
+            machine=machine,
         )
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -326,7 +342,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show what each strategy sends, holds and launches"
+    text = "show what each strategy sends, holds and launches, and what it takes on a machine"
     command = commands.add_parser("compare", help=text, description=text)
     command.set_defaults(run=compare)
     _add_attention(command)
@@ -335,6 +351,8 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     )
     command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
+    text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
+    command.add_argument("--machine", type=machine_of, help=text)
 
 
 def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from dtensor_ring.simulate.machine import Curve
 
 Call = Callable[[], object]
+
+# Sizes and their calls.
+Points = Iterable[tuple[float, Call]]
 
 
 class Effort(NamedTuple):
@@ -80,28 +84,40 @@ class Stopwatch:
         self.device, self.effort = device, effort
         self._on_gpu = device.type == "cuda"
 
-    def series(self, points: Iterable[tuple[float, Call]]) -> Series:
-        """Time a call of each size, in turns, until one takes too long.
+    def measure(self, points: Mapping[str, Points]) -> dict[str, Series]:
+        """Time calls of several kinds by size, each kind until a call takes too long.
+
+        All calls are timed in turns: what disturbs the machine for some seconds disturbs each of
+        them once, and the median does not see it.
 
         Args:
-            points: sizes and their calls, ascending; they are made when their turn comes.
+            points: for each kind, sizes and their calls, ascending; they are made when their turn
+                comes.
         """
-        known: list[tuple[float, Call, int]] = []
+        known = {kind: list(self._grown(of)) for kind, of in points.items()}
+        calls = [(call, count) for of in known.values() for _, call, count in of]
+        rounds = [
+            self._slowest([self._timed(call, count) for call, count in calls])
+            for _ in range(self.effort.repeats)
+        ]
+        seconds = iter(zip(*rounds, strict=True))
+        return {
+            kind: Series(tuple(size for size, _, _ in of), tuple(islice(seconds, len(of))))
+            for kind, of in known.items()
+        }
+
+    def _grown(self, points: Points) -> Iterator[tuple[float, Call, int]]:
+        """Yield sizes and calls, and how often a call is repeated within one time."""
         for size, call in points:
             self._timed(call, 1)  # warms up
             first = min(self._slowest([self._timed(call, 1) for _ in range(2)]))
-            known.append((size, call, max(1, ceil(self.effort.shortest / max(first, 1e-6)))))
+            yield size, call, max(1, ceil(self.effort.shortest / max(first, 1e-6)))
             if first > self.effort.longest:
-                break
-        rounds = [
-            self._slowest([self._timed(call, count) for _, call, count in known])
-            for _ in range(self.effort.repeats)
-        ]
-        return Series(tuple(x[0] for x in known), tuple(zip(*rounds, strict=True)))
+                return
 
     def seconds(self, call: Call) -> float:
         """Return the median time of a call on the device."""
-        return median(self.series([(0.0, call)]).seconds[0])
+        return median(self.measure({"": [(0.0, call)]})[""].seconds[0])
 
     def host_seconds(self, call: Call, finish: Callable[[Any], object] | None = None) -> float:
         """Return the median time of the host for a call, which does not wait for the device.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtensor_ring.command import stopwatch
 from dtensor_ring.command.calibrate import mesh_of_hosts
-from dtensor_ring.command.calibrate_kernels import Problem, mask_of_form, tile_calls
+from dtensor_ring.command.calibrate_kernels import Problem, TileTensors, mask_of_form, tile_calls
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE
 from dtensor_ring.command.machine_tables import curves_of, numbers_of
 from dtensor_ring.command.main import main
@@ -191,7 +191,8 @@ def test_flops_of_tiles() -> None:
             seen = seen.tril(mask.right)
         if mask.left is not None:
             seen = seen.triu(-mask.left)
-        tile = tile_calls(problem, Reference(), form, 64, torch.device("cpu"))
+        tensors = TileTensors.random(problem, 64, torch.device("cpu"))
+        tile = tile_calls(problem, Reference(), form, 64, tensors)
         assert tile.flops == 4 * int(seen.sum()) * 2 * 8, form
 
 
@@ -208,8 +209,8 @@ def _check_gpu() -> None:
         def call() -> None:
             counts[0] += 1
 
-        found = watch.series([(1.0, call), (2.0, call)])
-        assert [len(x) for x in found.seconds] == [3, 3]
+        found = watch.measure({"some": [(1.0, call), (2.0, call)]})
+        assert [len(x) for x in found["some"].seconds] == [3, 3]
         assert counts[0] > 2 * 3 * 100, "short calls are repeated"
         first, second = watch.laps(call, call)
         assert 0 <= first <= second
@@ -234,6 +235,7 @@ def _check_long() -> None:
 
     with patch.object(stopwatch.time, "perf_counter", lambda: now[0]):
         watch = Stopwatch(torch.device("cpu"), Effort(repeats=2, shortest=3.0, longest=3.0))
-        found = watch.series(points())
-    assert found == Series((1.0, 2.0, 4.0), ((1.0, 1.0), (2.0, 2.0), (4.0, 4.0)))
+        found = watch.measure({"some": points(), "others": [(1.0, lambda: None)]})
+    assert found["others"] == Series((1.0,), ((0.0, 0.0),))
+    assert found["some"] == Series((1.0, 2.0, 4.0), ((1.0, 1.0), (2.0, 2.0), (4.0, 4.0)))
     assert made == [1, 2, 4], "a size that is not timed is not made"

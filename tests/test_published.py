@@ -111,7 +111,7 @@ def _near(found: list[float], kept: list[float]) -> bool:
     return found == pytest.approx(kept, rel=1e-3)
 
 
-@pytest.mark.parametrize("number", [0, 5, NUMBERS[-3]])
+@pytest.mark.parametrize("number", [0, 5, 14, 30, NUMBERS[-3]])
 def test_what_is_kept_is_what_is_simulated(number: int) -> None:
     kept = json.loads(SIMULATED.read_text())
     assert _near(simulated(GROUPS[number]), kept["adapted"][number])

@@ -73,7 +73,8 @@ class Problem(NamedTuple):
 
     def with_fewer_heads(self) -> list[Problem]:
         """Return this problem, and those of groups of 2 and 4 ranks after an all-to-all."""
-        every = [tuple(max(1, x // size) for x in self.heads) for size in (1, 2, 4)]
+        query, key = self.heads
+        every = [(max(1, query // size), max(1, key // size)) for size in (1, 2, 4)]
         return [self._replace(heads=heads) for heads in dict.fromkeys(every)]
 
     def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:

@@ -89,8 +89,8 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
     }
     device = device_name(watch.device)
     links, sources = _all_links(measured, device, rate)
-    facts = {"heads": problem.heads, "hosts": mesh[BETWEEN].size(), "links": sources}
-    facts["beside"] = {axis: x.beside for axis, x in measured.items()}
+    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
+    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
     # An axis over several hosts waits for the messages between them.
     slowest = next(iter(measured.values()), None)
     return Machine(
@@ -104,7 +104,8 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         memory_rate=rate,
         merge=times["merge"].curve(in_launch),
         pack=times["pack"].curve(in_launch),
-        **links,
+        inside=links[INSIDE],
+        between=links[BETWEEN],
         beside_kernel=slowest.beside_kernel if slowest else 1.0,
         beside_transfer=slowest.beside_transfer if slowest else 1.0,
         launch=launch,

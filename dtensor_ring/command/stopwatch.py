@@ -109,7 +109,6 @@ class Stopwatch:
     def _grown(self, points: Points) -> Iterator[tuple[float, Call, int]]:
         """Yield sizes and calls, and how often a call is repeated within one time."""
         for size, call in points:
-            self._timed(call, 1)  # warms up
             first = min(self._slowest([self._timed(call, 1) for _ in range(2)]))
             yield size, call, max(1, ceil(self.effort.shortest / max(first, 1e-6)))
             if first > self.effort.longest:
@@ -156,7 +155,10 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def _timed(self, call: Call, count: int) -> float:
-        """Return the seconds of one of `count` calls."""
+        """Return the seconds of one of `count` calls, after one that is not timed."""
+        # Other calls ran before, so that caches hold nothing of this one. A message, for one, was
+        # packed or received just before it is sent.
+        call()
         self._barrier()
         if self._on_gpu:
             # The host queues all calls while the GPU sleeps, so that only the GPU's time counts.

@@ -138,6 +138,7 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--mesh cp=4,tp=8", "4 heads of llama cannot be divided over the 8 ranks of tp"),
         ("--world-size 16", "mesh dp 2 x cp 4 has 8 ranks, and world_size is 16"),
         ("--seq-len 99999999999999999", "seq_len must be from 1 to"),
+        ("--seq-len 1099511627776", "has more pairs of tokens than 1,152,921,504,606,846,976"),
         ("--batch 99999999999", "batch must be from 1 to"),
         ("--machine h1000", "machine 'h1000' is neither a file that can be read"),
         ("--machine {folder}/other.json", "has schema 0, this version reads 1"),

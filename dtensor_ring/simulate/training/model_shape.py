@@ -13,6 +13,9 @@ from dtensor_ring.planning.mask import Mask
 # The largest size that is read: kernels count in int32.
 MAX_SIZE = 2**31 - 1
 
+# The largest number of layers: a time line has spans of each.
+MAX_LAYERS = 4096
+
 # Model types whose `sliding_window` is that of all layers, if no list says otherwise.
 ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "starcoder2")
 
@@ -195,6 +198,10 @@ class _Reader:
     def model(self) -> ModelShape:
         self.hidden = self._size("hidden_size", "n_embd", "d_model")
         number = self._size("num_hidden_layers", "n_layer", "num_layers")
+        if number > MAX_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers of {self.name} must be {MAX_LAYERS:,} at most, got {number:,}"
+            )
         return ModelShape(
             name=self.name,
             hidden=self.hidden,

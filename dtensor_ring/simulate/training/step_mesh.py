@@ -14,6 +14,9 @@ from dtensor_ring.simulate.training.model_shape import ModelShape
 # Names as in torchtitan; "dp" is short for "dp_shard".
 MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
+# A time of each pair of ranks is kept, which are 0.3 GB.
+MAX_CP = 4096
+
 
 class StepMesh(NamedTuple):
     """Ranks by axis, from the outermost to the innermost.
@@ -54,8 +57,9 @@ class StepMesh(NamedTuple):
                 f"a mesh has axes of {', '.join(MESH_AXES)} and dp, which is dp_shard, each once; "
                 f"got {', '.join(map(str, axes))}"
             )
+        limits = {name: MAX_CP if name == "cp" else MAX_RANKS for name in named}
         mesh = cls(
-            **{name: as_count(f"{name} of mesh", x, 1, MAX_RANKS) for name, x in named.items()}
+            **{name: as_count(f"{name} of mesh", x, 1, limits[name]) for name, x in named.items()}
         )
         if world_size is not None and mesh.world_size != as_count("world_size", world_size):
             spelled = " x ".join(f"{name} {size}" for name, size in axes.items())

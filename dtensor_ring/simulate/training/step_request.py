@@ -80,6 +80,11 @@ def step_request(
     model = ModelShape.of(config)
     axes = StepMesh.of(mesh, world_size)
     tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
+    if tokens**2 * rows > MAX_PAIRS:
+        raise ValueError(
+            f"seq_len {tokens:,} with batch {rows:,} has more pairs of tokens than {MAX_PAIRS:,}, "
+            "which is all that is counted"
+        )
     axes.check(model, tokens)
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a name, a str, got {strategy!r}")
@@ -111,8 +116,10 @@ def step_request(
     )
 
 
-# Sequences of a step, so that products of sizes stay far from what a float counts.
-MAX_BATCH = 2**20
+# Sequences of a step: planning them takes longer the more there are.
+MAX_BATCH = 4096
+# Pairs of tokens are counted in int64.
+MAX_PAIRS = 2**60
 
 
 def _check_name(what: str, given: Any, known: Sequence[str]) -> None:

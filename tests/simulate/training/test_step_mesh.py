@@ -29,7 +29,8 @@ def test_axes() -> None:
     [
         ({"pp": 2}, None, "a mesh has axes of dp_replicate, dp_shard, cp, tp and dp"),
         ({"dp": 2, "dp_shard": 2}, None, "each once; got dp, dp_shard"),
-        ({"cp": 0}, None, "cp of mesh must be from 1 to 65,536, got 0"),
+        ({"cp": 0}, None, "cp of mesh must be from 1 to 4,096, got 0"),
+        ({"dp": 2**20}, None, "dp_shard of mesh must be from 1 to 65,536, got 1048576"),
         ({"dp": 2, "cp": 4}, 16, "mesh dp 2 x cp 4 has 8 ranks, and world_size is 16"),
     ],
 )

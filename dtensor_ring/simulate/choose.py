@@ -95,9 +95,8 @@ def chosen_strategy(
         if best is None or seconds < best[0] * (1 - TIE):
             best = seconds, strategy
     if best is None:
-        raise ValueError(
-            f"none of {strategies} can run an attention of {problem.sizes.heads} heads"
-        )
+        listed = ", ".join(x.spec for x in strategies or ()) or "no strategies"
+        raise ValueError(f"none of {listed} can run an attention of {problem.sizes.heads} heads")
     return best[1]
 
 

@@ -29,6 +29,7 @@ from tests.bad_calls.arguments import (
     QKV,
     QUERIES,
     SHARDED,
+    SIMULATED,
     SLICES,
     STRATEGY,
     TOKENS,
@@ -161,6 +162,7 @@ FUNCTIONS |= {
         ("describe_schedule", PLANNED | {"layout": just("zigzag"), **STRATEGY}, nothing),
         ("compare_layouts", PLANNED, nothing),
         ("compare_strategies", PLANNED | COMPARED, nothing),
+        ("simulate_step", SIMULATED, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
         (

@@ -55,3 +55,14 @@ def test_benchmark_of_frames(folder: Path) -> None:
         assert count["calls"] == sum(count["by_file"].values()) > 0
         has_kernel = not count["name"].startswith("sum_over_sequence")
         assert (count["at_kernel"] > 0) == has_kernel
+
+
+def test_benchmark_of_packed_documents(folder: Path) -> None:
+    """Whatever the lengths, one axis is even, and rows that need no other rank receive nothing."""
+    found = measured("packed", folder)["packed"]
+    assert len(found) == 3 * 3 * 4  # lengths, batches, ways
+    for one in found:
+        assert one["imbalance"] <= 1.05 or one["way"] != "one axis, balanced"
+        assert (one["received_by_all"] > 0) == (one["cp"] > 1)
+        assert one["received"] * 8 >= one["received_by_all"]
+        assert one["step"] > 32 * one["attention"] > 0

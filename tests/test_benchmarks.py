@@ -65,3 +65,14 @@ def test_benchmark_of_the_simulator(folder: Path) -> None:
     for found in others:
         assert {"ring", "ulysses:2"} == found["seconds"].keys()
     assert "ulysses:2" in (folder / "out" / "simulator.md").read_text()
+
+
+def test_benchmark_of_packed_documents(folder: Path) -> None:
+    """Whatever the lengths, one axis is even, and rows that need no other rank receive nothing."""
+    found = measured("packed", folder)["packed"]
+    assert len(found) == 3 * 3 * 4  # lengths, batches, ways
+    for one in found:
+        assert one["imbalance"] <= 1.05 or one["way"] != "one axis, balanced"
+        assert (one["received_by_all"] > 0) == (one["cp"] > 1)
+        assert one["received"] * 8 >= one["received_by_all"]
+        assert one["step"] > 32 * one["attention"] > 0

@@ -22,7 +22,8 @@ WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "page
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
 WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
 LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run", "agreement")
-LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
+LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "simulate.choose")
+LAYERS += ("dtensor",)
 LAYERS += ("all_to_all", "decode", "paged", "simulate", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
 FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "vision")

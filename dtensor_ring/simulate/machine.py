@@ -195,6 +195,11 @@ class Machine:
         """Sixteen hexadecimal digits that differ if any field does."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
+    @property
+    def label(self) -> str:
+        """Its name and digest, by which ranks and errors tell machines apart."""
+        return f"{self.name} {self.digest}"
+
     def to_json(self) -> str:
         """Return all fields as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)

@@ -1,0 +1,232 @@
+"""Chooses the strategy of a call that has "auto": the fastest one on the machine of its axis.
+
+Note [What a choice depends on]: the mask, the global length, heads, head dim, batch and dtype of
+this rank's tensors, layout, policy and size of the axis, and its machine. All of them are equal on
+the ranks of an axis, so all choose alike; call records have the machine. Whether gradients are
+enabled does not matter: forward and backward count together.
+
+Lengths are rounded up to three significant bits, in half parts of a rank, so sequences of any
+length need a few simulations. Eager calls know documents on the CPU. They count as documents of one
+length, their mean over tokens, rounded to a power of two; the next batch seldom needs another
+simulation. Slices count as a full or causal mask or a window, by the mean number of keys that a
+query sees. In a graph neither has values: documents count as one, slices as their mask, and lengths
+as those that were traced. So a graph serves all documents, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.axis_machine import machine_of
+from dtensor_ring.ops.nodes import autocast_dtype
+from dtensor_ring.ops.options import Call, group_named
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import AUTO, Strategy
+from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.machine import SAME_SPEED, Machine
+from dtensor_ring.transport.transport import TransferPolicy
+
+# The most documents of a rank that are simulated; shorter ones send next to nothing.
+MAX_DOCUMENTS = 64
+
+# The layout that stands for one that belongs to a batch.
+STAND_IN: str = "zigzag"
+
+
+class CallSizes(NamedTuple):
+    """The sizes that a choice depends on.
+
+    Attributes:
+        seq_len: the global length, in tokens; of queries or keys, whichever is longer.
+        heads: query heads of this rank.
+        key_heads: key and value heads of this rank.
+        head_dim: mean of the head dims of keys and values.
+        batch: rows of this rank.
+    """
+
+    seq_len: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    batch: int
+
+
+def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
+    """Return the call with a strategy in place of "auto", see Note [What a choice depends on].
+
+    Attention of new tokens to keys that are elsewhere (`key_runs`) is a ring, and so is a compiled
+    call with `runs`, as no compiler knows how many tokens an all-to-all would yield.
+
+    Args:
+        call: a call on local tensors.
+        query: `(B, N, L, H)`, this rank's.
+        value: `(B, Nkv, C, Hv)`.
+    """
+    place: Any = call.place
+    if place.strategy != AUTO:
+        return call
+    is_compiling = torch.compiler.is_compiling()
+    if place.seq_len is None or (is_compiling and call.batch.runs is not None):
+        return call._replace(place=place._replace(strategy=Strategy.default))
+    batch, num_heads, _, head_dim = query.shape
+    _, num_key_heads, _, value_head_dim = value.shape
+    lengths = max(place.seq_len, place.key_seq_len), num_heads, num_key_heads
+    sizes = *lengths, (head_dim + value_head_dim) // 2, batch
+    document, bounds = None, _numbers(call.scores.mask)
+    if is_compiling:  # symbols stand for what was traced first
+        bounds, sizes = _traced(bounds), _traced(sizes)
+    else:
+        document, bounds = _seen(call, batch, bounds)
+    device = query.device.type
+    dtype = autocast_dtype(device) or query.dtype
+    spec = chosen_spec(place.group_name, place.layout, device, dtype, document, *bounds, *sizes)
+    label = machine_label(place.group_name, device)
+    return call._replace(place=place._replace(strategy=spec, machine=label))
+
+
+def chosen_spec(
+    group_name: str, layout: str, device: str, dtype: torch.dtype, document: int | None, *rest: Any
+) -> str:
+    """Return the spec of a strategy; `rest` are the numbers of a mask, then those of `CallSizes`.
+
+    A compiler evaluates this while tracing, so all arguments are constants.
+    """
+    group = group_named(group_name)
+    size = group.size()
+    if size == 1:
+        return Strategy.default
+    here = annotation_of(group)
+    policy, machine = here.config_or_default.policy, machine_of(here, device)
+    return _choose(machine, size, layout, policy, dtype, document, rest)
+
+
+def machine_label(group_name: str, device: str) -> str:
+    """Return the name and digest of the machine of an axis, for call records."""
+    return machine_of(annotation_of(group_named(group_name)), device).label
+
+
+# Constant while the group is alive, see `ulysses_heads`.
+for _function in (chosen_spec, machine_label):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1024)
+def _choose(
+    machine: Machine,
+    world_size: int,
+    layout: str,
+    policy: TransferPolicy,
+    dtype: torch.dtype,
+    document: int | None,
+    rest: tuple[Any, ...],
+) -> str:
+    mask, sizes = Mask(*rest[:4]), CallSizes(*rest[4:])
+    seq_len = rounded(sizes.seq_len, world_size)
+    found = choose(
+        mask,
+        seq_len,
+        world_size,
+        (sizes.heads, sizes.key_heads),
+        sizes.head_dim,
+        _boundaries(document, seq_len, world_size),
+        layout=STAND_IN if as_layout(layout).per_batch else layout,
+        batch=sizes.batch,
+        dtype=_known_dtype(machine, dtype),
+        policy=policy,
+        machine=machine,
+    )
+    return found.spec
+
+
+def rounded(seq_len: int, world_size: int) -> int:
+    """Round a length up, so that half the part of a rank has three significant bits.
+
+    >>> [rounded(n, 4) for n in (8, 64, 1000, 4097, 65536)]
+    [8, 64, 1024, 5120, 65536]
+    """
+    parts = 2 * world_size
+    half = -(-seq_len // parts)
+    step = 1 << max(0, half.bit_length() - 3)
+    return -(-half // step) * step * parts
+
+
+def _boundaries(document: int | None, seq_len: int, world_size: int) -> tuple[int, ...] | None:
+    """Return the boundaries of documents of one length; `None` for a single one."""
+    if document is None or document >= seq_len:
+        return None
+    length = max(document, seq_len // (MAX_DOCUMENTS * world_size), 1)
+    return *range(0, seq_len, length), seq_len
+
+
+def _known_dtype(machine: Machine, dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype whose speed the machine knows; its first one stands for others."""
+    name = str(dtype).removeprefix("torch.")
+    alike = next((types for types in SAME_SPEED if name in types), {name})
+    if not machine.kernels or any(x.dtype in alike for x in machine.kernels):
+        return dtype
+    return getattr(torch, machine.kernels[0].dtype)
+
+
+def _numbers(mask: Mask) -> tuple[int | None, ...]:
+    """Return the fields of a mask."""
+    return mask.left, mask.right, mask.chunk, mask.prefix
+
+
+def _traced(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the numbers that a compiler traces, without a guard on symbols."""
+    return tuple([None if x is None else optimization_hint(x) for x in numbers])
+
+
+def _seen(call: Call, batch: int, bounds: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
+    """Return the typical document of an eager call, and the numbers of its mask."""
+    given: Any = call.batch
+    if _has_values(given.slices):
+        slices: Any = call.slices(batch)
+        return None, _mask_like(slices, max(call.place.seq_len or 0, 1))
+    if _has_values(given.cu_seqlens):
+        documents, _ = call.documents(batch)
+        assert documents is not None, "there are boundaries"
+        return typical_length(documents) or None, bounds
+    return None, bounds
+
+
+def _has_values(x: Tensor | None) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device."""
+    return type(x) is Tensor and x.device.type == "cpu"
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=lambda _: 200)
+def typical_length(documents: Documents) -> int:
+    """Return the mean length over the tokens of documents, to a power of two; 0 without tokens.
+
+    >>> typical_length(Documents([(0, 4096, 4100, 8000)]))
+    4096
+    """
+    lengths = np.concatenate([np.diff(row) for row in documents.arrays] or [np.empty(0, np.int64)])
+    num_tokens = int(lengths.sum())
+    if not num_tokens:
+        return 0
+    mean = int((lengths * lengths).sum()) // num_tokens
+    return 1 << ((3 * mean // 2).bit_length() - 1)
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=lambda _: 200)
+def _mask_like(slices: Slices, seq_len: int) -> tuple[int | None, ...]:
+    """Return the numbers of a mask under which queries see about as many keys."""
+    mean = visible_pairs(slices, (0, seq_len)) // (len(slices) * seq_len)
+    if mean > 3 * seq_len // 4:
+        return _numbers(Mask.full())
+    if mean > seq_len // 4:
+        return _numbers(Mask.causal())
+    return _numbers(Mask.sliding((1 << (3 * mean // 2).bit_length()) >> 1))

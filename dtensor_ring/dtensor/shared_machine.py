@@ -1,0 +1,68 @@
+"""Gives the ranks of an axis one machine: the first rank reads its file and sends it to all."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dtensor_ring.dtensor.annotation import annotation_of, check_machine
+from dtensor_ring.dtensor.call_check import checked_barrier
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import PRESETS
+
+# A machine, the name of a preset, or the path of a file.
+AnyMachine = Machine | str | PathLike[str]
+
+
+def shared_machine(group: ProcessGroup, given: AnyMachine | None) -> Machine | None:
+    """Return the machine that all ranks of a group get for their axis.
+
+    The first rank reads a file and sends it to the others, once for each axis and name. Other ranks
+    need not have the file.
+
+    Args:
+        group: the group of the axis.
+        given: a machine, the name of a preset, or the path of a file of rank 0.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: on all ranks, if the first one cannot read the file.
+        RingError: if a rank does something else meanwhile.
+    """
+    check_machine(given)
+    if given is None or isinstance(given, Machine):
+        return given
+    name = str(given)
+    if name.lower() in PRESETS:
+        return as_machine(name)
+    here = annotation_of(group)
+    if name not in here.machines:
+        here.machines[name] = _received(group, name)
+    return here.machines[name]
+
+
+def _received(group: ProcessGroup, path: str) -> Machine:
+    """Return the machine of a file that the first rank reads."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":  # nobody to send or to get it
+        return as_machine(path)
+    with checked_barrier(group, "reading the file of a machine", {}):
+        pass  # raises if a rank is in another call, where the collective below would hang
+    box: list[Any] = [_text(path) if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    text, error = box[0]
+    if error:
+        reader = dist.get_process_group_ranks(group)[0]
+        raise ValueError(f"rank {reader}, which reads the machine for its axis: {error}")
+    return Machine.from_json(text, path)
+
+
+def _text(path: str) -> tuple[str, str]:
+    """Return a machine as text, and an empty error; or an error."""
+    try:
+        return as_machine(path).to_json(), ""
+    except ValueError as error:
+        return "", str(error)

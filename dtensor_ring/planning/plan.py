@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
-from dtensor_ring.planning.layout import Joined, Layout
+from dtensor_ring.planning.layout import Joined, Layout, Run
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
@@ -19,7 +20,14 @@ from dtensor_ring.planning.run_table import ShardTable, shard_table
 from dtensor_ring.planning.slices import Slices, rows_of, slices_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.planning.sweep import SortedDemand
-from dtensor_ring.planning.tile import FULL, Tile, packed_tiles, query_slices_of, shard_tiles
+from dtensor_ring.planning.tile import (
+    FULL,
+    QuerySlice,
+    Tile,
+    packed_tiles,
+    query_slices_of,
+    shard_tiles,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)  # hashed by identity
@@ -136,15 +144,50 @@ def plan(
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
+    inputs = ring_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
+    group, member = divmod(rank, strategy.heads)
+    planned = _planned(ROUTES[strategy.route](group, inputs.demand), inputs)
+    return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
+
+
+class RingInputs(NamedTuple):
+    """What the plans of all ranks of a ring begin with; its ranks are groups of an all-to-all.
+
+    Attributes:
+        queries: how the queries are sharded.
+        keys: how the keys are sharded.
+        slices: what queries see.
+        demand: what ranks see of one another.
+    """
+
+    queries: ShardTable
+    keys: ShardTable
+    slices: Slices
+    demand: KeyDemand
+
+
+def ring_inputs(
+    layouts: tuple[Layout, Layout],
+    world_size: int,
+    seq_lens: tuple[int, int],
+    slices: Slices,
+    strategy: Strategy,
+) -> RingInputs:
+    """Return what the plans of all ranks begin with; caches keep it.
+
+    Args:
+        layouts: of queries and of keys.
+        world_size: ranks of the axis.
+        seq_lens: global lengths of queries and of keys, in tokens.
+        slices: what queries see, checked.
+        strategy: how the attention is made parallel.
+    """
     queries, keys = (
         shard_table(layout_of_groups(side, strategy), world_size // strategy.heads, num_tokens)
-        for side, num_tokens in zip((layout, key_layout or layout), seq_lens, strict=True)
+        for side, num_tokens in zip(layouts, seq_lens, strict=True)
     )
     # Cached, because a printed schedule plans every rank of one attention.
-    demand = _demand(queries, keys, slices)
-    group, member = divmod(rank, strategy.heads)
-    planned = _planned(ROUTES[strategy.route](group, demand), queries, keys, slices)
-    return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
+    return RingInputs(queries, keys, slices, _demand(queries, keys, slices))
 
 
 def layout_of_groups(layout: Layout, strategy: Strategy) -> Layout:
@@ -209,8 +252,9 @@ def _demand(queries: ShardTable, keys: ShardTable, slices: Slices) -> KeyDemand:
     return (SortedDemand if is_dense else PairwiseDemand)(queries, keys, slices)
 
 
-def _planned(route: Route, queries: ShardTable, keys: ShardTable, slices: Slices) -> Plan:
+def _planned(route: Route, inputs: RingInputs) -> Plan:
     """Return the steps and hops of a route, with the tiles that its rank computes."""
+    queries, keys, slices, _ = inputs
     rank, sources = route.rank, route.sources
     shards = [route.shards(number) for number in range(len(sources))]
     # Building tiles is most of the work, so skip sources of which this rank sees nothing.
@@ -218,23 +262,40 @@ def _planned(route: Route, queries: ShardTable, keys: ShardTable, slices: Slices
     # This rank receives at most one packet of a source, so no entry overwrites another.
     cols = {x.source: x.cols for hop in shards for x in hop.receives}
     cols[rank] = Cols.union([(0, keys.num_local(rank))])
-    own = [
-        (batch, query_slices_of(queries.shards[rank], table)) for batch, table in rows_of(slices)
-    ]
+    own = own_slices(queries.shards[rank], slices)
     steps = []
     for number, source in enumerate(sources):
         resident, tiles = cols.get(source, Cols()), ()
         if source in seen:
-            # Kernels get the packet, not the whole shard, so tiles index into its columns.
-            tiles = tuple(
-                tile
-                for batch, pieces in own
-                for tile in packed_tiles(shard_tiles(pieces, keys.shards[source], batch), resident)
-            )
+            tiles = resident_tiles(own, keys.shards[source], resident)
         steps.append(Step(number, source, resident, tiles))
     sums = tuple(route.sums(number) for number in range(len(sources)))
     num_local = queries.num_local(rank), keys.num_local(rank)
     return Plan(rank, tuple(steps), _released(rank, steps, shards), sums, num_local)
+
+
+OwnSlices = list[tuple[int | None, list[QuerySlice]]]
+
+
+def own_slices(runs: tuple[Run, ...], slices: Slices) -> OwnSlices:
+    """Return the queries of a shard in each batch row, cut by slices; `None` stands for all rows."""
+    return [(batch, query_slices_of(runs, table)) for batch, table in rows_of(slices)]
+
+
+def resident_tiles(own: OwnSlices, key_runs: tuple[Run, ...], resident: Cols) -> tuple[Tile, ...]:
+    """Return the tiles of a step.
+
+    Args:
+        own: the queries of the rank, see `own_slices`.
+        key_runs: the runs of the source.
+        resident: columns of the source's shard that the rank has.
+    """
+    # Kernels get the packet, not the whole shard, so tiles index into its columns.
+    return tuple(
+        tile
+        for batch, pieces in own
+        for tile in packed_tiles(shard_tiles(pieces, key_runs, batch), resident)
+    )
 
 
 def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[Hop, ...]:

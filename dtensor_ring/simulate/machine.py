@@ -149,6 +149,7 @@ class Machine:
         beside_transfer: how many times longer a kernel takes while a transfer runs.
         launch: seconds of the host for a launch of a kernel.
         hop: seconds of the host for a hop, besides those of its messages.
+        host_waits: whether the host waits for each kernel, as on a CPU. A GPU's host runs ahead.
         date: of the measurement or data sheet, such as "2026-11-26".
         versions: of the packages that matter, by name.
         samples: raw measurements, in any form that JSON has.
@@ -174,6 +175,7 @@ class Machine:
     beside_transfer: float = 1.0
     launch: float = 0.0
     hop: float = 0.0
+    host_waits: bool = False
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, Any] = field(default_factory=dict)
@@ -273,7 +275,8 @@ def _read(expected: Any, content: Any, where: str) -> Any:
         return _read_fields(expected, content, where)
     origin, args = get_origin(expected), get_args(expected)
     kind = {tuple: list, Mapping: dict, float: (int, float)}.get(origin or expected, expected)
-    if expected is not Any and (not isinstance(content, kind) or isinstance(content, bool)):
+    is_bool = isinstance(content, bool)  # which is an int, too
+    if expected is not Any and (not isinstance(content, kind) or is_bool != (expected is bool)):
         raise ValueError(f"{where} must be of type {expected}, got {content!r:.60}")
     if origin is tuple:
         return tuple(_read(args[0], x, f"an entry of {where}") for x in content)

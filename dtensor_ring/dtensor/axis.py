@@ -99,7 +99,8 @@ class SequenceAxis:
         group, layout = axis_group(mesh), as_layout(layout)
         how: dict[str, Any] = {"strategy": strategy, "kernel": kernel, "policy": policy}
         check_axis_options(layout, **how)  # before ranks wait for the file of a machine
-        self._config = annotate(mesh, layout, machine=shared_machine(group, machine), **how)
+        how["machine"] = shared_machine(group, machine, mesh.device_type)
+        self._config = annotate(mesh, layout, **how)
         if transport is not None:
             set_transport(group, transport)
         if self.policy.transport == "symmetric":

@@ -46,11 +46,13 @@ def data_sheet_of(device: str) -> Machine:
     >>> data_sheet_of("cpu").name
     'h100'
     """
-    name = "" if device in ("cpu", "meta") else _device_name(device)
-    found = next((x for x in PRESETS if x in name.lower()), DEFAULT_MACHINE)
-    return as_machine(found)
+    name = device_name(device).lower()
+    return as_machine(next((x for x in PRESETS if x in name), DEFAULT_MACHINE))
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Return the name that PyTorch has for the current device of a type, "" for CPUs."""
+    if device in ("cpu", "meta"):
+        return ""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if named is None else named()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring.dtensor.annotation import annotation_of, check_machine
+from dtensor_ring.dtensor.axis_machine import device_name
 from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
@@ -18,7 +19,9 @@ from dtensor_ring.simulate.presets import PRESETS
 AnyMachine = Machine | str | PathLike[str]
 
 
-def shared_machine(group: ProcessGroup, given: AnyMachine | None) -> Machine | None:
+def shared_machine(
+    group: ProcessGroup, given: AnyMachine | None, device: str = "cpu"
+) -> Machine | None:
     """Return the machine that all ranks of a group get for their axis.
 
     The first rank reads a file and sends it to the others, once for each axis and name. Other ranks
@@ -27,10 +30,12 @@ def shared_machine(group: ProcessGroup, given: AnyMachine | None) -> Machine | N
     Args:
         group: the group of the axis.
         given: a machine, the name of a preset, or the path of a file of rank 0.
+        device: type of the devices of the axis.
 
     Raises:
         TypeError: if it is something else.
-        ValueError: on all ranks, if the first one cannot read the file.
+        ValueError: on all ranks, if the first one cannot read the file, or its GPU is another
+            device than the one that was measured.
         RingError: if a rank does something else meanwhile.
     """
     check_machine(given)
@@ -41,17 +46,17 @@ def shared_machine(group: ProcessGroup, given: AnyMachine | None) -> Machine | N
         return as_machine(name)
     here = annotation_of(group)
     if name not in here.machines:
-        here.machines[name] = _received(group, name)
+        here.machines[name] = _received(group, name, device)
     return here.machines[name]
 
 
-def _received(group: ProcessGroup, path: str) -> Machine:
+def _received(group: ProcessGroup, path: str, device: str) -> Machine:
     """Return the machine of a file that the first rank reads."""
     if group.size() == 1 or dist.get_backend(group) == "fake":  # nobody to send or to get it
-        return as_machine(path)
+        return _read(path, device)
     with checked_barrier(group, "reading the file of a machine", {}):
         pass  # raises if a rank is in another call, where the collective below would hang
-    box: list[Any] = [_text(path) if group.rank() == 0 else None]
+    box: list[Any] = [_text(path, device) if group.rank() == 0 else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     text, error = box[0]
     if error:
@@ -60,9 +65,17 @@ def _received(group: ProcessGroup, path: str) -> Machine:
     return Machine.from_json(text, path)
 
 
-def _text(path: str) -> tuple[str, str]:
+def _read(path: str, device: str) -> Machine:
+    """Return the machine of a file; on CPUs any, as for dry runs."""
+    found, name = as_machine(path), device_name(device)
+    if name:
+        found.check_device(name)
+    return found
+
+
+def _text(path: str, device: str) -> tuple[str, str]:
     """Return a machine as text, and an empty error; or an error."""
     try:
-        return as_machine(path).to_json(), ""
+        return _read(path, device).to_json(), ""
     except ValueError as error:
         return "", str(error)

@@ -12,7 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.extension import Layout, as_layout, check_axis_options, name_layer
+from dtensor_ring.extension import (
+    AnyMachine,
+    Layout,
+    as_layout,
+    check_axis_options,
+    name_layer,
+)
 from parallel_plans.huggingface.core.attention_function import (
     IMPLEMENTATION,
     attention,
@@ -70,6 +76,7 @@ def context_parallel_plan(
     strategy: StrategyChoice = None,
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
+    machine: AnyMachine | None = None,
     unshard_outputs: bool = False,
     deal_images: bool | None = None,
 ) -> dict[str, Any]:
@@ -99,8 +106,10 @@ def context_parallel_plan(
             costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it.
         strategy: how attention is made parallel, see `SequenceAxis`: one strategy for all layers,
             or one by name in the config's `layer_types`: `{"sliding": "ring", "full": "ulysses"}`.
+            "auto" chooses for each layer by its mask.
         kernel: name of the block kernel; by default the first suitable of `available_kernels()`.
         policy: the dtypes in which messages are sent, see `TransferPolicy`.
+        machine: what "auto" simulates, see `SequenceAxis`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
         deal_images: whether each rank runs the vision encoder on its share of the images only, and
             receives the embeddings of the others. By default, a cost model compares the saved flops
@@ -130,7 +139,8 @@ def context_parallel_plan(
     state_passing.check_layout(model, as_layout(DEFAULT if layout is None else layout))
     check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
-    how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
+    how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
+    how["machine"] = machine
     return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}
 
 

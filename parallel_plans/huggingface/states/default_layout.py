@@ -28,7 +28,7 @@ def compared_layouts(
         model: a model with weights, or on the meta device.
         layer_masks: the masks of its layers; the most frequent one is compared.
         world_size: number of ranks of the axis.
-        strategy: the strategy of all attention layers; `None` for the default.
+        strategy: the strategy of all attention layers; `None` and "auto" for the default.
 
     Returns:
         `None` for a model without stateful layers.
@@ -42,7 +42,7 @@ def compared_layouts(
         max(masks, key=masks.count, default=Mask.causal()),
         getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN,
         world_size,
-        strategy,
+        None if strategy == "auto" else strategy,
     )
     _LOG.info("layouts of %s: %s", type(model).__name__, found)
     return found

@@ -1,37 +1,60 @@
-"""Machines on which one strategy is the fastest by far, so that "auto" takes it."""
+"""Machines on which one strategy is the fastest by far, and what "auto" takes on them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from dtensor_ring import Mask
+from dtensor_ring.ops import ring_op
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Links, Machine
 
-FAST, SLOW = Curve.line(1e-9, 1e15), Curve.line(1.0, 1e3)
+FAST, SLOW = Curve.line(1e-9, 1e15), Curve.line(1e6, 1.0)
 KERNELS = tuple(
     KernelSpeed("any", "float32", 128, form, FAST, FAST) for form in ("full", "causal", "window")
 )
+INSIDE = {
+    "ring": Links(p2p=FAST, all_to_all=SLOW, all_gather=SLOW, reduce_scatter=SLOW),
+    "all_gather": Links(p2p=SLOW, all_to_all=SLOW, all_gather=FAST, reduce_scatter=FAST),
+    "ulysses": Links(p2p=SLOW, all_to_all=FAST, all_gather=SLOW, reduce_scatter=SLOW),
+}
 
 
-def links(p2p: Curve = SLOW, all_to_all: Curve = SLOW, all_gather: Curve = SLOW) -> Links:
-    return Links(p2p, all_to_all, all_gather, SLOW)
-
-
-def machine_for(strategy: str) -> Machine:
+def machine_for(strategy: str, inside: Links | None = None) -> Machine:
     """A machine with slow links for all but what a strategy sends by."""
-    inside = {
-        "ring": links(p2p=FAST),
-        "all_gather": Links(SLOW, SLOW, FAST, FAST),
-        "ulysses": links(all_to_all=FAST),
-    }[strategy]
     return Machine(
         name=f"for {strategy}",
         device="cpu",
         source="data sheet",
-        ranks_per_host=8,
+        ranks_per_host=64,
         memory=2**40,
         kernels=KERNELS,
         gemm={"float32": 1e15},
         memory_rate=1e15,
         merge=FAST,
         pack=FAST,
-        inside=inside,
-        between=links(),
+        inside=INSIDE[strategy] if inside is None else inside,
+        between=INSIDE["ring"],
     )
+
+
+def machine_by_bytes(seconds: float) -> Machine:
+    """A machine whose all-to-alls take this time, and whose other messages a second for a byte."""
+    p2p, of_any_size = Curve.line(0.0, 1.0), Curve.line(seconds, 1e15)
+    return machine_for("each mask", Links(p2p, of_any_size, SLOW, SLOW))
+
+
+@contextmanager
+def taken() -> Iterator[list[tuple[Mask, str, str | None]]]:
+    """The masks, the strategies and the machines of the calls of the ring op of this rank."""
+    found: list[tuple[Mask, str, str | None]] = []
+
+    def checked(call: Any, *rest: Any) -> Any:
+        found.append((call.scores.mask, call.place.strategy, call.place.machine))
+        return checked_call(call, *rest)
+
+    checked_call = ring_op.checked_call
+    with patch.object(ring_op, "checked_call", checked):
+        yield found

@@ -37,6 +37,8 @@ def choose(
     seen = num_local * (world_size - 1)
     if mask is not None and mask.left is not None:
         seen = min(seen, mask.left)
+    if cu_seqlens is not None:
+        seen = min(seen, int(cu_seqlens[1]))
     token = 2 * batch * head_dim
 
     def seconds(strategy: Strategy) -> float:

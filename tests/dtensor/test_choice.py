@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring import Mask, SequenceAxis, ring_attention
-from dtensor_ring.ops import ring_op
+from dtensor_ring import Mask, SequenceAxis, Slices, ring_attention
 from tests.dense import dense_attention
-from tests.forced import machine_for
+from tests.forced import machine_by_bytes, machine_for, taken
 from tests.graphs import capturing
 from tests.meshes import random_inputs
 from tests.pool import Pool
@@ -26,20 +22,6 @@ from tests.pool import Pool
 SEQ_LEN = 32
 SPECS = {"ring": "ring", "all_gather": "all_gather", "ulysses": "ulysses:{}"}
 DOCUMENTS = torch.tensor([0, 7, 9, 22], dtype=torch.int32)
-
-
-@contextmanager
-def taken() -> Iterator[list[str]]:
-    """The strategies of the calls of the ring op, with the machines in their records."""
-    found: list[str] = []
-
-    def checked(call: Any, *rest: Any) -> Any:
-        found.append(f"{call.place.strategy} by {call.place.machine}")
-        return checked_call(call, *rest)
-
-    checked_call = ring_op.checked_call
-    with patch.object(ring_op, "checked_call", checked):
-        yield found
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -54,7 +36,7 @@ def _check_dense(fastest: str, expected: str) -> None:
     axis = SequenceAxis(mesh, strategy="auto", machine=machine)
     with taken() as found:
         _check_axis(axis)
-    assert {*found} == {f"{expected} by {machine.label}"}
+    assert {x[1:] for x in found} == {(expected, machine.label)}
     assert axis.strategy == "auto"
 
 
@@ -118,8 +100,38 @@ def _compiled(fastest: str) -> list[list[str]]:
             with taken() as found:
                 out = attend(*given, cu_seqlens=bounds, strategy="auto", **options)
                 _check(out, given, inputs[3], expected, mine)
-            assert {*found} == {f"{SPECS[fastest].format(2)} by {machine_for(fastest).label}"}
+            expected_call = SPECS[fastest].format(2), machine_for(fastest).label
+            assert {x[1:] for x in found} == {expected_call}
     return graphs
+
+
+def test_each_mask_and_shape_has_its_own(pool: Pool) -> None:
+    """Per call, on an axis with another strategy: windows, documents and slices that hide much."""
+    pool.run(4, _check_by_mask)
+
+
+def _check_by_mask() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    SequenceAxis(mesh, "contiguous", strategy="all_gather", machine=machine_by_bytes(4000.0))
+    query, key, value, _ = random_inputs(seq_len=64)
+    inputs = [x[:, :, :16] for x in (query, key, value)]
+    band = Slices.per_query((torch.arange(64) - 3).clamp(min=0), torch.arange(64) + 1)
+    short, long = torch.arange(0, 65, 4), torch.tensor([0, 60, 64])
+    cases: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "window": {"mask": Mask.sliding(3)},
+        "short documents": {"cu_seqlens": short},
+        "long documents": {"cu_seqlens": long},
+        "a window of slices": {"slices": band},
+    }
+    expected = dict.fromkeys(cases, "ring") | {"causal": "ulysses:4", "long documents": "ulysses:4"}
+    with taken() as found:
+        for options in cases.values():
+            ring_attention(*inputs, mesh=mesh, strategy="auto", **options)
+        ring_attention(*(x[:, :1] for x in inputs), mesh=mesh, strategy="auto")
+    strategies = [strategy for _, strategy, _ in found]
+    assert dict(zip(cases, strategies[:-1], strict=True)) == expected
+    assert strategies[-1] == "ring", "one head cannot be sharded over four ranks"
 
 
 def test_a_graph_for_all_lengths(pool: Pool) -> None:

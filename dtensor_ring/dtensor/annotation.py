@@ -189,6 +189,7 @@ class Annotation:
         is_assumed: whether the config is a default that the first use assumed.
         group_name: the group that was last used over these ranks.
         num_layers: the number of modules that attend over the axis; ranks call them by number.
+        choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
         machines: those read for the axis, by the names that were given, and "" for the default.
     """
 
@@ -197,6 +198,7 @@ class Annotation:
     is_assumed: bool = False
     group_name: str | None = None
     num_layers: int = 0
+    choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
     machines: dict[str, Machine] = field(default_factory=dict)
 
     @property

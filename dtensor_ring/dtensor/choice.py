@@ -15,7 +15,6 @@ as those that were traced. So a graph serves all documents, and it costs nothing
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +38,9 @@ from dtensor_ring.transport.transport import TransferPolicy
 
 # The most documents of a rank that are simulated; shorter ones send next to nothing.
 MAX_DOCUMENTS = 64
+
+# The most choices that are kept for an axis; a model has a few.
+MAX_CHOICES = 4096
 
 # The layout that stands for one that belongs to a batch.
 STAND_IN: str = "zigzag"
@@ -90,38 +92,54 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
         document, bounds = _seen(call, batch, bounds)
     device = query.device.type
     dtype = autocast_dtype(device) or query.dtype
-    spec = chosen_spec(place.group_name, place.layout, device, dtype, document, *bounds, *sizes)
-    label = machine_label(place.group_name, device)
-    return call._replace(place=place._replace(strategy=spec, machine=label))
+    asked = place.group_name, place.layout, device, dtype, document, *bounds, *sizes
+    spec, machine = _constant(asked) if is_compiling else choice_of(*asked)
+    return call._replace(place=place._replace(strategy=spec, machine=machine))
 
 
-def chosen_spec(
-    group_name: str, layout: str, device: str, dtype: torch.dtype, document: int | None, *rest: Any
-) -> str:
-    """Return the spec of a strategy; `rest` are the numbers of a mask, then those of `CallSizes`.
-
-    A compiler evaluates this while tracing, so all arguments are constants.
-    """
-    group = group_named(group_name)
-    size = group.size()
-    if size == 1:
-        return Strategy.default
-    here = annotation_of(group)
-    policy, machine = here.config_or_default.policy, machine_of(here, device)
-    return _choose(machine, size, layout, policy, dtype, document, rest)
+def _constant(asked: tuple[Any, ...]) -> tuple[str, str]:
+    return spec_of(*asked), label_of(*asked)
 
 
-def machine_label(group_name: str, device: str) -> str:
-    """Return the name and digest of the machine of an axis, for call records."""
-    return machine_of(annotation_of(group_named(group_name)), device).label
+def spec_of(*asked: Any) -> str:
+    """Return the strategy of `choice_of`."""
+    return choice_of(*asked)[0]
+
+
+def label_of(*asked: Any) -> str:
+    """Return the machine of `choice_of`."""
+    return choice_of(*asked)[1]
 
 
 # Constant while the group is alive, see `ulysses_heads`.
-for _function in (chosen_spec, machine_label):
+for _function in (spec_of, label_of):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=1024)
+def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
+    """Return the spec of a strategy, and the label of the machine that chose it.
+
+    Args:
+        group_name: of the axis.
+        asked: the layout, the type of the device, the dtype, the length of documents, the numbers
+            of a mask, and those of `CallSizes`.
+    """
+    here = annotation_of(group_named(group_name))
+    # An axis has one configuration but for a default, which a first `SequenceAxis` may replace.
+    config, known = here.choices
+    if config is not here.config or len(known) > MAX_CHOICES:
+        known = {}
+        here.choices = here.config, known
+    found = known.get(asked)
+    if found is None:
+        layout, device, *rest = asked
+        machine = machine_of(here, device)
+        size, policy = len(here.ranks), here.config_or_default.policy
+        spec = _choose(machine, size, layout, policy, *rest) if size > 1 else Strategy.default
+        found = known[asked] = spec, machine.label
+    return found
+
+
 def _choose(
     machine: Machine,
     world_size: int,
@@ -129,8 +147,9 @@ def _choose(
     policy: TransferPolicy,
     dtype: torch.dtype,
     document: int | None,
-    rest: tuple[Any, ...],
+    *rest: Any,
 ) -> str:
+    """Simulate; `rest` are the numbers of a mask, then those of `CallSizes`."""
     mask, sizes = Mask(*rest[:4]), CallSizes(*rest[4:])
     seq_len = rounded(sizes.seq_len, world_size)
     found = choose(

@@ -278,7 +278,7 @@ OwnSlices = list[tuple[int | None, list[QuerySlice]]]
 
 
 def own_slices(runs: tuple[Run, ...], slices: Slices) -> OwnSlices:
-    """Return the queries of a shard in each batch row, cut by slices; `None` stands for all rows."""
+    """Return the queries of a shard by batch row, cut by slices; `None` stands for all rows."""
     return [(batch, query_slices_of(runs, table)) for batch, table in rows_of(slices)]
 
 

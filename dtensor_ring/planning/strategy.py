@@ -86,6 +86,16 @@ def as_strategy(strategy: Strategy | str, world_size: int) -> Strategy:
     return Strategy(heads, route if heads < world_size or heads == 1 else Strategy.default)
 
 
+def every_strategy(world_size: int) -> list[Strategy]:
+    """Return the strategies of an axis: every route, then all-to-alls over groups of each size.
+
+    >>> [strategy.spec for strategy in every_strategy(4)]
+    ['ring', 'around', 'direct', 'all_gather', 'ulysses:2', 'ulysses:4']
+    """
+    sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
+    return [*(Strategy(route=route) for route in ROUTES), *map(Strategy, sizes)]
+
+
 def check_strategy(spec: str, world_size: int | None = None) -> None:
     """Refuse a spec that is no strategy for an axis.
 

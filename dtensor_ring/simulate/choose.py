@@ -1,16 +1,26 @@
-"""Chooses the strategy of an attention: the fastest one on a machine."""
+"""Choose the strategy that takes least time on a machine."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from os import PathLike
 
+import torch
+
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Mask
-from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import Strategy, why_not
+from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
+from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.problem import Problem, problem_of
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+
+# Times that differ by less are equal. Sums round differently on other processors, and all ranks
+# have to choose alike.
+TIE = 1e-6
 
 
 def choose(
@@ -22,33 +32,77 @@ def choose(
     cu_seqlens: Boundaries | None = None,
     *,
     slices: Slices | None = None,
-    layout: Any = "zigzag",
+    layout: Layout | str = "zigzag",
     batch: int = 1,
-    dtype: Any = "bfloat16",
+    dtype: torch.dtype | str = torch.bfloat16,
     policy: TransferPolicy = DEFAULT_POLICY,
-    machine: Machine | str = "h100",
+    kernel: str | None = None,
+    machine: Machine | str | PathLike[str] = "h100",
+    strategies: Sequence[Strategy] | None = None,
 ) -> Strategy:
-    """Stand in for the choice by simulation."""
-    found = as_machine(machine)
-    sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
-    asked = [*(Strategy(route=route) for route in ROUTES), *map(Strategy, sizes)]
-    asked = [x for x in asked if why_not(x, *heads) is None]
-    num_local = seq_len // world_size
-    seen = num_local * (world_size - 1)
-    if mask is not None and mask.left is not None:
-        seen = min(seen, mask.left)
-    if cu_seqlens is not None:
-        seen = min(seen, int(cu_seqlens[1]))
-    token = 2 * batch * head_dim
+    """Return the strategy whose forward and backward take least time together.
 
-    def seconds(strategy: Strategy) -> float:
-        links, u = found.inside, strategy.heads
-        if u > 1:
-            rest = (world_size // u - 1) * num_local * u * heads[1] / u
-            moved = token * 2 * (heads[0] + heads[1]) * num_local * (u - 1) / u
-            return 2 * links.all_to_all(moved) + 4 * links.p2p(token * rest) * (rest > 0)
-        if strategy.route == "all_gather":
-            return 4 * links.all_gather(2 * token * heads[1] * seen)
-        return 4 * links.p2p(2 * token * heads[1] * seen) + 1e-9 * (strategy.route != "ring")
+    It is a function of its arguments alone, so ranks that have the same ones choose alike. A second
+    call takes microseconds. Of strategies that take the same time, the first one is chosen, in the
+    order of `every_strategy`.
 
-    return min(asked, key=seconds)
+    Args:
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
+        head_dim: of queries, keys and values.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+        layout: a layout or its name.
+        batch: rows of the batch, if boundaries do not say it by row.
+        dtype: of query, key and value, or its name.
+        policy: the dtypes in which messages travel.
+        kernel: a registered kernel's name; by default the first one that the machine has.
+        machine: a preset's name, a file of `python -m dtensor_ring calibrate`, or a `Machine`.
+        strategies: those to choose from; by default all that fit the axis.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if no strategy can run the attention, or `simulate_attention` raises it.
+    """
+    problem = problem_of(
+        *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+        slices=slices,
+        layout=layout,
+        batch=batch,
+        dtype=dtype,
+        policy=policy,
+        kernel=kernel,
+    )
+    listed = None if strategies is None else tuple(strategies)
+    return chosen_strategy(problem, as_machine(machine), listed)
+
+
+# A key has boundaries and slices, whose bytes the cache counts itself.
+@cached_bytes(2**24, lambda strategy: 2000)
+def chosen_strategy(
+    problem: Problem, machine: Machine, strategies: tuple[Strategy, ...] | None = None
+) -> Strategy:
+    """Return the strategy that takes least time, see `choose`; a cache keeps the last ones.
+
+    Raises:
+        ValueError: if no strategy can run the problem, or the machine lacks the kernel.
+    """
+    best: tuple[float, Strategy] | None = None
+    for strategy in _able(problem, strategies):
+        seconds = timeline_of(problem, strategy, machine).total
+        if best is None or seconds < best[0] * (1 - TIE):
+            best = seconds, strategy
+    if best is None:
+        raise ValueError(
+            f"none of {strategies} can run an attention of {problem.sizes.heads} heads"
+        )
+    return best[1]
+
+
+def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
+    """Yield the strategies that can run a problem."""
+    for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
+        if why_not(strategy, *problem.sizes.heads) is None:
+            yield strategy

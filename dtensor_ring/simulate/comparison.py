@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
 
 import torch
 
@@ -15,10 +14,9 @@ from dtensor_ring.compute.execute import launches
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
-from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
 from dtensor_ring.simulate.schedule import (
     Schedule,
     Traffic,
@@ -27,6 +25,7 @@ from dtensor_ring.simulate.schedule import (
     shard_traffic,
     sum_traffic,
 )
+from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.rotation import goes_apart
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
@@ -55,34 +54,6 @@ class Cost:
 def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
     """Return the sum or the maximum of each field, as `of` computes it."""
     return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
-
-
-class TensorSizes(NamedTuple):
-    """The sizes of the tensors of an attention.
-
-    Attributes:
-        heads: number of query heads, and of key and value heads.
-        head_dims: head dim of queries and keys, and of values.
-        batch: rows of the batch.
-        itemsize: bytes of a number of query, key and value.
-        kv_itemsize: bytes of a number of keys and values in messages.
-        sum_itemsize: bytes of a number of key and value gradient sums in messages.
-    """
-
-    heads: tuple[int, int]
-    head_dims: tuple[int, int]
-    batch: int
-    itemsize: int
-    kv_itemsize: int
-    sum_itemsize: int
-
-    def heads_after(self, all_to_all: AllToAllPlan | None) -> tuple[int, int]:
-        """Return the query and key heads of a rank after an all-to-all; without one, all heads."""
-        if all_to_all is None:
-            return self.heads
-        of_rank = all_to_all.head_shard(all_to_all.rank, self.heads[1])
-        query, key = (length(of_rank.span(count, self.heads[1])) for count in self.heads)
-        return query, key
 
 
 def rank_costs(
@@ -251,7 +222,7 @@ def compare_strategies(
         [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
     """
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    sizes = _sizes(heads, head_dim, batch, dtype, policy)
+    sizes, _ = tensor_sizes(heads, head_dim, batch, dtype, policy)
     allowed = None if max_held is None else as_count("max_held", max_held)
     rows = []
     for strategy in _strategies(strategies, num_ranks):
@@ -279,35 +250,10 @@ def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:
 def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
     """Return the strategies to compare."""
     if given is None:
-        sizes = [n for n in range(2, world_size + 1) if world_size % n == 0]
-        return [*(Strategy(route=route) for route in ROUTES), *map(Strategy, sizes)]
+        return every_strategy(world_size)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"strategies must be a list of names, such as ['ring'], got {given!r}")
     return [as_strategy(name, world_size) for name in given]
-
-
-def _sizes(heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any) -> TensorSizes:
-    """Check the arguments, and return them as `TensorSizes`."""
-    if not isinstance(heads, Sequence) or len(heads) != 2:
-        raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
-    query, key = (as_count("heads", count, 1) for count in heads)
-    if query % key:
-        raise ValueError(f"heads of queries must be a multiple of those of keys, got {heads}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be floating, such as torch.bfloat16, got {dtype!r}")
-    if not isinstance(policy, TransferPolicy):
-        raise TypeError(
-            f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
-        )
-    dim = as_count("head_dim", head_dim)
-    return TensorSizes(
-        heads=(query, key),
-        head_dims=(dim, dim),
-        batch=as_count("batch", batch),
-        itemsize=dtype.itemsize,
-        kv_itemsize=(policy.kv_dtype or dtype).itemsize,
-        sum_itemsize=policy.sum_dtype(dtype).itemsize,
-    )
 
 
 def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> StrategyCost:

@@ -1,0 +1,180 @@
+"""The time of each rank's host, kernels and messages, as arrays over ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dtensor_ring.simulate.machine import Curve, Machine
+
+
+class Spans(NamedTuple):
+    """What some ranks do once: arrays `(M,)`, times in seconds.
+
+    Attributes:
+        ring: "forward", "backward" or "exchange".
+        step: number of the step.
+        what: as in the labels of `dtensor_ring.compute.trace`, or "message".
+        stream: "host", "compute", "send" or "receive".
+        ranks: who does it.
+        sources: the rank whose keys and values the step of each uses.
+        begins, ends: when.
+    """
+
+    ring: str
+    step: int
+    what: str
+    stream: str
+    ranks: np.ndarray
+    sources: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+class Moves(NamedTuple):
+    """Messages that start together, of which each rank sends and receives at most one: `(M,)`.
+
+    Attributes:
+        senders, receivers: ranks.
+        levels: 0 within a host, 1 between two.
+        latency: seconds in which a message is under way and its ports are free.
+        busy: seconds in which it takes the ports of both ranks.
+    """
+
+    senders: np.ndarray
+    receivers: np.ndarray
+    levels: np.ndarray
+    latency: np.ndarray
+    busy: np.ndarray
+
+
+class Clock:
+    """When each rank's host, compute stream and ports are free, in seconds.
+
+    The host of a GPU runs ahead: a kernel begins when the host has launched it and the kernels
+    before it are done. Each rank has a port to send and one to receive within its host, and the
+    same between hosts. A message takes both ports once both ranks have posted it and all messages
+    before it have left the ports.
+
+    Args:
+        machine: what each takes.
+        num_ranks: number of ranks.
+        keeps_spans: whether to keep what each rank does when.
+    """
+
+    def __init__(self, machine: Machine, num_ranks: int, keeps_spans: bool) -> None:
+        self._machine, self._keeps_spans = machine, keeps_spans
+        self._ranks = np.arange(num_ranks)
+        self._sources, self._ring, self._step = self._ranks, "", 0
+        self.free, self._host = np.zeros(num_ranks), np.zeros(num_ranks)
+        self._ports = np.zeros((2, 2, num_ranks))  # send or receive, level, rank
+        self.waited = np.zeros(num_ranks)
+        self.spans: list[Spans] = []
+
+    def at(self, ring: str, step: int, sources: np.ndarray | None = None) -> None:
+        """Name what follows; without sources, each rank is its own."""
+        self._ring, self._step = ring, step
+        self._sources = self._ranks if sources is None else sources
+
+    def run(self, what: str, seconds: np.ndarray, active: np.ndarray) -> None:
+        """Run a kernel on active ranks."""
+        if not active.any():
+            return
+        self._host = self._host + self._machine.launch * active
+        begins = np.maximum(self.free, self._host)
+        self.free = np.where(active, begins + seconds, self.free)
+        self._note(what, "compute", active, begins, self.free)
+        self._follow(active)
+
+    def _follow(self, active: np.ndarray) -> None:
+        """Let hosts wait for their kernels, if they do."""
+        if self._machine.host_waits:
+            self._host = np.where(active, self.free, self._host)
+
+    def post(self, what: str, active: np.ndarray) -> np.ndarray:
+        """Post a hop on active ranks; return when its messages may leave."""
+        before = self._host
+        self._host = self._host + self._machine.hop * active
+        self._note(what, "host", active, before, self._host)
+        # What is sent was computed or packed before.
+        return np.maximum(self.free, self._host)
+
+    def move(self, rounds: list[Moves], posted: np.ndarray, slower: np.ndarray) -> np.ndarray:
+        """Send the messages of a hop in their order; return when each rank's last one is done.
+
+        Args:
+            rounds: the messages.
+            posted: when each rank posted the hop.
+            slower: how many times longer its messages take, see `beside`.
+        """
+        done = np.full(len(self._ranks), -np.inf)
+        for senders, receivers, levels, latency, busy in rounds:
+            begins = np.maximum(posted[senders], posted[receivers])
+            for side, ranks in enumerate((senders, receivers)):
+                begins = np.maximum(begins, self._ports[side, levels, ranks])
+            factor = np.maximum(slower[senders], slower[receivers])
+            free, ends = begins + busy * factor, begins + (busy + latency) * factor
+            for side, ranks in enumerate((senders, receivers)):
+                self._ports[side, levels, ranks] = free
+                done[ranks] = np.maximum(done[ranks], ends)
+                self._note("message", ("send", "receive")[side], ranks, begins, ends)
+        return done
+
+    def wait(self, what: str, done: np.ndarray) -> None:
+        """Let each rank's kernels wait until its messages are done."""
+        late = done > self.free
+        self.waited = self.waited + np.where(late, done - self.free, 0.0)
+        self._note(what, "compute", late, self.free, done)
+        self.free = np.where(late, done, self.free)
+        self._follow(late)
+
+    def transfer(self, begins: np.ndarray, ends: np.ndarray, active: np.ndarray) -> None:
+        """Note messages that take as long as a whole all-to-all."""
+        for stream in ("send", "receive"):
+            self._note("message", stream, active, begins, ends)
+
+    def _note(
+        self, what: str, stream: str, where: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """Keep spans of some ranks: `where` is a mask of all, or the ranks of the times."""
+        if not self._keeps_spans:
+            return
+        if where.dtype == bool:
+            begins, ends, where = begins[where], ends[where], np.flatnonzero(where)
+        label = self._ring, self._step, what, stream
+        if len(where):
+            self.spans.append(Spans(*label, where, self._sources[where], begins, ends))
+
+
+def beside(
+    machine: Machine, kernels: np.ndarray, transfers: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many times longer kernels and transfers take that begin together on a rank.
+
+    Both are slower until the shorter one ends.
+
+    Args:
+        machine: has the factors.
+        kernels: seconds of the kernels of a step alone, `(W,)`.
+        transfers: seconds of its messages alone, `(W,)`.
+    """
+    slow, slower = machine.beside_transfer, machine.beside_kernel
+    # What is left of the longer one when the shorter one ends has its usual speed.
+    together = np.minimum(kernels * slow, transfers * slower)
+    kernel = kernels + together * (1 - 1 / slow)
+    transfer = transfers + together * (1 - 1 / slower)
+    return tuple(  # type: ignore[return-value]
+        np.divide(long, alone, out=np.ones_like(alone), where=alone > 0)
+        for long, alone in ((kernel, kernels), (transfer, transfers))
+    )
+
+
+def message_times(curve: Curve, num_bytes: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return latency and busy seconds `(2, M)` of messages that are sent as `count` equal ones.
+
+    Latency is the time of the smallest message. It does not take the ports (LogGP, Alexandrov et
+    al., 1995, doi 10.1145/215399.215427).
+    """
+    latency = curve(0.0)
+    return np.stack([np.full(len(count), latency), count * (curve(num_bytes / count) - latency)])

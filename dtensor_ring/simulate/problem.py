@@ -1,0 +1,87 @@
+"""One attention whose time is asked for: its mask, sizes and layout, checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dtensor_ring.balanced.balanced import check_seen, layout_for
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
+from dtensor_ring.planning.plan import RingInputs, checked_slices, ring_inputs
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.tile import FULL
+from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
+from dtensor_ring.transport.transport import TransferPolicy
+
+
+class Problem(NamedTuple):
+    """An attention over the ranks of an axis. It is hashable.
+
+    Attributes:
+        layout: how the sequence is sharded.
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        documents: boundaries of documents.
+        slices: what queries see, in place of mask and documents.
+        sizes: of the tensors.
+        dtype: of query, key and value, such as "bfloat16".
+        num_parts: partial results that a rank keeps, see `TransferPolicy`.
+        kernel: a registered kernel's name; `None` for the first one that the machine has.
+    """
+
+    layout: Layout
+    mask: Mask | None
+    seq_len: int
+    world_size: int
+    documents: Documents | None
+    slices: Slices | None
+    sizes: TensorSizes
+    dtype: str
+    num_parts: int | None = None
+    kernel: str | None = None
+
+    def inputs(self, strategy: Strategy) -> RingInputs:
+        """Return what the plans of all ranks begin with."""
+        mask = FULL if self.mask is None else self.mask
+        lengths = self.seq_len, self.seq_len
+        seen = checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
+        layouts = self.layout, self.layout
+        return ring_inputs(layouts, self.world_size, lengths, seen, strategy)
+
+
+def problem_of(
+    mask: Mask | None,
+    seq_len: Any,
+    world_size: Any,
+    heads: Any,
+    head_dim: Any,
+    cu_seqlens: Boundaries | None,
+    *,
+    slices: Slices | None,
+    layout: Layout | str,
+    batch: Any,
+    dtype: Any,
+    policy: TransferPolicy,
+    kernel: str | None,
+) -> Problem:
+    """Check the arguments of an attention, see `simulate_attention`.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a number is out of range, the layout is unknown or does not fit the length,
+            or the boundaries do not fit the sequence.
+    """
+    check_seen(mask, slices)
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    length = as_count("seq_len", seq_len)
+    documents = as_documents(cu_seqlens)
+    sizes, name = tensor_sizes(heads, head_dim, batch, dtype, policy)
+    # Boundaries or slices by row give the number of rows.
+    rows = max(len(x) for x in (documents or (), slices or ()))
+    sizes = sizes._replace(batch=max(sizes.batch, rows))
+    sharded = layout_for(layout, mask, length, num_ranks, documents, slices)
+    asked = mask, length, num_ranks, documents, slices
+    return Problem(sharded, *asked, sizes, name, policy.num_parts, kernel)

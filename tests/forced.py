@@ -11,39 +11,46 @@ from dtensor_ring import Mask
 from dtensor_ring.ops import ring_op
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Links, Machine
 
-FAST, SLOW = Curve.line(1e-9, 1e15), Curve.line(1e6, 1.0)
-KERNELS = tuple(
-    KernelSpeed("any", "float32", 128, form, FAST, FAST) for form in ("full", "causal", "window")
-)
-INSIDE = {
-    "ring": Links(p2p=FAST, all_to_all=SLOW, all_gather=SLOW, reduce_scatter=SLOW),
-    "all_gather": Links(p2p=SLOW, all_to_all=SLOW, all_gather=FAST, reduce_scatter=FAST),
-    "ulysses": Links(p2p=SLOW, all_to_all=FAST, all_gather=SLOW, reduce_scatter=SLOW),
+# A million seconds for a message, ten for an all-to-all.
+FAST, SLOW, SLOWEST = (Curve.line(latency, 1e15) for latency in (1e-9, 1e6, 1e7))
+
+
+def links(p2p: Curve, all_to_all: Curve) -> Links:
+    return Links(p2p, all_to_all, SLOWEST, SLOWEST)
+
+
+WITHIN_HOSTS = {
+    # The messages of all routes hide behind these kernels, and a ring is the first of equals.
+    "ring": links(FAST, SLOWEST),
+    "all_gather": links(SLOW, SLOWEST),  # it has one hop
+    "ulysses": links(SLOWEST, FAST),
+    "groups": links(SLOWEST, FAST),
 }
 
 
 def machine_for(strategy: str, inside: Links | None = None) -> Machine:
-    """A machine with slow links for all but what a strategy sends by."""
+    """A machine on which that takes the least time; "groups" is an all-to-all within each host."""
+    seconds = Curve.line(0.0, 1.0) if strategy == "ring" else FAST
+    forms = ("full", "causal", "window")
     return Machine(
         name=f"for {strategy}",
         device="cpu",
         source="data sheet",
-        ranks_per_host=64,
+        ranks_per_host=2 if strategy == "groups" else 64,
         memory=2**40,
-        kernels=KERNELS,
+        kernels=tuple(KernelSpeed("any", "float32", 8, form, seconds, seconds) for form in forms),
         gemm={"float32": 1e15},
         memory_rate=1e15,
         merge=FAST,
         pack=FAST,
-        inside=INSIDE[strategy] if inside is None else inside,
-        between=INSIDE["ring"],
+        inside=WITHIN_HOSTS[strategy] if inside is None else inside,
+        between=links(SLOW, SLOWEST),
     )
 
 
 def machine_by_bytes(seconds: float) -> Machine:
     """A machine whose all-to-alls take this time, and whose other messages a second for a byte."""
-    p2p, of_any_size = Curve.line(0.0, 1.0), Curve.line(seconds, 1e15)
-    return machine_for("each mask", Links(p2p, of_any_size, SLOW, SLOW))
+    return machine_for("each mask", links(Curve.line(0.0, 1.0), Curve.line(seconds, 1e15)))
 
 
 @contextmanager

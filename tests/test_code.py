@@ -220,7 +220,15 @@ CONSTRUCTORS = {
 }
 CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
-TABLES = {"LAYOUTS", "ROUTES", "_SCHEMA_TYPES", "_TENSORS", "TENSORS_OF_BATCH", "__all__"}
+TABLES = {
+    "LAYOUTS",
+    "ROUTES",
+    "PRESETS",
+    "_SCHEMA_TYPES",
+    "_TENSORS",
+    "TENSORS_OF_BATCH",
+    "__all__",
+}
 TABLES |= {
     "FILLED",
     "SAME",

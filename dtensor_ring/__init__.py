@@ -26,6 +26,7 @@ from dtensor_ring.paged.blocks import OutOfBlocks
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.simulate.choose_layout import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.transport.transport import TransferPolicy, Transport
@@ -51,6 +52,7 @@ __all__ = [
     "Transport",
     "ZigZag",
     "available_kernels",
+    "choose_layout",
     "compare_layouts",
     "compare_strategies",
     "decode_attention",

@@ -33,7 +33,7 @@ from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.machine import SAME_SPEED, Machine
+from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.transport import TransferPolicy
 
 # The most documents of a rank that are simulated; shorter ones send next to nothing.
@@ -161,7 +161,7 @@ def _choose(
         _boundaries(document, seq_len, world_size),
         layout=STAND_IN if as_layout(layout).per_batch else layout,
         batch=sizes.batch,
-        dtype=_known_dtype(machine, dtype),
+        dtype=machine.dtype_like(str(dtype).removeprefix("torch.")),
         policy=policy,
         machine=machine,
     )
@@ -186,15 +186,6 @@ def _boundaries(document: int | None, seq_len: int, world_size: int) -> tuple[in
         return None
     length = max(document, seq_len // (MAX_DOCUMENTS * world_size), 1)
     return *range(0, seq_len, length), seq_len
-
-
-def _known_dtype(machine: Machine, dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype whose speed the machine knows; its first one stands for others."""
-    name = str(dtype).removeprefix("torch.")
-    alike = next((types for types in SAME_SPEED if name in types), {name})
-    if not machine.kernels or any(x.dtype in alike for x in machine.kernels):
-        return dtype
-    return getattr(torch, machine.kernels[0].dtype)
 
 
 def _numbers(mask: Mask) -> tuple[int | None, ...]:

@@ -6,10 +6,10 @@ from os import PathLike
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from dtensor_ring.dtensor.annotation import annotation_of, check_machine
-from dtensor_ring.dtensor.axis_machine import device_name
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_machine
+from dtensor_ring.dtensor.axis_machine import device_name, machine_of
 from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
@@ -48,6 +48,24 @@ def shared_machine(
     if name not in here.machines:
         here.machines[name] = _received(group, name, device)
     return here.machines[name]
+
+
+def machine_on(mesh: DeviceMesh, given: AnyMachine | None = None) -> Machine:
+    """Return the machine by which "auto" chooses over a 1-D mesh, before it is annotated.
+
+    All ranks call it alike, see `SequenceAxis`.
+
+    Args:
+        mesh: a 1-D mesh.
+        given: the machine that `SequenceAxis` will get, a name or a path; `None` for the data
+            sheet of the device.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: on all ranks, if the first one cannot read the file.
+    """
+    group, device = axis_group(mesh), mesh.device_type
+    return shared_machine(group, given, device) or machine_of(annotation_of(group), device)
 
 
 def _received(group: ProcessGroup, path: str, device: str) -> Machine:

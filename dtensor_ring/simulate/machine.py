@@ -268,6 +268,16 @@ class Machine:
             )
         return min(known, key=lambda x: (abs(x.head_dim - head_dim), forms.index(x.form)))
 
+    def dtype_like(self, dtype: str) -> str:
+        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.
+
+        Args:
+            dtype: name of a dtype, such as "float32".
+        """
+        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
+        known = [x.dtype for x in self.kernels]
+        return dtype if not known or alike & {*known} else known[0]
+
 
 def _read(expected: Any, content: Any, where: str) -> Any:
     """Convert JSON to the type of a field."""

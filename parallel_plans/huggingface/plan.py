@@ -62,7 +62,12 @@ from parallel_plans.huggingface.probing.probe import (
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
-from parallel_plans.huggingface.states.default_layout import DEFAULT, compared_layouts
+from parallel_plans.huggingface.states.default_layout import (
+    DEFAULT,
+    PICKED,
+    compared_layouts,
+    fastest_layout,
+)
 from parallel_plans.huggingface.vision.image_sharding import check_deal_images
 from parallel_plans.huggingface.vision.outer_model import install_outer_model
 from parallel_plans.strategies import Strategies, StrategyChoice
@@ -103,13 +108,15 @@ def context_parallel_plan(
         layout: the order in which tokens are sharded. "zigzag", the default, balances causal
             attention; "balanced" shards each batch by its documents (not under `torch.compile`).
             For a model with stateful layers, the default is "zigzag" or "contiguous", whichever
-            costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it.
+            costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it. "auto"
+            is one of these two for any model: for one without such layers, the one whose
+            attentions take less time on `machine` in its longest sequence, or 32,768 tokens.
         strategy: how attention is made parallel, see `SequenceAxis`: one strategy for all layers,
             or one by name in the config's `layer_types`: `{"sliding": "ring", "full": "ulysses"}`.
             "auto" chooses for each layer by its mask.
         kernel: name of the block kernel; by default the first suitable of `available_kernels()`.
         policy: the dtypes in which messages are sent, see `TransferPolicy`.
-        machine: what "auto" simulates, see `SequenceAxis`.
+        machine: what "auto" simulates, of strategies and layouts, see `SequenceAxis`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
         deal_images: whether each rank runs the vision encoder on its share of the images only, and
             receives the embeddings of the others. By default, a cost model compares the saved flops
@@ -136,7 +143,7 @@ def context_parallel_plan(
     """
     warn_untested("transformers")
     check_model(model)
-    state_passing.check_layout(model, as_layout(DEFAULT if layout is None else layout))
+    state_passing.check_layout(model, as_layout(DEFAULT if layout in PICKED else layout))
     check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
@@ -158,8 +165,8 @@ class ShardedModel(ParallelStyle):
         super().__init__()
         self.deal_images = deal_images
         self.strategies = strategies
-        self.is_picked, self.how = layout is None, how
-        self.layout = as_layout(DEFAULT if layout is None else layout)
+        self.is_picked, self.is_auto, self.how = layout in PICKED, layout == "auto", how
+        self.layout = as_layout(DEFAULT if layout in PICKED else layout)
         # Check here, so that an error points at the user's options, not at the plan's application.
         check_axis_options(self.layout, **how)
         self.unshard_outputs = unshard_outputs
@@ -204,7 +211,10 @@ class ShardedModel(ParallelStyle):
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
-        axis = SequenceAxis(device_mesh, costs.best if costs else self.layout, **self.how)
+        layout: Layout | str = costs.best if costs else self.layout
+        if self.is_auto and not costs:
+            layout = fastest_layout(decoder, layer_masks, device_mesh, **self.how)
+        axis = SequenceAxis(device_mesh, layout, **self.how)
         decoder.set_attn_implementation(IMPLEMENTATION)
         # An outer model makes the masks of its decoder, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION

@@ -20,6 +20,7 @@ from tests.bad_calls.arguments import (
     DIMS,
     IDS,
     INPUTS,
+    LAID_OUT,
     MASK,
     MESH,
     OPTIONS,
@@ -161,6 +162,7 @@ FUNCTIONS |= {
         ("describe_schedule", PLANNED | {"layout": just("zigzag"), **STRATEGY}, nothing),
         ("compare_layouts", PLANNED, nothing),
         ("compare_strategies", PLANNED | COMPARED, nothing),
+        ("choose_layout", LAID_OUT, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
         (

@@ -23,6 +23,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 
 
@@ -176,9 +177,13 @@ def schedule(
     try:
         asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
         if strategy == AUTO:
-            sizes = mask, seq_len, world_size, heads, head_dim, cu_seqlens
-            found_by = machine or DEFAULT_MACHINE
-            strategy = choose(*sizes, layout=layout or "zigzag", machine=found_by).spec
+            device = as_machine(machine or DEFAULT_MACHINE)
+            strategy = choose(
+                *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+                layout=layout or "zigzag",
+                dtype=device.dtype_like("bfloat16"),
+                machine=device,
+            ).spec
         found = describe_schedule(*asked, strategy=strategy)
         layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
         _save(found, html, png)

@@ -26,7 +26,7 @@ from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.dtensor.axis_machine import machine_of
 from dtensor_ring.ops.nodes import autocast_dtype
-from dtensor_ring.ops.options import Call, group_named
+from dtensor_ring.ops.options import Call, Place, group_named
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import as_layout
@@ -83,8 +83,8 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
         return call._replace(place=place._replace(strategy=Strategy.default))
     batch, num_heads, _, head_dim = query.shape
     _, num_key_heads, _, value_head_dim = value.shape
-    lengths = max(place.seq_len, place.key_seq_len), num_heads, num_key_heads
-    sizes = *lengths, (head_dim + value_head_dim) // 2, batch
+    seq_len = max(place.seq_len, place.key_seq_len)
+    sizes = seq_len, num_heads, num_key_heads, (head_dim + value_head_dim) // 2, batch
     document, bounds = None, _numbers(call.scores.mask)
     if is_compiling:  # symbols stand for what was traced first
         bounds, sizes = _traced(bounds), _traced(sizes)
@@ -94,7 +94,9 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     dtype = autocast_dtype(device) or query.dtype
     asked = place.group_name, place.layout, device, dtype, document, *bounds, *sizes
     spec, machine = _constant(asked) if is_compiling else choice_of(*asked)
-    return call._replace(place=place._replace(strategy=spec, machine=machine))
+    # A constructor takes a third of the time of `_replace`.
+    lengths, where = (place.seq_len, place.key_seq_len), (place.group_name, place.policy)
+    return Call(call.batch, call.scores, Place(place.layout, spec, *lengths, *where, machine))
 
 
 def _constant(asked: tuple[Any, ...]) -> tuple[str, str]:

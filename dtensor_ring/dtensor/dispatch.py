@@ -37,7 +37,7 @@ from dtensor_ring.dtensor.placement import (
     wrap,
 )
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
+from dtensor_ring.ops.options import LEAVES, Call, Place, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
 
@@ -182,7 +182,7 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         _local_scores(call.scores, ring),
-        place._replace(machine=call.place.machine),
+        place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
     return chosen(local, query._local_tensor, value._local_tensor)
 
@@ -190,8 +190,8 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
 def chosen_on_dtensors(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Call:
     """Return a call on DTensors with a strategy in place of "auto"."""
     local = local_call(call, query, key, value, ring_of_call(query, key, value, call))
-    strategy, machine = local.place.strategy, local.place.machine
-    return call._replace(place=call.place._replace(strategy=strategy, machine=machine))
+    of_call = Place(strategy=local.place.strategy, machine=local.place.machine)
+    return Call(call.batch, call.scores, of_call)
 
 
 def _local_scores(scores: Scores, ring: Ring) -> Scores:

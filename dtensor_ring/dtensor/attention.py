@@ -200,10 +200,10 @@ def attend(
 def _attend(
     query: Any, key: Any, value: Any, call: Call, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    place: Any = call.place
+    place = call.place
     if place.group_name is not None:
         call = chosen(call, query, value)
-        place = call.place
+        place: Any = call.place
         if ulysses_heads(place.strategy, place.group_name) > 1:
             return ulysses_attention(query, key, value, call, with_lse)
     # A compiler cannot trace how DTensors are read, and transforms of `torch.func` wrap them. In

@@ -15,7 +15,6 @@ from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.extension import (
     AnyMachine,
     Layout,
-    as_layout,
     check_axis_options,
     name_layer,
 )
@@ -63,10 +62,9 @@ from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
 from parallel_plans.huggingface.states.default_layout import (
-    DEFAULT,
-    PICKED,
     compared_layouts,
     fastest_layout,
+    named_layout,
 )
 from parallel_plans.huggingface.vision.image_sharding import check_deal_images
 from parallel_plans.huggingface.vision.outer_model import install_outer_model
@@ -143,7 +141,7 @@ def context_parallel_plan(
     """
     warn_untested("transformers")
     check_model(model)
-    state_passing.check_layout(model, as_layout(DEFAULT if layout in PICKED else layout))
+    state_passing.check_layout(model, named_layout(layout))
     check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
@@ -165,8 +163,9 @@ class ShardedModel(ParallelStyle):
         super().__init__()
         self.deal_images = deal_images
         self.strategies = strategies
-        self.is_picked, self.is_auto, self.how = layout in PICKED, layout == "auto", how
-        self.layout = as_layout(DEFAULT if layout in PICKED else layout)
+        self.is_auto, self.how = layout == "auto", how
+        self.is_picked = layout is None or self.is_auto
+        self.layout = named_layout(layout)
         # Check here, so that an error points at the user's options, not at the plan's application.
         check_axis_options(self.layout, **how)
         self.unshard_outputs = unshard_outputs

@@ -12,6 +12,8 @@ from dtensor_ring.extension import (
     AnyMachine,
     Hybrid,
     HybridComparison,
+    Layout,
+    as_layout,
     compare_hybrid_layouts,
     machine_on,
 )
@@ -20,12 +22,20 @@ from parallel_plans.huggingface.states.stateful import attention_layers, statefu
 from parallel_plans.strategies import SUFFIX, kind_of
 
 DEFAULT: str = "zigzag"
-# What users pass for a layout that the plan picks.
-PICKED = (None, "auto")
 # Sequence length that is compared for a model without a maximum length.
 DEFAULT_SEQ_LEN = 32768
 
 _LOG = logging.getLogger("dtensor_ring")
+
+
+def named_layout(layout: Layout | str | None) -> Layout:
+    """Return the layout of a plan, for now the default where the plan picks one.
+
+    Raises:
+        ValueError: if it is unknown.
+        TypeError: if it is no layout and no name.
+    """
+    return as_layout(DEFAULT if layout is None or layout == "auto" else layout)
 
 
 def compared_layouts(

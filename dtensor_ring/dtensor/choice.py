@@ -15,15 +15,17 @@ as those that were traced. So a graph serves all documents, and it costs nothing
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from dtensor_ring.balanced.work import visible_pairs
-from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.annotation import Annotation, annotation_of
 from dtensor_ring.dtensor.axis_machine import machine_of
 from dtensor_ring.ops.nodes import autocast_dtype
 from dtensor_ring.ops.options import Call, Place, group_named
@@ -34,7 +36,8 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.transport.transport import TransferPolicy
+
+_LOG = logging.getLogger("dtensor_ring")
 
 # The most documents of a rank that are simulated; shorter ones send next to nothing.
 MAX_DOCUMENTS = 64
@@ -134,25 +137,28 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
         here.choices = here.config, known
     found = known.get(asked)
     if found is None:
-        layout, device, *rest = asked
-        machine = machine_of(here, device)
-        size, policy = len(here.ranks), here.config_or_default.policy
-        spec = _choose(machine, size, layout, policy, *rest) if size > 1 else Strategy.default
+        layout, device, dtype, document, *rest = asked
+        mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
+        spec = _choose(here, machine, layout, dtype, document, mask, sizes)
         found = known[asked] = spec, machine.label
+        if dist.get_rank() == here.ranks[0]:
+            _LOG.info('"auto" takes %s on %s for %s, %s', spec, machine.name, mask, sizes)
     return found
 
 
 def _choose(
+    here: Annotation,
     machine: Machine,
-    world_size: int,
     layout: str,
-    policy: TransferPolicy,
     dtype: torch.dtype,
     document: int | None,
-    *rest: Any,
+    mask: Mask,
+    sizes: CallSizes,
 ) -> str:
-    """Simulate; `rest` are the numbers of a mask, then those of `CallSizes`."""
-    mask, sizes = Mask(*rest[:4]), CallSizes(*rest[4:])
+    world_size = len(here.ranks)
+    # The op refuses heads that do not divide, in words of its own.
+    if world_size == 1 or not all(sizes) or sizes.heads % sizes.key_heads:
+        return Strategy.default
     seq_len = rounded(sizes.seq_len, world_size)
     found = choose(
         mask,
@@ -164,7 +170,7 @@ def _choose(
         layout=STAND_IN if as_layout(layout).per_batch else layout,
         batch=sizes.batch,
         dtype=machine.dtype_like(str(dtype).removeprefix("torch.")),
-        policy=policy,
+        policy=here.config_or_default.policy,
         machine=machine,
     )
     return found.spec

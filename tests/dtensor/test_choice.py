@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Mask, SequenceAxis, Slices, ring_attention
 from tests.dense import dense_attention
@@ -140,6 +141,25 @@ def _check_by_mask() -> None:
     strategies = [strategy for _, strategy, _ in found]
     assert dict(zip(cases, strategies[:-1], strict=True)) == expected
     assert "ulysses" not in strategies[-1], "one head cannot be sharded over four ranks"
+
+
+def test_what_is_not_simulated() -> None:
+    """Nothing to compute, heads that the op refuses, new tokens, and an axis of one rank."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        axis = SequenceAxis(mesh, strategy="auto", machine=machine_for("ulysses"))
+        query, key = torch.randn(1, 2, 0, 8), torch.randn(1, 3, 4, 8)
+        with taken() as found:
+            assert axis.attention(query, query, query).shape == query.shape
+            with pytest.raises(ValueError, match="must be a multiple of the key heads"):
+                axis.attention(torch.randn(1, 4, 4, 8), key, key)
+            runs, key_runs = torch.tensor([[[6, 1]], [[7, 1]]]), torch.tensor([[[0, 4]], [[4, 4]]])
+            new, kept = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
+            axis.attention(new, kept, kept, runs=runs, key_runs=key_runs)
+        assert {strategy for _, strategy, _ in found} == {"ring"}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_graph_for_all_lengths(pool: Pool) -> None:

@@ -6,16 +6,18 @@ the ranks of an axis, so all choose alike; call records have the machine. Whethe
 enabled does not matter: forward and backward count together.
 
 Lengths are rounded up to three significant bits, in half parts of a rank, so sequences of any
-length need a few simulations. Eager calls know documents on the CPU. They count as documents of one
-length, their mean over tokens, rounded to a power of two; the next batch seldom needs another
-simulation. Slices count as a full or causal mask or a window, by the mean number of keys that a
-query sees. In a graph neither has values: documents count as one, slices as their mask, and lengths
-as those that were traced. So a graph serves all documents, and it costs nothing.
+length need a few simulations. Eager calls know documents on the CPU. They count by their mean
+length over tokens, to a power of two: documents of many lengths with that mean are simulated, see
+`typical_boundaries`, so the next batch seldom needs another simulation. Slices count as a full or
+causal mask or a window, by the mean number of keys that a query sees. In a graph neither has
+values: documents count as one, slices as their mask, and lengths as those that were traced. So a
+graph serves all documents, and it costs nothing.
 """
 
 from __future__ import annotations
 
 import logging
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +41,13 @@ from dtensor_ring.simulate.machine import Machine
 
 _LOG = logging.getLogger("dtensor_ring")
 
-# The most documents of a rank that are simulated; shorter ones send next to nothing.
-MAX_DOCUMENTS = 64
+# A document is at least the part of a rank over this; shorter ones send next to nothing.
+MAX_DOCUMENTS = 16
+
+# Lengths of documents, in percent of the mean of an exponential distribution, mixed; and the mean
+# over their tokens, of the squares over the sum.
+QUANTILES = (58, 277, 21, 116, 6, 167, 37, 83)
+MEAN_TOKEN = 170
 
 # The most choices that are kept for an axis; a model has a few.
 MAX_CHOICES = 4096
@@ -166,7 +173,7 @@ def _choose(
         world_size,
         (sizes.heads, sizes.key_heads),
         sizes.head_dim,
-        _boundaries(document, seq_len, world_size),
+        typical_boundaries(document, seq_len, world_size),
         layout=STAND_IN if as_layout(layout).per_batch else layout,
         batch=sizes.batch,
         dtype=machine.dtype_like(str(dtype).removeprefix("torch.")),
@@ -188,12 +195,34 @@ def rounded(seq_len: int, world_size: int) -> int:
     return -(-half // step) * step * parts
 
 
-def _boundaries(document: int | None, seq_len: int, world_size: int) -> tuple[int, ...] | None:
-    """Return the boundaries of documents of one length; `None` for a single one."""
+def typical_boundaries(
+    document: int | None, seq_len: int, world_size: int
+) -> tuple[int, ...] | None:
+    """Return the boundaries of documents of which the mean token is in one of that length.
+
+    Their lengths are the quantiles of an exponential distribution. Documents of one length would
+    often end where shards end, and a ring would have nothing to send.
+
+    Args:
+        document: the length; `None` for a single document.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+
+    Returns:
+        `None` for a single document.
+
+    >>> typical_boundaries(1024, 4096, 2)
+    (0, 349, 2017, 2143, 2841, 2877, 3882, 4096)
+    """
     if document is None or document >= seq_len:
         return None
-    length = max(document, seq_len // (MAX_DOCUMENTS * world_size), 1)
-    return *range(0, seq_len, length), seq_len
+    mean = max(document, seq_len // (MAX_DOCUMENTS * world_size))
+    ends, end = [0], 0
+    for percent in cycle(QUANTILES):
+        end += max(1, percent * mean // MEAN_TOKEN)
+        if end >= seq_len:
+            return *ends, seq_len
+        ends.append(end)
 
 
 def _numbers(mask: Mask) -> tuple[int | None, ...]:

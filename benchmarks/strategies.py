@@ -123,20 +123,20 @@ def of_results(results: list[dict[str, Any]]) -> list[Measurement]:
     return [Measurement(Case(**x["case"]), x["seconds"]) for x in results]
 
 
-def shards_of(case: Case, rank: int) -> list[Tensor]:
+def shards_of(heads: tuple[int, int], num_tokens: int, rank: int) -> list[Tensor]:
     """Gradient of the output, query, key and value of this rank's tokens."""
     torch.manual_seed(rank)
-    num_heads, num_key_heads = HEADS[case.heads]
-    counts = num_heads, num_heads, num_key_heads, num_key_heads
-    shapes = [(1, count, case.seq_len // case.world_size, HEAD_DIM) for count in counts]
+    counts = heads[0], heads[0], heads[1], heads[1]
+    shapes = [(1, count, num_tokens, HEAD_DIM) for count in counts]
     return [in_order(torch.randn(shape), TOKEN_MAJOR, torch.float32) for shape in shapes]
 
 
-def ours(case: Case, strategy: str, mesh: DeviceMesh, shards: list[Tensor]) -> Stages:
+def ours(
+    mask: Mask, cu_seqlens: Tensor | None, strategy: str, mesh: DeviceMesh, shards: list[Tensor]
+) -> Stages:
     """Our attention by a strategy, as autograd runs it."""
     grad, *tensors = shards
     inputs = [x.detach().requires_grad_() for x in tensors]
-    mask, cu_seqlens = ATTENTIONS[case.attention], case.cu_seqlens()
     kept: list[Tensor] = []
 
     @torch.enable_grad()
@@ -154,8 +154,10 @@ def ours(case: Case, strategy: str, mesh: DeviceMesh, shards: list[Tensor]) -> S
 def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     group = mesh.get_group()
     SequenceAxis(mesh, "zigzag")
-    shards = shards_of(case, group.rank())
-    contenders = {name: ours(case, name, mesh, shards) for name in case.strategies}
+    num_tokens = case.seq_len // case.world_size
+    shards = shards_of(HEADS[case.heads], num_tokens, group.rank())
+    attention = ATTENTIONS[case.attention], case.cu_seqlens()
+    contenders = {name: ours(*attention, name, mesh, shards) for name in case.strategies}
     # PyTorch's rings know causal masks, and as many key heads as query heads, only.
     if case.attention == "causal" and case.heads == "multi-head":
         contenders["torch all-to-all"] = torch_ring(mesh, shards, False)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.command.footprint import NullTransport
+from dtensor_ring.command.table import print_table
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
@@ -66,14 +67,8 @@ def written(findings: Sequence[Finding]) -> str:
 
 def show(findings: Sequence[Finding]) -> None:
     """Print the findings as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for what, found, advice, is_bad in findings:
-        mark = "[red]wrong[/]" if is_bad else ""
-        table.add_row(what, found, mark, advice)
-    Console(highlight=False).print(table)
+    marks = ("", "[red]wrong[/]")
+    print_table((what, found, marks[is_bad], advice) for what, found, advice, is_bad in findings)
 
 
 # The project, the packages it needs, and the packages it works with.
@@ -120,10 +115,13 @@ class Ranks(NamedTuple):
 
 
 @contextmanager
-def connected() -> Iterator[Ranks]:
+def connected(alone: bool = False) -> Iterator[Ranks]:
     """Connect all ranks: over NCCL if each has a GPU of its own, else over gloo.
 
     The default process group ends with the context.
+
+    Args:
+        alone: whether this rank is the only one, and no launcher has started it.
 
     Raises:
         RuntimeError: if ranks are missing.
@@ -132,9 +130,9 @@ def connected() -> Iterator[Ranks]:
     has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
     if has_gpu:
         torch.cuda.set_device(local)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=timedelta(seconds=SECONDS)
-    )
+    only: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **only)
     try:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
         options = axis_group_options(device.type)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
@@ -239,6 +240,7 @@ def compare(
     heads: tuple[int, int],
     head_dim: int,
     max_held: int | None,
+    machine: str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -252,6 +254,7 @@ def compare(
             cu_seqlens,
             layout=layout or "zigzag",
             max_held=max_held,
+            machine=machine,
         )
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -302,6 +305,7 @@ def _parser(load: LoadModel) -> argparse.ArgumentParser:
     _add_schedule(commands)
     _add_compare(commands)
     _add_estimate(commands, load)
+    _add_calibrate(commands)
     return parser
 
 
@@ -331,12 +335,14 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show what each strategy sends, holds and launches"
+    text = "show what each strategy sends, holds and launches, and what it takes on a machine"
     command = commands.add_parser("compare", help=text, description=text)
     command.set_defaults(run=compare)
     _add_attention(command)
     _add_heads(command)
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
+    text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
+    command.add_argument("--machine", help=text)
 
 
 def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:
@@ -374,6 +380,21 @@ def _add_strategy(command: argparse.ArgumentParser) -> None:
     text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
     command.add_argument("--strategy", default=Strategy.default, help=text)
     command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
+    text = "measure kernels and links of this machine, alone or under torchrun, into a file"
+    command = commands.add_parser("calibrate", help=text, description=text)
+    command.set_defaults(run=calibrate)
+    command.add_argument("path", type=Path, nargs="?", help="the file: machine.json")
+    acts = command.add_mutually_exclusive_group()
+    acts.add_argument("--show", action="store_true", help="print what the file has")
+    acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
+    command.add_argument("--kernel", help="measure, or show, this kernel")
+    command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
+    command.add_argument("--head-dim", type=number, help="of queries, keys and values")
+    command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
+    command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:

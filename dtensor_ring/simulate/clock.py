@@ -90,7 +90,7 @@ class Clock:
     def _follow(self, active: np.ndarray) -> None:
         """Let hosts wait for their kernels, if they do."""
         if self._machine.host_waits:
-            self._host = np.where(active, self.free, self._host)
+            self._host = np.where(active, np.maximum(self._host, self.free), self._host)
 
     def post(self, what: str, active: np.ndarray) -> np.ndarray:
         """Post a hop on active ranks; return when its messages may leave."""
@@ -124,8 +124,10 @@ class Clock:
     def wait(self, what: str, done: np.ndarray) -> None:
         """Let each rank's kernels wait until its messages are done."""
         late = done > self.free
-        self.waited = self.waited + np.where(late, done - self.free, 0.0)
-        self._note(what, "compute", late, self.free, done)
+        # Before its host queues the wait, a stream has nothing to do, with or without messages.
+        begins = np.maximum(self.free, self._host)
+        self.waited = self.waited + np.where(late, np.maximum(done - begins, 0.0), 0.0)
+        self._note(what, "compute", done > begins, begins, done)
         self.free = np.where(late, done, self.free)
         self._follow(late)
 

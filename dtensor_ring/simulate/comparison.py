@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from os import PathLike
 
 import torch
 
@@ -17,6 +18,10 @@ from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
+from dtensor_ring.simulate.attention import timeline_of
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.problem import problem_of
 from dtensor_ring.simulate.schedule import (
     Schedule,
     Traffic,
@@ -131,6 +136,9 @@ class StrategyCost:
         launches: the largest number of forward launches on a rank, by a kernel that takes segments.
         tiles: the largest number of forward launches, by a kernel that takes one tile at a time.
         balance: work of the busiest rank over the mean.
+        seconds: simulated seconds of the slowest rank, forward and backward; `None` without a
+            machine.
+        exposed: seconds of them in which the kernels of some rank wait for messages, likewise.
     """
 
     strategy: str
@@ -140,6 +148,12 @@ class StrategyCost:
     launches: int = 0
     tiles: int = 0
     balance: float = 0.0
+    seconds: tuple[float, float] | None = None
+    exposed: tuple[float, float] | None = None
+
+
+# Headings of the columns with milliseconds.
+TIMES = "forward", "backward", "exposed", "exposed"
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,9 @@ class StrategyComparison:
 
     def __str__(self) -> str:
         names = "sent", "received", "messages", "held"
-        table = [(*names, *names, "launches", "tiles", "balance"), *map(_cells, self.rows)]
+        timed = any(row.seconds for row in self.rows)
+        heading = *names, *names, "launches", "tiles", "balance", *(TIMES if timed else ())
+        table = [heading, *map(_cells, self.rows)]
         # A row with `why_not` has one cell, which does not widen a column.
         widths = [max(len(x[i]) for x in table if len(x) > 1) for i in range(len(table[0]))]
         titles = ["strategy", *(row.strategy for row in self.rows)]
@@ -160,6 +176,8 @@ class StrategyComparison:
             for title, cells in zip(titles, table, strict=True)
         ]
         over = "forward, MB".ljust(sum(widths[:4]) + 8) + "backward, MB"
+        if timed:
+            over = over.ljust(sum(widths[:11]) + 22) + "milliseconds"
         return "\n".join([" " * (first + 2) + over, *lines])
 
 
@@ -170,7 +188,9 @@ def _cells(row: StrategyCost) -> tuple[str, ...]:
     for x in (row.forward, row.backward):
         sent, received, held = (f"{size / 1e6:.1f}" for size in (x.sent, x.received, x.held))
         numbers += [sent, received, str(x.messages), held]
-    return *numbers, str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+    times = *(row.seconds or ()), *(row.exposed or ())
+    counts = str(row.launches), str(row.tiles), f"{row.balance:.3f}"
+    return *numbers, *counts, *(f"{1e3 * seconds:.3f}" for seconds in times)
 
 
 def compare_strategies(
@@ -188,6 +208,7 @@ def compare_strategies(
     policy: TransferPolicy = DEFAULT_POLICY,
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
+    machine: Machine | str | PathLike[str] | None = None,
 ) -> StrategyComparison:
     """Count what one attention costs by each strategy, from the plans of all ranks.
 
@@ -207,14 +228,15 @@ def compare_strategies(
             of each size that divides the axis.
         max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
             that holds more on some rank gets a reason in `why_not`. By default no limit.
+        machine: also simulate seconds on this machine, see `simulate_attention`.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, or
-            the boundaries do not fit the sequence.
+        ValueError: if a strategy or layout is unknown or does not fit the axis or the length, the
+            boundaries do not fit the sequence, or the machine is unknown or lacks the dtype.
 
     Example:
         >>> found = compare_strategies(Mask.causal(), 8192, 4, strategies=("ring", "ulysses"))
@@ -232,6 +254,17 @@ def compare_strategies(
             continue
         asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
         cost = _cost(describe_schedule(*asked), strategy, sizes)
+        if machine is not None:
+            problem = problem_of(
+                *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
+                slices=slices,
+                layout=layout,
+                batch=batch,
+                dtype=dtype,
+                policy=policy,
+            )
+            times = timeline_of(problem, strategy, as_machine(machine))
+            cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
         rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
-from math import isfinite
+from math import isfinite, log2
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -101,6 +101,8 @@ class KernelSpeed:
             do).
         forward: seconds by FLOPs of a forward.
         backward: seconds by FLOPs of a backward.
+        heads: query heads that were measured; 0 where only FLOPs count. Of two launches with the
+            same FLOPs, the one with fewer heads has larger tiles, which some kernels are faster at.
     """
 
     kernel: str
@@ -109,6 +111,7 @@ class KernelSpeed:
     form: str
     forward: Curve
     backward: Curve
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -239,17 +242,25 @@ class Machine:
         if device != self.device:
             raise ValueError(f"machine {self.name} is of {self.device}, not of {device}")
 
-    def speed(self, dtype: str, head_dim: int, form: str, kernel: str | None = None) -> KernelSpeed:
+    def speed(
+        self,
+        dtype: str,
+        head_dim: int,
+        form: str,
+        kernel: str | None = None,
+        heads: int | None = None,
+    ) -> KernelSpeed:
         """Return the speed of a kernel for tiles of a form.
 
-        Without a row for this head dim, the nearest one stands for it, as time goes by FLOPs; a
-        "window" may be missing where "causal" is known, and that where "full" is.
+        Without a row for this head dim or these heads, the nearest one stands for it, as time goes
+        by FLOPs; a "window" may be missing where "causal" is known, and that where "full" is.
 
         Args:
             dtype: of query, key and value, such as "bfloat16".
             head_dim: of queries and keys.
             form: one of `FORMS`.
             kernel: a registered kernel's name; by default the first one of the machine.
+            heads: query heads of the launch; by default as many as the first row has.
 
         Raises:
             ValueError: if there is no such kernel or dtype.
@@ -266,7 +277,12 @@ class Machine:
                 f"machine {self.name} has no speed of kernel {kernel or 'any'} for {dtype} and "
                 f"{form} tiles, only of {', '.join(listed) or 'none'}"
             )
-        return min(known, key=lambda x: (abs(x.head_dim - head_dim), forms.index(x.form)))
+
+        def distance(x: KernelSpeed) -> tuple[float, ...]:
+            of_heads = abs(log2(x.heads / heads)) if x.heads and heads else 0.0
+            return abs(x.head_dim - head_dim), forms.index(x.form), of_heads
+
+        return min(known, key=distance)
 
     def dtype_like(self, dtype: str) -> str:
         """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.

@@ -65,7 +65,7 @@ def problem_of(
     batch: Any,
     dtype: Any,
     policy: TransferPolicy,
-    kernel: str | None,
+    kernel: str | None = None,
 ) -> Problem:
     """Check the arguments of an attention, see `simulate_attention`.
 

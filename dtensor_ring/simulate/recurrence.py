@@ -19,7 +19,7 @@ from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.clock import Clock, Moves, Spans, beside, message_times
 from dtensor_ring.simulate.exchange import Exchange
 from dtensor_ring.simulate.launch_table import launch_table
-from dtensor_ring.simulate.machine import FORMS, Machine
+from dtensor_ring.simulate.machine import FORMS, KernelSpeed, Machine
 from dtensor_ring.simulate.partials import KeptPartials, Pass
 from dtensor_ring.simulate.problem import Problem
 from dtensor_ring.simulate.transfers import Messages, Packs, RingHop, transfers_of
@@ -86,19 +86,15 @@ class RingTimes:
         self._size = problem.world_size
         inputs = problem.inputs(strategy)
         self._transfers = transfers_of(inputs, strategy.route)
-        speeds = [
-            machine.speed(problem.dtype, problem.sizes.head_dims[0], form, problem.kernel)
-            for form in FORMS
-        ]
+        kernel = self._speed(FORMS[-1]).kernel
         self._table = launch_table(
-            inputs, self._transfers, problem.sizes.batch, has_segments(speeds[-1].kernel)
+            inputs, self._transfers, problem.sizes.batch, has_segments(kernel)
         )
         self._exchange = Exchange(problem, strategy.heads, machine)
         # Query and key heads of each rank.
         self._heads = np.tile(self._exchange.member_heads, self._size // strategy.heads)
         self._variants, variant = np.unique(self._heads[0], return_inverse=True)
         self._variant = variant.ravel()
-        self._speeds = speeds
         groups = range(self._size // strategy.heads)
         self._num_local = tuple(
             self._each(np.array([side.num_local(group) for group in groups]))
@@ -231,12 +227,19 @@ class RingTimes:
         table, dim = self._table, self._sizes.head_dims[0]
         pairs = table.pairs * self._variants[:, None, None]
         found = np.zeros((2, *pairs.shape))
-        for number, speed in enumerate(self._speeds):
+        for number, form in enumerate(FORMS):
             where = (table.forms == number) & (table.pairs > 0)
-            # FLOPs: see `KernelSpeed`.
-            found[FORWARD][:, where] = speed.forward(4.0 * dim * pairs[:, where])
-            found[BACKWARD][:, where] = speed.backward(10.0 * dim * pairs[:, where])
+            for variant, heads in enumerate(self._variants.tolist()):
+                speed, of = self._speed(form, heads), pairs[variant, where]
+                # FLOPs: see `KernelSpeed`.
+                found[FORWARD, variant, where] = speed.forward(4.0 * dim * of)
+                found[BACKWARD, variant, where] = speed.backward(10.0 * dim * of)
         return found
+
+    def _speed(self, form: str, heads: int | None = None) -> KernelSpeed:
+        """Return the speed of the kernel for tiles of a form, with so many query heads."""
+        problem, dim = self._problem, self._sizes.head_dims[0]
+        return self._machine.speed(problem.dtype, dim, form, problem.kernel, heads)
 
     def _launches(self, step: int, direction: int) -> Iterator[_Launch]:
         """Yield the first launch of all ranks, then the second, and so on."""

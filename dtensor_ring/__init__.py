@@ -29,6 +29,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.simulate.choose_layout import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
+from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ __all__ = [
     "sequence_runs",
     "sequence_slices",
     "shard_sequence",
+    "simulate_step",
     "slices_of_block_mask",
     "sum_over_sequence",
     "unshard_sequence",

@@ -3,7 +3,7 @@
 import sys
 
 from dtensor_ring.command.main import main
-from parallel_plans.models import load
+from parallel_plans.models import load, read_config
 
 if __name__ == "__main__":
-    sys.exit(main(load))
+    sys.exit(main(load, read=read_config))

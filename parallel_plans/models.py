@@ -1,9 +1,12 @@
-"""Load the model that a command line names, on the meta device."""
+"""Load the model that a command line names, on the meta device, or read its config."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,3 +46,37 @@ def load(spec: str, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
             'pip install "torchtitan>=0.3.0,<0.4"'
         ) from error
     return meta.model_of_function(name, function, mesh, asked)
+
+
+def read_config(spec: str) -> Mapping[str, Any]:
+    """Return the entries of a config, with the defaults of transformers where it is installed.
+
+    Args:
+        spec: a `config.json`, the folder that has one, the name of a model in the local cache, or
+            a model type, such as "llama", which stands for its default sizes. Nothing is
+            downloaded.
+
+    Raises:
+        ImportError: if transformers is not installed, which names need.
+        ValueError: if there is no such config.
+    """
+    path = Path(spec)
+    path = path / "config.json" if path.is_dir() else path
+    given: Any = None
+    if path.exists():
+        try:
+            given = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{spec} is not a config.json: {error}") from error
+        if not isinstance(given, dict) or "model_type" not in given:
+            return given
+    try:
+        from parallel_plans.huggingface.meta import config_entries
+
+        return config_entries(path if path.exists() else spec)
+    except ModuleNotFoundError as error:
+        if path.exists():
+            return given
+        raise ImportError(
+            f"the name {spec} needs transformers: pip install transformers"
+        ) from error

@@ -18,6 +18,7 @@ from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
+from dtensor_ring.command.simulate import ReadConfig, config_file, simulate
 from dtensor_ring.dtensor.axis_machine import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
@@ -26,6 +27,7 @@ from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
+from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
 
 
 def number(text: str) -> int:
@@ -263,18 +265,21 @@ def compare(
     return 0
 
 
-def main(load: LoadModel, arguments: Sequence[str] | None = None) -> int:
+def main(
+    load: LoadModel, arguments: Sequence[str] | None = None, read: ReadConfig = config_file
+) -> int:
     """Run a command.
 
     Args:
         load: makes the models that `--model` names.
         arguments: arguments of the command line; `None` for those that Python was called with.
+        read: reads the configs that `--model` of `simulate` names.
 
     Returns:
         The exit status: 0 if all is well, 1 if something is wrong. A command that cannot be parsed
         raises `SystemExit` with status 2.
     """
-    options = vars(_parser(load).parse_args(arguments))
+    options = vars(_parser(load, read).parse_args(arguments))
     run = options.pop("run")
     return run(**options)
 
@@ -293,7 +298,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 
 
-def _parser(load: LoadModel) -> argparse.ArgumentParser:
+def _parser(load: LoadModel, read: ReadConfig) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
     )
@@ -305,6 +310,7 @@ def _parser(load: LoadModel) -> argparse.ArgumentParser:
     _add_schedule(commands)
     _add_compare(commands)
     _add_estimate(commands, load)
+    _add_simulate(commands, read)
     _add_calibrate(commands)
     return parser
 
@@ -380,6 +386,49 @@ def _add_strategy(command: argparse.ArgumentParser) -> None:
     text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
     command.add_argument("--strategy", default=Strategy.default, help=text)
     command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
+
+
+def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -> None:
+    text = "simulate a training step of a model on a machine: milliseconds by part, MFU and memory"
+    command = commands.add_parser("simulate", help=text, description=text)
+    command.set_defaults(run=partial(simulate, read))
+    command.add_argument(
+        "--model", required=True, help="a config.json, its folder, or a name in transformers: llama"
+    )
+    command.add_argument("--seq-len", type=number, required=True, help="tokens of a sequence")
+    command.add_argument(
+        "--mesh", required=True, help="dp=4,cp=8,tp=2; dp, or dp_shard, and dp_replicate, of FSDP2"
+    )
+    command.add_argument("--world-size", type=number, help="ranks that the mesh must have")
+    command.add_argument("--machine", default="h100", help="the name of a preset, or a file")
+    command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
+    command.add_argument("--layout", help="how tokens are sharded")
+    command.add_argument(
+        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
+    )
+    command.add_argument(
+        "--dtype", default="bfloat16", help="of matrix products: bfloat16, float8_e4m3fn, ..."
+    )
+    command.add_argument(
+        "--checkpoint",
+        choices=CHECKPOINTS,
+        default="none",
+        help="what backward computes again: full layers, or with attention all of a layer but its "
+        "attention, whose output is kept",
+    )
+    command.add_argument("--kernel", help="of attention, as the machine names it")
+    command.add_argument(
+        "--cu-seqlens", type=numbers, help="boundaries of packed documents: 0,1000,8192"
+    )
+    command.add_argument(
+        "--sweep", nargs="+", metavar="NAME=VALUES", help="a table: cp=1,2,4,8 strategy=all"
+    )
+    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    command.add_argument("--html", type=Path, help="write a page with pictures to this file")
+    command.add_argument(
+        "--png", type=Path, help="write a picture of a sweep: which strategy wins where"
+    )
+    command.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:

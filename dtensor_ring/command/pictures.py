@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from textwrap import wrap
@@ -220,11 +221,22 @@ def page(drawn: Drawing) -> str:
         ("moves", "What travels", MOVES, _moves_figure(drawn)),
         ("memory", "Memory: tokens whose keys and values a rank has", MEMORY, _memory(drawn)),
     ]
+    return page_of(drawn.title, drawn.note, parts)
+
+
+def page_of(title: str, note: str, parts: Sequence[tuple[str, str, str, Any]]) -> str:
+    """Return an HTML page that includes plotly's code.
+
+    Args:
+        title: plain text.
+        note: HTML below the title, may be empty.
+        parts: name, title, text and figure of each part; a figure is plotly's or a dict for it.
+    """
     body = "".join(
-        f"<h2>{title}</h2><p>{text}</p>{_fragment(figure, name, with_code=name == 'mask')}"
-        for name, title, text, figure in parts
+        f"<h2>{what}</h2><p>{text}</p>{_fragment(figure, name, with_code=number == 0)}"
+        for number, (name, what, text, figure) in enumerate(parts)
     )
-    title, note = escape(drawn.title), f"<p>{drawn.note}</p>" if drawn.note else ""
+    title, note = escape(title), f"<p>{note}</p>" if note else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>{note}{body}</body></html>"
@@ -248,8 +260,10 @@ MEMORY = "Its own, and the most that there is room for in messages."
 
 
 def _fragment(figure: Any, name: str, with_code: bool) -> str:
+    from plotly import graph_objects as go
     from plotly.io import to_html
 
+    figure = go.Figure(figure)
     figure.update_layout(margin={"t": 15})
     how = {"full_html": False, "include_plotlyjs": with_code, "div_id": name}
     return to_html(figure, config={"displaylogo": False, "responsive": True}, **how)
@@ -404,18 +418,27 @@ def _memory(drawn: Drawing) -> Any:
 
 def save_picture(drawn: Drawing, path: Path) -> None:
     """Draw the mask, the time line and the work of each step to a PNG file."""
+
+    def draw(figure: Any) -> None:
+        mask, (time, work) = _panels(figure)
+        _draw_mask(mask, drawn)
+        _draw_time(time, drawn)
+        _draw_work(work, drawn)
+        figure.suptitle(drawn.title)
+        if drawn.note:
+            figure.supxlabel("\n".join(wrap(drawn.note, 150)), fontsize="small")
+
+    save_figure(draw, path)
+
+
+def save_figure(draw: Callable[[Any], None], path: Path) -> None:
+    """Save what `draw` draws on an empty figure of matplotlib as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
-    mask, (time, work) = _panels(figure)
-    _draw_mask(mask, drawn)
-    _draw_time(time, drawn)
-    _draw_work(work, drawn)
-    figure.suptitle(drawn.title)
-    if drawn.note:
-        figure.supxlabel("\n".join(wrap(drawn.note, 150)), fontsize="small")
+    draw(figure)
     figure.savefig(path, dpi=130, format="png")
 
 

@@ -83,40 +83,40 @@ def _speed(kernel: str, form: str, forward: Curve, backward: Curve, dim: int = 1
 
 # flash-attention's flash2_h100_fwd_bwd_benchmark.png and flash3_fp16_fwd.png. Flash attention 3 has
 # no chart of backward there: it is from MagiAttention.
-_FLASH2_HOPPER = {
-    (128, "causal"): ((191, 260, 298, 319, 333, 335), (163, 221, 265, 294, 308, 328)),
-    (128, "full"): ((309, 350, 362, 368, 370, 370), (248, 294, 320, 326, 335, 338)),
-    (64, "causal"): ((180, 229, 262, 284, 295, 299), (141, 192, 232, 257, 273, 284)),
-    (64, "full"): ((282, 306, 318, 321, 322, 324), (215, 254, 274, 288, 294, 296)),
-}
-_FLASH3 = {
-    "causal": ((292, 423, 521, 579, 602, 616), (208, 353, 462, 517, 561, 584)),
-    "full": ((467, 565, 625, 638, 646, 648), (335, 453, 517, 555, 586, 599)),
-}
+_FLASH2_HOPPER = (
+    (128, "causal", (191, 260, 298, 319, 333, 335), (163, 221, 265, 294, 308, 328)),
+    (128, "full", (309, 350, 362, 368, 370, 370), (248, 294, 320, 326, 335, 338)),
+    (64, "causal", (180, 229, 262, 284, 295, 299), (141, 192, 232, 257, 273, 284)),
+    (64, "full", (282, 306, 318, 321, 322, 324), (215, 254, 274, 288, 294, 296)),
+)
+_FLASH3 = (
+    ("causal", (292, 423, 521, 579, 602, 616), (208, 353, 462, 517, 561, 584)),
+    ("full", (467, 565, 625, 638, 646, 648), (335, 453, 517, 555, 586, 599)),
+)
 # MagiAttention: "sdpa", which is cuDNN by way of PyTorch.
-_CUDNN_HOPPER = {
-    "causal": ((325, 474, 562, 589, 587, 605), (179, 304, 402, 459, 498, 516)),
-    "full": ((533, 628, 625, 608, 607, 616), (315, 436, 487, 500, 519, 533)),
-}
-_CUDNN_BLACKWELL = {
-    "causal": ((239, 918, 1288, 1333, 1322, 1320), (318, 554, 727, 893, 937, 985)),
-    "full": ((713, 1206, 1413, 1405, 1364, 1369), (528, 840, 991, 1027, 1056, 1064)),
-}
+_CUDNN_HOPPER = (
+    ("causal", (325, 474, 562, 589, 587, 605), (179, 304, 402, 459, 498, 516)),
+    ("full", (533, 628, 625, 608, 607, 616), (315, 436, 487, 500, 519, 533)),
+)
+_CUDNN_BLACKWELL = (
+    ("causal", (239, 918, 1288, 1333, 1322, 1320), (318, 554, 727, 893, 937, 985)),
+    ("full", (713, 1206, 1413, 1405, 1364, 1369), (528, 840, 991, 1027, 1056, 1064)),
+)
 # Without its 1,024 tokens, which take as long as 2,048: the host's time for a launch.
-_FLASH4 = {
-    "causal": ((396, 1331, 1373, 1364, 1386), (247, 612, 937, 1032, 1091)),
-    "full": ((835, 1376, 1331, 1297, 1294), (439, 844, 1043, 1107, 1127)),
-}
+_FLASH4 = (
+    ("causal", (396, 1331, 1373, 1364, 1386), (247, 612, 937, 1032, 1091)),
+    ("full", (835, 1376, 1331, 1297, 1294), (439, 844, 1043, 1107, 1127)),
+)
 # AITER: the columns FWD and BWD-a32 of MI300X, of 1,024 to 16,384 tokens.
-_AITER = {
-    "causal": ((229, 392, 474, 518, 542), (242, 258, 378, 433, 412)),
-    "full": ((418, 485, 546, 591, 548), (266, 394, 470, 442, 442)),
-}
+_AITER = (
+    ("causal", (229, 392, 474, 518, 542), (242, 258, 378, 433, 412)),
+    ("full", (418, 485, 546, 591, 548), (266, 394, 470, 442, 442)),
+)
 
 
 def _flash2_hopper() -> tuple[KernelSpeed, ...]:
     rows = []
-    for (dim, form), (rates, both) in _FLASH2_HOPPER.items():
+    for dim, form, rates, both in _FLASH2_HOPPER:
         forward = _kernel(form, CHART, TOKENS, rates)
         rows.append(_speed("flash_attn2", form, forward, _less(forward, form, both), dim))
     return tuple(rows)
@@ -138,7 +138,7 @@ def _flash2_ampere() -> tuple[KernelSpeed, ...]:
     )
 
 
-_Rates = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+_Rates = Sequence[tuple[str, Sequence[float], Sequence[float]]]
 
 
 def _magi(kernel: str, rates: _Rates, tokens: Sequence[int] = MAGI_TOKENS) -> list[KernelSpeed]:
@@ -147,7 +147,7 @@ def _magi(kernel: str, rates: _Rates, tokens: Sequence[int] = MAGI_TOKENS) -> li
         _speed(
             kernel, form, _kernel(form, MAGI, tokens, ahead), _backward(form, MAGI, tokens, back)
         )
-        for form, (ahead, back) in rates.items()
+        for form, ahead, back in rates
     ]
 
 
@@ -159,7 +159,7 @@ def _flash3() -> tuple[KernelSpeed, ...]:
             _kernel(form, CHART, TOKENS, ahead),
             _backward(form, MAGI, MAGI_TOKENS, back),
         )
-        for form, (ahead, back) in _FLASH3.items()
+        for form, ahead, back in _FLASH3
     )
 
 
@@ -217,98 +217,130 @@ def _machine(
     )
 
 
-# aiconfigurator: <gpu>/comm/nccl, 2.27.3 (A100) and 2.29.2, "half". A message between two ranks is
-# `alltoall` of 2 ranks, where each sends half of the size; the others are of 8 ranks.
-_A100 = Links(
-    _collective(2, 13.9, 22.8, 38.2, 98.3, 243.0, 844.5),
-    _collective(8, 14.2, 25.8, 64.3, 114.3, 347.6, 1197.9),
-    _collective(8, 21.1, 26.8, 48.0, 135.0, 351.6, 1216.8),
-    _collective(8, 18.0, 23.4, 52.0, 123.4, 327.2, 1149.5),
+# aiconfigurator: <gpu>/comm/nccl, 2.27.3 (A100) and 2.29.2, "half": microseconds of `alltoall` of 2
+# ranks, where each sends half of the size, which is a message between two; and of `alltoall`,
+# `all_gather` and `reduce_scatter` of 8 ranks.
+_NCCL_A100 = (
+    (13.9, 22.8, 38.2, 98.3, 243.0, 844.5),
+    (14.2, 25.8, 64.3, 114.3, 347.6, 1197.9),
+    (21.1, 26.8, 48.0, 135.0, 351.6, 1216.8),
+    (18.0, 23.4, 52.0, 123.4, 327.2, 1149.5),
 )
-_H100 = Links(
-    _collective(2, 12.0, 14.8, 21.2, 53.0, 139.8, 494.7),
-    _collective(8, 8.7, 15.6, 26.2, 75.7, 221.3, 763.9),
-    _collective(8, 13.1, 17.1, 33.4, 68.9, 208.1, 728.8),
-    _collective(8, 11.7, 14.6, 29.9, 69.7, 200.8, 721.7),
+_NCCL_H100 = (
+    (12.0, 14.8, 21.2, 53.0, 139.8, 494.7),
+    (8.7, 15.6, 26.2, 75.7, 221.3, 763.9),
+    (13.1, 17.1, 33.4, 68.9, 208.1, 728.8),
+    (11.7, 14.6, 29.9, 69.7, 200.8, 721.7),
 )
-_H200 = Links(
-    _collective(2, 11.5, 13.5, 19.8, 51.8, 137.2, 470.3),
-    _collective(8, 12.1, 16.2, 26.6, 73.4, 219.1, 770.8),
-    _collective(8, 13.1, 17.0, 41.3, 66.9, 206.3, 725.9),
-    _collective(8, 13.0, 14.4, 30.4, 69.5, 198.8, 716.3),
+_NCCL_H200 = (
+    (11.5, 13.5, 19.8, 51.8, 137.2, 470.3),
+    (12.1, 16.2, 26.6, 73.4, 219.1, 770.8),
+    (13.1, 17.0, 41.3, 66.9, 206.3, 725.9),
+    (13.0, 14.4, 30.4, 69.5, 198.8, 716.3),
 )
-_B200 = Links(
-    _collective(2, 13.6, 16.7, 21.8, 49.0, 126.9, 420.8),
-    _collective(8, 13.4, 18.8, 26.5, 50.1, 138.8, 437.7),
-    _collective(8, 19.5, 19.5, 29.2, 103.9, 137.5, 393.1),
-    _collective(8, 19.9, 20.4, 27.2, 97.0, 136.2, 396.0),
+# Its `all_gather` of 1 MiB takes 18.7 us, less than that of 64 KiB.
+_NCCL_B200 = (
+    (13.6, 16.7, 21.8, 49.0, 126.9, 420.8),
+    (13.4, 18.8, 26.5, 50.1, 138.8, 437.7),
+    (19.5, 19.5, 29.2, 103.9, 137.5, 393.1),
+    (19.9, 20.4, 27.2, 97.0, 136.2, 396.0),
 )
-# H800 is H100 with less NVLink: 158 GB/s (DeepEP's README, intranode); latency as on H100.
-_H800_LINK = Curve.line(12 * MICRO, 158 * GIGA)
-# xGMI: 48 GB/s for each of 7 links of a device (ROCm blog, "Understanding RCCL bandwidth and xGMI
-# performance"); all of them work in a collective, one in a message. Latency as on A100.
-_XGMI, _XGMI_ALL = Curve.line(14 * MICRO, 48 * GIGA), Curve.line(14 * MICRO, 7 * 48 * GIGA)
+
+
+def _nvlink(micros: Sequence[Sequence[float]]) -> Links:
+    """Return links of one host, from tables of nccl-tests."""
+    p2p, *collectives = micros
+    return Links(_collective(2, *p2p), *(_collective(8, *x) for x in collectives))
+
+
+def _xgmi() -> Links:
+    """Return links of MI300X: 48 GB/s for each of 7 links of a device.
+
+    That is from the blog of ROCm, "Understanding RCCL bandwidth and xGMI performance on AMD
+    Instinct MI300X". One link works in a message, all of them in a collective. Latency is as of
+    A100.
+    """
+    collective = Curve.line(14 * MICRO, 7 * 48 * GIGA)
+    return Links(Curve.line(14 * MICRO, 48 * GIGA), collective, collective, collective)
+
 
 # GEMMs: medians of all of 137 GFLOP and more in aiconfigurator: <gpu>/gemm/trtllm. MI300X reaches
 # 45 % of 1,307 and 2,615 TFLOP/s (aiweekly.co, as above).
-_A100_80GB = _machine(
-    "a100",
-    "NVIDIA A100-SXM4-80GB",
-    80 * 2**30,
-    2.039 * TERA,
-    {"bfloat16": 260 * TERA},
-    _flash2_ampere(),
-    _A100,
-    gigabits=200,  # DGX A100: ConnectX-6
-)
-_H100_80GB = _machine(
-    "h100",
-    "NVIDIA H100 80GB HBM3",
-    80 * 2**30,
-    3.35 * TERA,
-    {"bfloat16": 752 * TERA, "float8_e4m3fn": 1200 * TERA},
-    (*_flash3(), *_magi("cudnn", _CUDNN_HOPPER), *_flash2_hopper()),
-    _H100,
-    gigabits=400,  # DGX H100: ConnectX-7
-)
-_H200_141GB = _machine(
-    "h200",
-    "NVIDIA H200",
-    141 * 10**9,
-    4.8 * TERA,
-    {"bfloat16": 753 * TERA, "float8_e4m3fn": 1228 * TERA},
-    _H100_80GB.kernels,  # the same multiprocessors
-    _H200,
-    gigabits=400,
-)
-_B200_180GB = _machine(
-    "b200",
-    "NVIDIA B200",
-    180 * 10**9,
-    7.7 * TERA,
-    {"bfloat16": 1473 * TERA, "float8_e4m3fn": 2316 * TERA},
-    (*_magi("flash_attn4", _FLASH4, MAGI_TOKENS[1:]), *_magi("cudnn", _CUDNN_BLACKWELL)),
-    _B200,
-    gigabits=400,  # DGX B200: ConnectX-7
-)
-_MI300X_192GB = _machine(
-    "mi300x",
-    "AMD Instinct MI300X",
-    192 * 10**9,
-    5.3 * TERA,
-    {"bfloat16": 0.45 * 1307 * TERA, "float8_e4m3fn": 0.45 * 2615 * TERA},
-    _magi("any", _AITER, MAGI_TOKENS[:5]),
-    Links(_XGMI, _XGMI_ALL, _XGMI_ALL, _XGMI_ALL),
-    gigabits=400,
-)
-_H800_80GB = replace(
-    _H100_80GB,
-    name="h800",
-    device="NVIDIA H800",
-    inside=Links(_H800_LINK, _H800_LINK, _H800_LINK, _H800_LINK),
-)
+
+
+def _a100() -> Machine:
+    return _machine(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        80 * 2**30,
+        2.039 * TERA,
+        {"bfloat16": 260 * TERA},
+        _flash2_ampere(),
+        _nvlink(_NCCL_A100),
+        gigabits=200,  # DGX A100: ConnectX-6
+    )
+
+
+def _h100() -> Machine:
+    return _machine(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        80 * 2**30,
+        3.35 * TERA,
+        {"bfloat16": 752 * TERA, "float8_e4m3fn": 1200 * TERA},
+        (*_flash3(), *_magi("cudnn", _CUDNN_HOPPER), *_flash2_hopper()),
+        _nvlink(_NCCL_H100),
+        gigabits=400,  # DGX H100: ConnectX-7
+    )
+
+
+def _h200() -> Machine:
+    return _machine(
+        "h200",
+        "NVIDIA H200",
+        141 * 10**9,
+        4.8 * TERA,
+        {"bfloat16": 753 * TERA, "float8_e4m3fn": 1228 * TERA},
+        _h100().kernels,  # the same multiprocessors
+        _nvlink(_NCCL_H200),
+        gigabits=400,
+    )
+
+
+def _h800() -> Machine:
+    """Return H100 with less NVLink: 158 GB/s (DeepEP's README, intranode); latency as of H100."""
+    link = Curve.line(12 * MICRO, 158 * GIGA)
+    links = Links(link, link, link, link)
+    return replace(_h100(), name="h800", device="NVIDIA H800", inside=links)
+
+
+def _b200() -> Machine:
+    return _machine(
+        "b200",
+        "NVIDIA B200",
+        180 * 10**9,
+        7.7 * TERA,
+        {"bfloat16": 1473 * TERA, "float8_e4m3fn": 2316 * TERA},
+        (*_magi("flash_attn4", _FLASH4, MAGI_TOKENS[1:]), *_magi("cudnn", _CUDNN_BLACKWELL)),
+        _nvlink(_NCCL_B200),
+        gigabits=400,  # DGX B200: ConnectX-7
+    )
+
+
+def _mi300x() -> Machine:
+    return _machine(
+        "mi300x",
+        "AMD Instinct MI300X",
+        192 * 10**9,
+        5.3 * TERA,
+        {"bfloat16": 0.45 * 1307 * TERA, "float8_e4m3fn": 0.45 * 2615 * TERA},
+        _magi("any", _AITER, MAGI_TOKENS[:5]),
+        _xgmi(),
+        gigabits=400,
+    )
+
 
 PRESETS: Mapping[str, Machine] = {
-    x.name: x for x in (_A100_80GB, _H100_80GB, _H200_141GB, _H800_80GB, _B200_180GB, _MI300X_192GB)
+    x.name: x for x in (_a100(), _h100(), _h200(), _h800(), _b200(), _mi300x())
 }
 """Machines by name, each with 8 devices of a host and one network port of each device."""

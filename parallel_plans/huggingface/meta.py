@@ -41,6 +41,32 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
     )
 
 
+def config_entries(spec: Path | str) -> dict[str, Any]:
+    """Return all entries of a config, with defaults.
+
+    Args:
+        spec: the path of a `config.json`; or the name of a model in the local cache, or a model
+            type, whose defaults are meant. Nothing is downloaded.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        ValueError: if there is no such config.
+    """
+    if isinstance(spec, Path):
+        return _config(spec).to_dict()
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if spec in CONFIG_MAPPING:
+        return CONFIG_MAPPING[spec]().to_dict()
+    try:
+        return AutoConfig.from_pretrained(spec, local_files_only=True).to_dict()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{spec} is neither a file or folder, nor a model type of transformers, nor the name "
+            "of a model in the local cache"
+        ) from error
+
+
 def _config(path: Path) -> Any:
     """Return the config in the file.
 

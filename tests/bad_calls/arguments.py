@@ -92,6 +92,22 @@ LAID_OUT: Right = {
     "strategy": just("auto", "ring"),
     "machine": just("a100"),
 }
+SIMULATED: Right = {
+    "config": just(
+        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
+    ),
+    "seq_len": just(8, 16),
+    "mesh": just({"cp": 2}, {"dp": 2, "cp": 2, "tp": 2}),
+    "machine": just("h100", "b200"),
+    "layout": just("zigzag", "contiguous"),
+    "strategy": just("ring", "ulysses", "auto"),
+    "batch": just(1, 2),
+    "dtype": just(torch.float16, "float8_e4m3fn"),
+    "checkpoint": just("none", "full"),
+    "kernel": just(None, "cudnn"),
+    "batches": just(None),
+    "world_size": just(None),
+}
 TOKENS: Right = {
     "tokens": made(lambda: torch.arange(8), lambda: torch.ones(1, 8, dtype=torch.int32)),
     "cu_seqlens": made(lambda: None, lambda: ints(0, 3, 8)),

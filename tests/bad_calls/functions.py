@@ -30,6 +30,7 @@ from tests.bad_calls.arguments import (
     QKV,
     QUERIES,
     SHARDED,
+    SIMULATED,
     SLICES,
     STRATEGY,
     TOKENS,
@@ -163,6 +164,7 @@ FUNCTIONS |= {
         ("compare_layouts", PLANNED, nothing),
         ("compare_strategies", PLANNED | COMPARED, nothing),
         ("choose_layout", LAID_OUT, nothing),
+        ("simulate_step", SIMULATED, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
         (

@@ -1,4 +1,4 @@
-"""Machines from data sheets: marked as such, in files as in code, and ordered as their sheets."""
+"""Machines from data sheets: marked as such, in files as in code, ordered as their sheets are."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What a training step of a language model would take on a machine."""

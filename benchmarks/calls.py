@@ -57,7 +57,14 @@ def calls(mesh: DeviceMesh) -> dict[str, Call]:
         "ring_attention, 3 documents": lambda: ring_attention(
             *plain, mesh=mesh, cu_seqlens=DOCUMENTS
         ),
+        'ring_attention, "auto"': lambda: ring_attention(*plain, mesh=mesh, strategy="auto"),
+        'ring_attention, "auto", 3 documents': lambda: ring_attention(
+            *plain, mesh=mesh, strategy="auto", cu_seqlens=DOCUMENTS
+        ),
         "ring_attention on DTensors": lambda: ring_attention(*dtensors).to_local(),
+        'ring_attention on DTensors, "auto"': lambda: ring_attention(
+            *dtensors, strategy="auto"
+        ).to_local(),
         "scaled_dot_product_attention on DTensors": lambda: F.scaled_dot_product_attention(
             *dtensors, is_causal=True
         ).to_local(),

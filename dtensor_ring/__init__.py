@@ -27,6 +27,7 @@ from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZa
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.simulate.attention import simulate_attention
+from dtensor_ring.simulate.choose_layout import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
@@ -55,6 +56,7 @@ __all__ = [
     "Transport",
     "ZigZag",
     "available_kernels",
+    "choose_layout",
     "compare_layouts",
     "compare_strategies",
     "decode_attention",

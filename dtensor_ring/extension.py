@@ -7,6 +7,8 @@ docs/extension.md.
 
 The axis of a mesh, and checks of options before there is an axis:
     `axis_group`, `axis_group_options`, `check_axis_options`, `check_kernel`, `check_strategy`.
+What "auto" simulates:
+    `AnyMachine`, `machine_on`.
 Layouts, and the tokens of a rank:
     `Layout`, `as_layout`, `layout_names`, `layout_order`, `append_runs`, `local_tokens`,
     `from_local_tokens`, `visible_pairs`.
@@ -44,6 +46,7 @@ from dtensor_ring.dtensor.sequence import (
     layout_order,
     local_tokens,
 )
+from dtensor_ring.dtensor.shared_machine import AnyMachine, machine_on
 from dtensor_ring.dtensor.style import number_layer
 from dtensor_ring.ops.call_site import name_layer, within_layer
 from dtensor_ring.ops.checks import check_strided
@@ -56,6 +59,7 @@ from dtensor_ring.transport.transport import axis_group_options
 __all__ = [
     "IGNORE_INDEX",
     "MAX_QUERIES",
+    "AnyMachine",
     "CacheUsage",
     "Hybrid",
     "HybridComparison",
@@ -85,6 +89,7 @@ __all__ = [
     "layout_names",
     "layout_order",
     "local_tokens",
+    "machine_on",
     "name_layer",
     "number_layer",
     "receive_state",

@@ -14,10 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
+from dtensor_ring.extension import AnyMachine, check_strategy
 from parallel_plans.tested import warn_untested
 
 
-def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None = None) -> None:
+def use_ring_attention(
+    kernel: str | None = None,
+    policy: TransferPolicy | None = None,
+    strategy: str | None = None,
+    machine: AnyMachine | None = None,
+) -> None:
     """Make diffusers' backend "native" run its context parallelism as ring attention.
 
     `ring_degree` ranks exchange keys and values, and `ulysses_degree` ranks do an all-to-all of
@@ -28,15 +34,22 @@ def use_ring_attention(kernel: str | None = None, policy: TransferPolicy | None 
     Args:
         kernel: name of the block kernel; by default the first that can.
         policy: the dtypes in which messages travel.
+        strategy: how attention is made parallel over all ranks, whatever the two degrees are, see
+            `dtensor_ring.SequenceAxis`. "auto" takes the fastest. By default the degrees decide.
+        machine: what "auto" simulates, see `dtensor_ring.SequenceAxis`.
 
     Raises:
+        ValueError: if the strategy is unknown.
         ImportError: if diffusers is not installed, or its version has no context parallelism.
 
     Call it once, then `model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))`.
     """
     warn_untested("diffusers")
+    if strategy is not None:
+        check_strategy(strategy)
     registry, native = _registry()
-    _register(RingBackend(_stock(registry._backends[native]), kernel, policy))
+    stock = _stock(registry._backends[native])
+    _register(RingBackend(stock, kernel, policy, strategy, machine))
 
 
 def use_stock_attention() -> None:
@@ -71,12 +84,16 @@ class RingBackend:
         stock: the backend of diffusers, which runs models that are not parallel.
         kernel: name of the block kernel; `None` for the first that can.
         policy: the dtypes in which messages travel.
+        strategy: the strategy of all models; `None` for the degrees of each.
+        machine: what the strategy "auto" simulates.
         layout: the layout in which diffusers shards tokens. Full attention is balanced in any.
     """
 
     stock: Callable[..., Any]
     kernel: str | None
     policy: TransferPolicy | None
+    strategy: str | None = None
+    machine: AnyMachine | None = None
     layout: str = "contiguous"
 
     def __call__(
@@ -113,8 +130,9 @@ class RingBackend:
     def _axis(self, config: Any) -> SequenceAxis:
         """Return the axis of a model's ranks; the ranks of one all-to-all are consecutive."""
         degree = config.ulysses_degree
-        strategy = f"ulysses:{degree}" if degree > 1 else "ring"
-        how = {"strategy": strategy, "kernel": self.kernel, "policy": self.policy}
+        by_degree = f"ulysses:{degree}" if degree > 1 else "ring"
+        how: dict[str, Any] = {"strategy": self.strategy or by_degree, "kernel": self.kernel}
+        how |= {"policy": self.policy, "machine": self.machine}
         return SequenceAxis(config._flattened_mesh, self.layout, **how)
 
 

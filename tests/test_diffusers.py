@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.forced import machine_for, taken
 from tests.pool import Pool
 
 pytest.importorskip("diffusers")
@@ -45,8 +46,10 @@ def _step(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tens
     return out.detach(), {name: x.grad for name, x in model.named_parameters()}
 
 
-def _compared(ring: int, ulysses: int) -> tuple[float, float, int]:
-    """Largest differences of the output and of the gradients, and how many rings there were."""
+def _compared(
+    ring: int, ulysses: int, strategy: str | None = None
+) -> tuple[float, float, set[str]]:
+    """Largest differences of the output and of the gradients, and the strategies."""
     from diffusers import ContextParallelConfig
 
     from parallel_plans import diffusers
@@ -54,38 +57,42 @@ def _compared(ring: int, ulysses: int) -> tuple[float, float, int]:
     # With the newest torch, diffusers gathers the output by a function of an old name.
     warnings.filterwarnings("ignore", ".*all_gather_tensor. is deprecated", FutureWarning)
     expected, grads = _step(_model(), _inputs())
-    diffusers.use_ring_attention(kernel="reference")
-    diffusers.use_ring_attention(kernel="reference")  # twice is as good as once
-    model, calls = _model(), []
-    attend = diffusers.SequenceAxis.attention
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append(self.strategy)
-        return attend(self, *args, **kwargs)
-
+    how: Any = {"strategy": strategy, "machine": machine_for("ulysses") if strategy else None}
+    diffusers.use_ring_attention(kernel="reference", **how)
+    diffusers.use_ring_attention(kernel="reference", **how)  # twice is as good as once
+    model = _model()
     # It divides by the number of accelerators, which is none on a CPU.
     with patch.object(torch.accelerator, "device_count", lambda: 1):
         config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
         model.enable_parallelism(config=config)
     try:
-        with patch.object(diffusers.SequenceAxis, "attention", counted):
+        with taken() as calls:
             out, found = _step(model, _inputs())
     finally:
         diffusers.use_stock_attention()
     for x in found.values():
         dist.all_reduce(x)
     off = max(float((found[name] - x).abs().max()) for name, x in grads.items())
-    return float((out - expected).abs().max()), off, len(calls)
+    assert len(calls) == 4, "two layers, forward and backward"
+    return float((out - expected).abs().max()), off, {x for _, x, _ in calls}
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses"), [(2, 1), (2, 2), pytest.param(1, 2, marks=pytest.mark.repeats)]
+    ("ring", "ulysses", "strategy", "expected"),
+    [
+        (2, 1, None, "ring"),
+        (2, 2, None, "ulysses:2"),
+        pytest.param(1, 2, None, "ulysses:2", marks=pytest.mark.repeats),
+        (2, 1, "auto", "ulysses:2"),
+    ],
 )
-def test_forward_and_backward_are_those_of_one_process(pool: Pool, ring: int, ulysses: int) -> None:
-    for out, grad, calls in pool.run(ring * ulysses, _compared, ring, ulysses):
+def test_forward_and_backward_are_those_of_one_process(
+    pool: Pool, ring: int, ulysses: int, strategy: str | None, expected: str
+) -> None:
+    for out, grad, strategies in pool.run(ring * ulysses, _compared, ring, ulysses, strategy):
         assert out < 1e-12
         assert grad < 1e-11
-        assert calls == 2
+        assert strategies == {expected}
 
 
 def test_without_parallelism_the_stock_attention_runs() -> None:

@@ -115,12 +115,13 @@ def estimate(
     batch: int,
     layout: str | None,
     strategy: str,
+    machine: str | None,
     dtype: torch.dtype | None,
     checkpoint: str,
     as_json: bool,
 ) -> int:
     """Print what a training step takes on one rank, and return the exit status."""
-    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype)
+    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype, machine)
     try:
         found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
     except (ImportError, ValueError) as error:

@@ -19,9 +19,11 @@ from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate import AXES, estimate
 from dtensor_ring.command.pictures import drawing
 from dtensor_ring.command.simulate import ReadConfig, config_file, simulate
+from dtensor_ring.dtensor.axis_machine import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.strategy import AUTO, Strategy
+from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
@@ -183,10 +185,21 @@ def schedule(
     as_json: bool,
     html: Path | None = None,
     png: Path | None = None,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    machine: str | None = None,
 ) -> int:
     """Print the work of each rank at each step, draw it, and return the exit status."""
     try:
         asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
+        if strategy == AUTO:
+            device = as_machine(machine or DEFAULT_MACHINE)
+            strategy = choose(
+                *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+                layout=layout or "zigzag",
+                dtype=device.dtype_like("bfloat16"),
+                machine=device,
+            ).spec
         found = describe_schedule(*asked, strategy=strategy)
         layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
         _save(found, html, png)
@@ -328,9 +341,8 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command = commands.add_parser("schedule", help=text, description=text)
     command.set_defaults(run=schedule)
     _add_attention(command)
-    command.add_argument(
-        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
-    )
+    _add_heads(command)
+    _add_strategy(command)
     command.add_argument(
         "--hybrid",
         type=hybrid_of,
@@ -346,10 +358,7 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     command = commands.add_parser("compare", help=text, description=text)
     command.set_defaults(run=compare)
     _add_attention(command)
-    command.add_argument(
-        "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
-    )
-    command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
+    _add_heads(command)
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
     text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
     command.add_argument("--machine", type=machine_of, help=text)
@@ -368,9 +377,7 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) ->
     )
     command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
     command.add_argument("--layout", help="how tokens are sharded")
-    command.add_argument(
-        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
-    )
+    _add_strategy(command)
     command.add_argument(
         "--checkpoint",
         choices=("none", "full"),
@@ -379,6 +386,19 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) ->
     )
     command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+
+
+def _add_heads(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
+    )
+    command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
+
+
+def _add_strategy(command: argparse.ArgumentParser) -> None:
+    text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
+    command.add_argument("--strategy", default=Strategy.default, help=text)
+    command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
 
 
 def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -33,7 +34,8 @@ from dtensor_ring.compute.kernels import check_kernel
 from dtensor_ring.ops.options import Place
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
-from dtensor_ring.planning.strategy import as_strategy, check_strategy
+from dtensor_ring.planning.strategy import AUTO, as_strategy, check_strategy
+from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 # Begins our part of the tag; only the text behind it is replaced.
@@ -76,6 +78,7 @@ class AxisConfig:
         strategy: the spec of the strategy.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
+        machine: by which the strategy "auto" chooses; `None` for the data sheet of the device.
         spec: the spec of the layout for the ops, computed once.
     """
 
@@ -83,6 +86,7 @@ class AxisConfig:
     strategy: str = "ring"
     kernel: str | None = None
     policy: TransferPolicy = DEFAULT_POLICY
+    machine: Machine | None = None
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -141,6 +145,7 @@ def check_axis_options(
     strategy: str | None = None,
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
+    machine: Any = None,
 ) -> None:
     """Refuse options that no axis accepts, before there is an axis; `None` is the default.
 
@@ -148,11 +153,24 @@ def check_axis_options(
         TypeError: if one has a wrong type.
         ValueError: if one is unknown.
     """
+    check_machine(machine)
     configured(layout, strategy=strategy, kernel=kernel, policy=policy)
 
 
+def check_machine(given: Any) -> None:
+    """Refuse what cannot name a machine, without reading a file.
+
+    Raises:
+        TypeError: if it is neither a machine nor a name.
+    """
+    if given is not None and not isinstance(given, Machine | str | PathLike):
+        raise TypeError(
+            f"machine must be a Machine, a name such as 'h100', or a file, got {given!r}"
+        )
+
+
 def configured(layout: Layout, **how: Any) -> AxisConfig:
-    """Make the configuration of a layout, strategy, kernel and policy; `None` is the default.
+    """Make the configuration of a layout and the options of an axis; `None` is the default.
 
     Raises:
         TypeError: if one has a wrong type.
@@ -171,6 +189,8 @@ class Annotation:
         is_assumed: whether the config is a default that the first use assumed.
         group_name: the group that was last used over these ranks.
         num_layers: the number of modules that attend over the axis; ranks call them by number.
+        choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
+        machines: those read for the axis, by the names that were given, and "" for the default.
     """
 
     ranks: tuple[int, ...]
@@ -178,6 +198,8 @@ class Annotation:
     is_assumed: bool = False
     group_name: str | None = None
     num_layers: int = 0
+    choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
+    machines: dict[str, Machine] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -243,7 +265,7 @@ def _begin(world: ProcessGroup) -> None:
 
 
 def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
-    """Record the layout, strategy, kernel and policy of a 1-D mesh.
+    """Record the layout and the options of a 1-D mesh.
 
     `None` stands for the recorded value, or the default. A layout that belongs to a batch is
     recorded again for each batch.
@@ -254,7 +276,9 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     here = annotation_of(axis_group(mesh))
     before = here.config
     given = {name: value for name, value in how.items() if value is not None}
-    if "strategy" in given:  # normalize the spec, because strategies are compared by it
+    if (
+        given.get("strategy", AUTO) != AUTO
+    ):  # normalize the spec, because strategies are compared by it
         given["strategy"] = as_strategy(given["strategy"], len(here.ranks)).spec
     # This checks the values, so it runs before anything is recorded.
     config = configured(layout, **_recorded(before) | given)
@@ -284,12 +308,13 @@ tag_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def constants_of(here: Annotation) -> tuple[Any, ...]:
     """Return the constants that graphs have of an axis; equal ones have equal `repr` everywhere."""
     config = here.config or UNANNOTATED
-    return here.group_name, config.spec, config.strategy, config.kernel, config.policy
+    machine = config.machine and config.machine.label
+    return here.group_name, config.spec, config.strategy, config.kernel, config.policy, machine
 
 
 def _recorded(config: AxisConfig | None) -> dict[str, Any]:
     """Return the recorded options without the layout."""
-    names = ("strategy", "kernel", "policy")
+    names = ("strategy", "kernel", "policy", "machine")
     return {} if config is None else {name: getattr(config, name) for name in names}
 
 
@@ -304,11 +329,15 @@ def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisCo
     # An assumed configuration was not chosen by the user, so any other may replace it.
     for name, value in {} if here.is_assumed else _recorded(old).items():
         if getattr(new, name) != value:
+            old_text, new_text = map(_text, (value, getattr(new, name)))
             raise ValueError(
-                f"{mesh} was configured with {name}={value!r}, it cannot get "
-                f"{name}={getattr(new, name)!r}: an axis is configured once; use the same {name}, "
-                "or a mesh of other ranks"
+                f"{mesh} was configured with {name}={old_text}, it cannot get {name}={new_text}: "
+                f"an axis is configured once; use the same {name}, or a mesh of other ranks"
             )
+
+
+def _text(option: Any) -> str:
+    return option.label if isinstance(option, Machine) else repr(option)
 
 
 def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:

@@ -15,14 +15,15 @@ from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_heads
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, tag_compiled
-from dtensor_ring.dtensor.dispatch import ulysses_dtensors
+from dtensor_ring.dtensor.choice import chosen
+from dtensor_ring.dtensor.dispatch import chosen_on_dtensors, ulysses_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.call_site import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import check_strategy, has_all_to_all
+from dtensor_ring.planning.strategy import AUTO, check_strategy, has_all_to_all
 
 
 @overload
@@ -199,14 +200,19 @@ def attend(
 def _attend(
     query: Any, key: Any, value: Any, call: Call, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    place: Any = call.place
+    place = call.place
     if place.group_name is not None:
+        call = chosen(call, query, value)
+        place: Any = call.place
         if ulysses_heads(place.strategy, place.group_name) > 1:
             return ulysses_attention(query, key, value, call, with_lse)
     # A compiler cannot trace how DTensors are read, and transforms of `torch.func` wrap them. In
     # both cases the op's DTensor handler does it.
     elif not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         strategy = place.strategy or strategy_of(query)
+        if strategy == AUTO:
+            call = chosen_on_dtensors(query, key, value, call)
+            strategy = call.place.strategy
         if strategy is not None and has_all_to_all(strategy):
             return ulysses_dtensors(query, key, value, call, with_lse)
     return ring_op(query, key, value, *flatten(call))

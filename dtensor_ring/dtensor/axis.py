@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.agreement.group_state import meet
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor import call_check, sequence
-from dtensor_ring.dtensor.annotation import annotate, axis_group
+from dtensor_ring.dtensor.annotation import annotate, axis_group, check_axis_options
 from dtensor_ring.dtensor.attention import attend
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.placement import dtensor_of
+from dtensor_ring.dtensor.shared_machine import AnyMachine, shared_machine
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -24,7 +25,8 @@ from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.planning.strategy import AUTO, check_strategy
+from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.symmetric import use_symmetric
 from dtensor_ring.transport.transport import TransferPolicy, Transport, set_transport
 
@@ -48,12 +50,17 @@ class SequenceAxis:
             each rank to the next) or "direct" (to the ranks that see them), whichever moves less;
             "all_gather" first gathers all that is seen. "ulysses" is an all-to-all of heads over
             all ranks, "ulysses:4" over groups of four, with a ring among the groups,
-            "ulysses:4+all_gather" with an all-gather. See `docs/strategies.md`.
+            "ulysses:4+all_gather" with an all-gather. "auto" is the fastest of them for each mask
+            and shape, simulated on `machine`. See `docs/strategies.md`.
         kernel: name of the block kernel; by default the first of `available_kernels()` that
             supports the call.
         policy: the dtypes in which messages travel, and whether copy engines move them.
         transport: what moves the messages; by default the mesh's process group, or what the policy
             names.
+        machine: what "auto" simulates: the path of a file that `python -m dtensor_ring calibrate`
+            wrote, which the first rank of the axis reads for all; the name of a data sheet, such as
+            "h100"; or a `Machine`. By default the data sheet of the device; where there is none, as
+            for CPUs, that of "h100".
         strict: on GPUs a call goes on while ranks compare it, so a difference is an error of the
             next call, within a second. With `strict=True` each call waits on the host until the
             previous rank has made the same call, and nothing is computed from other data. Calls on
@@ -63,9 +70,9 @@ class SequenceAxis:
     objects of the axis must agree with it.
 
     Raises:
-        ValueError: if the mesh is not 1-D, a value is unknown, or another object configured the
-            axis differently.
-        TypeError: if the mesh, the layout or the policy has a wrong type.
+        ValueError: if the mesh is not 1-D, a value is unknown, another object configured the axis
+            differently, or, on all ranks, if the first one cannot read the file of the machine.
+        TypeError: if the mesh, the layout, the policy or the machine has a wrong type.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -84,14 +91,16 @@ class SequenceAxis:
         kernel: str | None = None,
         policy: TransferPolicy | None = None,
         transport: Transport | None = None,
+        machine: AnyMachine | None = None,
         strict: bool | None = None,
     ) -> None:
         if strict is not None:
             strict = call_check.as_flag("strict", strict)
-        group = axis_group(mesh)
-        self._config = annotate(
-            mesh, as_layout(layout), strategy=strategy, kernel=kernel, policy=policy
-        )
+        group, layout = axis_group(mesh), as_layout(layout)
+        how: dict[str, Any] = {"strategy": strategy, "kernel": kernel, "policy": policy}
+        check_axis_options(layout, **how)  # before ranks wait for the file of a machine
+        how["machine"] = shared_machine(group, machine, mesh.device_type)
+        self._config = annotate(mesh, layout, **how)
         if transport is not None:
             set_transport(group, transport)
         if self.policy.transport == "symmetric":
@@ -104,7 +113,7 @@ class SequenceAxis:
     def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
         """Pickle the arguments: loading the object configures the axis there."""
         how: dict[str, Any] = {"strategy": self.strategy, "kernel": self.kernel}
-        how |= {"policy": self.policy, "strict": self._strict}
+        how |= {"policy": self.policy, "machine": self.machine, "strict": self._strict}
         return partial(SequenceAxis, **how), (self.mesh, self.layout)
 
     @property
@@ -114,7 +123,7 @@ class SequenceAxis:
 
     @property
     def strategy(self) -> str:
-        """The strategy that makes attention parallel."""
+        """The strategy that makes attention parallel; "auto" chooses one for each call."""
         return self._config.strategy
 
     @property
@@ -126,6 +135,11 @@ class SequenceAxis:
     def policy(self) -> TransferPolicy:
         """The dtypes in which messages travel."""
         return self._config.policy
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine by which "auto" chooses, `None` for the data sheet of the device."""
+        return self._config.machine
 
     def __repr__(self) -> str:
         what = f"{self.mesh}, {self.layout.spec!r}, strategy={self.strategy!r}"
@@ -219,11 +233,12 @@ class SequenceAxis:
             cu_seqlens: boundaries of documents, `(D+1,)`, or `(B, D+1)` of this rank's batch rows.
             runs: the runs of this batch, for a layout that belongs to it.
             slices: what queries see, in place of mask and boundaries.
-            strategy: the strategy of the attention; by default the axis's.
+            strategy: the strategy of the attention; by default the axis's. "auto" needs tensors to
+                choose, so name the one of the call.
 
         Raises:
             TypeError: if an argument has a wrong type.
-            ValueError: if the axis cannot run this attention.
+            ValueError: if the axis cannot run this attention, or the strategy is "auto".
 
         Example:
             >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -238,6 +253,11 @@ class SequenceAxis:
         scores = call_check.scores_of(empty, call_check.mask_of(mask, slices), 1.0, 0.0, None, None)
         place = self._config.place(self._group_name, length, length, strategy)
         call = Call(batch, scores, place)
+        if place.strategy == AUTO:
+            raise ValueError(
+                '"auto" is chosen by the heads of a call, which prepare does not know; '
+                "pass the strategy that the call takes, such as strategy='ring'"
+            )
         call_check.check_options(empty, call)
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))

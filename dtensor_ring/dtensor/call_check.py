@@ -20,6 +20,7 @@ from dtensor_ring.all_to_all.ulysses import as_autocast
 from dtensor_ring.compute.kernels import Scores, available_kernels, check_kernel
 from dtensor_ring.decode.op import DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group, group_of
+from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import local_call, ring_of_call
 from dtensor_ring.dtensor.placement import SEQUENCE, local_of, placements_text
 from dtensor_ring.ops.attention_record import attention_facts
@@ -77,10 +78,14 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     inputs, placements = (query, key, value, call.scores.sinks), "none"
     if isinstance(query, DTensor):
         ring = ring_of_call(query, key, value, call)
-        call, placements = local_call(call, query, key, ring), placements_text(ring.placements)
+        call, placements = (
+            local_call(call, query, key, value, ring),
+            placements_text(ring.placements),
+        )
         query, key, value = (local_of(x, ring) for x in (query, key, value))
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
+    call = chosen(call, query, value)
     request = call.request(len(query))
     # Shards have these lengths before an all-to-all, too.
     request._replace(strategy=Strategy()).plan(query, key)
@@ -89,7 +94,7 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
-    return ring_record(facts, call.place.policy, *request).fields | more
+    return ring_record(facts, call.place.policy, call.place.machine, *request).fields | more
 
 
 def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:

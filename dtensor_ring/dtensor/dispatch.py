@@ -22,6 +22,7 @@ from dtensor_ring.decode.op import (
     flatten_decode,
     unflatten_decode,
 )
+from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.placement import (
     BATCH,
     HEADS,
@@ -36,7 +37,7 @@ from dtensor_ring.dtensor.placement import (
     wrap,
 )
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.options import LEAVES, Call, flatten, unflatten
+from dtensor_ring.ops.options import LEAVES, Call, Place, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
 
@@ -47,7 +48,7 @@ def ring_forward_dtensor(
     """Run the ring op on DTensors, whose placements and axis give the call's place."""
     ring = ring_of_call(query, key, value, call)
     tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
-    local = local_call(call, query, key, ring)
+    local = local_call(call, query, key, value, ring)
     results: Any
     if _has_all_to_all(local):
         # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
@@ -76,7 +77,7 @@ def ring_backward_dtensor(
     tensors: list[Any] = [
         local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
     ]
-    local = local_call(call, query, key, ring)
+    local = local_call(call, query, key, value, ring)
     if _has_all_to_all(local):
         *grads, grad_sinks = ulysses_backward(*tensors, call=local)
     else:
@@ -106,7 +107,7 @@ def ulysses_dtensors(
     The ring op on DTensors instead keeps both the own and the exchanged tensors for backward.
     """
     ring = ring_of_call(query, key, value, call)
-    local, sinks = local_call(call, query, key, ring), call.scores.sinks
+    local, sinks = local_call(call, query, key, value, ring), call.scores.sinks
     if isinstance(sinks, DTensor):
         own = sinks.to_local(grad_placements=_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
@@ -170,18 +171,27 @@ def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ri
     return ring_of(query, key, value, call.batch.runs is not None)
 
 
-def local_call(call: Call, query: DTensor, key: DTensor, ring: Ring) -> Call:
+def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: Ring) -> Call:
     """Return the call on local tensors, with this rank's rows of boundaries and its own sinks."""
     batch, config = call.batch, ring.config
     bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
     key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
     slices = _local_rows("slices", batch.slices, query, ring, 3)
     lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
-    return Call(
+    place = config.place(ring.group.group_name, *lengths, call.place.strategy)
+    local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         _local_scores(call.scores, ring),
-        config.place(ring.group.group_name, *lengths, call.place.strategy),
+        place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
+    return chosen(local, query._local_tensor, value._local_tensor)
+
+
+def chosen_on_dtensors(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Call:
+    """Return a call on DTensors with a strategy in place of "auto"."""
+    local = local_call(call, query, key, value, ring_of_call(query, key, value, call))
+    of_call = Place(strategy=local.place.strategy, machine=local.place.machine)
+    return Call(call.batch, call.scores, of_call)
 
 
 def _local_scores(scores: Scores, ring: Ring) -> Scores:

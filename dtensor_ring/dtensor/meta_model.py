@@ -19,6 +19,7 @@ class ModelRequest(NamedTuple):
         layout: the layout of the axis.
         strategy: the strategy of the axis.
         dtype: the dtype of the parameters; `None` is that of the config.
+        machine: what the strategy "auto" simulates, a file or a name; `None` for the default.
     """
 
     seq_len: int
@@ -26,6 +27,7 @@ class ModelRequest(NamedTuple):
     layout: str
     strategy: str
     dtype: torch.dtype | None
+    machine: str | None = None
 
 
 class MetaModel(NamedTuple):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_axis_options
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.dtensor.shared_machine import AnyMachine
 from dtensor_ring.ops.call_site import CALLER, layer_of, name_layer, within_layer
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
@@ -49,6 +50,7 @@ class ContextParallel(ParallelStyle):
         strategy: how attention is made parallel, see `SequenceAxis`.
         kernel: name of the block kernel.
         policy: the dtypes in which messages travel.
+        machine: what the strategy "auto" simulates, see `SequenceAxis`.
         inputs: names of the arguments of `forward` that become DTensors.
 
     Raises:
@@ -72,10 +74,12 @@ class ContextParallel(ParallelStyle):
         strategy: str | None = None,
         kernel: str | None = None,
         policy: TransferPolicy | None = None,
+        machine: AnyMachine | None = None,
         inputs: tuple[str, ...] = INPUTS,
     ) -> None:
         super().__init__()
-        how = {"strategy": strategy, "kernel": kernel, "policy": policy}
+        how: dict[str, Any] = {"strategy": strategy, "kernel": kernel, "policy": policy}
+        how["machine"] = machine
         self.layout, self.how = as_layout(layout), how
         # Refuse options here, where the user wrote them, and not when the style is applied.
         check_axis_options(self.layout, **how)

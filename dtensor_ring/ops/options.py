@@ -154,7 +154,8 @@ class Place(NamedTuple):
     """Where the tokens are, and how they are moved.
 
     For DTensors, the placements and the axis decide, and only a strategy may be given. If the batch
-    has runs of queries and of keys, the lengths follow from them.
+    has runs of queries and of keys, the lengths follow from them. Where a machine chose the
+    strategy, the call names it, so that ranks compare their machines.
     """
 
     layout: str | None = None
@@ -163,6 +164,7 @@ class Place(NamedTuple):
     key_seq_len: Length | None = None
     group_name: str | None = None
     policy: TransferPolicy = DEFAULT_POLICY
+    machine: str | None = None
 
 
 # The place of a call on DTensors. A constant: compilers cannot follow a default that is an object.

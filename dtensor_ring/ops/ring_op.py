@@ -168,17 +168,20 @@ def checked_call(
     if request.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = ring_record(facts, call.place.policy, *request)
+    record = ring_record(facts, call.place.policy, call.place.machine, *request)
     return checked_transport(group, record, direction, query.device, forward_call, CALLER.site)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
-def ring_record(attention: AttentionFacts, policy: TransferPolicy, *asked: Any) -> CallRecord:
+def ring_record(
+    attention: AttentionFacts, policy: TransferPolicy, machine: str | None, *asked: Any
+) -> CallRecord:
     """Return the record of a call; `asked` are the fields of its `PlanRequest`."""
     request = PlanRequest(*asked)
     own: dict[str, object] = {
         "tokens of keys": request.key_seq_len,
         "strategy": request.strategy.spec,
+        "machine": machine or "none",
         "policy": policy,
         "key_cu_seqlens": boundaries_text(request.key_documents),
         "runs": runs_text(request.layout),

@@ -344,6 +344,12 @@ def _parse(spec: str) -> Layout:
     if spec == PerBatch.name:
         return PerBatch()
     name, _, parameters = spec.partition(":")
+    if spec == "auto":
+        raise ValueError(
+            'a layout is chosen before masks are seen, so "auto" is for plans that know the layers '
+            "of a model, as context_parallel_plan; else pass choose_layout(mask, seq_len, "
+            "world_size)"
+        )
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {spec!r}; known layouts: {', '.join(_known_specs())}")
     return _parsed(LAYOUTS[name], spec, parameters)

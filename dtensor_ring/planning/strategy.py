@@ -11,6 +11,9 @@ from dtensor_ring.planning.route import ROUTES
 # The all-to-all of tokens and heads (Jacobs et al., 2023, arXiv 2309.14509).
 ULYSSES = "ulysses"
 
+# The fastest strategy on a machine, for each call.
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -97,13 +100,15 @@ def check_strategy(spec: str, world_size: int | None = None) -> None:
     """Refuse a spec that is no strategy for an axis.
 
     Args:
-        spec: what `as_strategy` reads.
+        spec: what `as_strategy` reads, or "auto".
         world_size: number of ranks of the axis; `None` is an axis of any size.
 
     Raises:
         ValueError: if the spec is unknown, or its groups do not divide the axis.
         TypeError: if the spec is not a string.
     """
+    if isinstance(spec, str) and spec == AUTO:
+        return
     if world_size is None:
         _parse(spec)
     else:
@@ -154,4 +159,5 @@ def _known_specs() -> str:
     routes = ", ".join(ROUTES)
     return (
         f"{routes}, {ULYSSES}, {ULYSSES}:<ranks of a group>, {ULYSSES}:<ranks>+<one of the first>"
+        f", and for attention {AUTO}"
     )

@@ -200,6 +200,11 @@ class Machine:
         """Sixteen hexadecimal digits that differ if any field does."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
+    @property
+    def label(self) -> str:
+        """Its name and digest, by which ranks and errors tell machines apart."""
+        return f"{self.name} {self.digest}"
+
     def to_json(self) -> str:
         """Return all fields as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -278,6 +283,16 @@ class Machine:
             return abs(x.head_dim - head_dim), forms.index(x.form), of_heads
 
         return min(known, key=distance)
+
+    def dtype_like(self, dtype: str) -> str:
+        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.
+
+        Args:
+            dtype: name of a dtype, such as "float32".
+        """
+        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
+        known = [x.dtype for x in self.kernels]
+        return dtype if not known or alike & {*known} else known[0]
 
 
 def _read(expected: Any, content: Any, where: str) -> Any:

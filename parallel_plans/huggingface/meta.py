@@ -29,7 +29,9 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
         config.dtype = asked.dtype
     with torch.device("meta"):
         model = _model(config)
-    plan = context_parallel_plan(model, asked.layout, strategy=asked.strategy)
+    plan = context_parallel_plan(
+        model, asked.layout, strategy=asked.strategy, machine=asked.machine
+    )
     module: Any = parallelize_module(model, mesh, plan)
     tokens = torch.zeros(asked.batch, asked.seq_len, dtype=torch.long, device="meta")
     return MetaModel(

@@ -12,7 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.extension import Layout, as_layout, check_axis_options, name_layer
+from dtensor_ring.extension import (
+    AnyMachine,
+    Layout,
+    check_axis_options,
+    name_layer,
+)
 from parallel_plans.huggingface.core.attention_function import (
     IMPLEMENTATION,
     attention,
@@ -56,7 +61,11 @@ from parallel_plans.huggingface.probing.probe import (
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
-from parallel_plans.huggingface.states.default_layout import DEFAULT, compared_layouts
+from parallel_plans.huggingface.states.default_layout import (
+    compared_layouts,
+    fastest_layout,
+    named_layout,
+)
 from parallel_plans.huggingface.vision.image_sharding import check_deal_images
 from parallel_plans.huggingface.vision.outer_model import install_outer_model
 from parallel_plans.strategies import Strategies, StrategyChoice
@@ -70,6 +79,7 @@ def context_parallel_plan(
     strategy: StrategyChoice = None,
     kernel: str | None = None,
     policy: TransferPolicy | None = None,
+    machine: AnyMachine | None = None,
     unshard_outputs: bool = False,
     deal_images: bool | None = None,
 ) -> dict[str, Any]:
@@ -96,11 +106,15 @@ def context_parallel_plan(
         layout: the order in which tokens are sharded. "zigzag", the default, balances causal
             attention; "balanced" shards each batch by its documents (not under `torch.compile`).
             For a model with stateful layers, the default is "zigzag" or "contiguous", whichever
-            costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it.
+            costs fewer bytes in its longest sequence; the logger `dtensor_ring` reports it. "auto"
+            is one of these two for any model: for one without such layers, the one whose
+            attentions take less time on `machine` in its longest sequence, or 32,768 tokens.
         strategy: how attention is made parallel, see `SequenceAxis`: one strategy for all layers,
             or one by name in the config's `layer_types`: `{"sliding": "ring", "full": "ulysses"}`.
+            "auto" chooses for each layer by its mask.
         kernel: name of the block kernel; by default the first suitable of `available_kernels()`.
         policy: the dtypes in which messages are sent, see `TransferPolicy`.
+        machine: what "auto" simulates, of strategies and layouts, see `SequenceAxis`.
         unshard_outputs: return logits and hidden states whole, as plain tensors, on every rank.
         deal_images: whether each rank runs the vision encoder on its share of the images only, and
             receives the embeddings of the others. By default, a cost model compares the saved flops
@@ -127,10 +141,11 @@ def context_parallel_plan(
     """
     warn_untested("transformers")
     check_model(model)
-    state_passing.check_layout(model, as_layout(DEFAULT if layout is None else layout))
+    state_passing.check_layout(model, named_layout(layout))
     check_deal_images(model, deal_images)
     strategies = Strategies.of(strategy)
-    how = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
+    how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
+    how["machine"] = machine
     return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}
 
 
@@ -148,8 +163,9 @@ class ShardedModel(ParallelStyle):
         super().__init__()
         self.deal_images = deal_images
         self.strategies = strategies
-        self.is_picked, self.how = layout is None, how
-        self.layout = as_layout(DEFAULT if layout is None else layout)
+        self.is_auto, self.how = layout == "auto", how
+        self.is_picked = layout is None or self.is_auto
+        self.layout = named_layout(layout)
         # Check here, so that an error points at the user's options, not at the plan's application.
         check_axis_options(self.layout, **how)
         self.unshard_outputs = unshard_outputs
@@ -194,7 +210,10 @@ class ShardedModel(ParallelStyle):
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
-        axis = SequenceAxis(device_mesh, costs.best if costs else self.layout, **self.how)
+        layout: Layout | str = costs.best if costs else self.layout
+        if self.is_auto and not costs:
+            layout = fastest_layout(decoder, layer_masks, device_mesh, **self.how)
+        axis = SequenceAxis(device_mesh, layout, **self.how)
         decoder.set_attn_implementation(IMPLEMENTATION)
         # An outer model makes the masks of its decoder, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION

@@ -34,6 +34,7 @@ def ring_attention(
     kernel: str | None = None,
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
+    machine: str | None = None,
 ) -> Decoder.Config:
     """Put ring attention into all layers of a config, as an override; see `use_ring`.
 
@@ -42,13 +43,14 @@ def ring_attention(
         --override.imports 'parallel_plans.torchtitan.ring_attention={"layout":"zigzag"}'
 
     Strategies are `"strategy":"ulysses:4"`, or by kind of layer
-    `"strategy":{"sliding":"ring","full":"ulysses:4"}`.
+    `"strategy":{"sliding":"ring","full":"ulysses:4"}`. `"strategy":"auto"` chooses for each layer,
+    and `"machine":"machine.json"` says by what.
 
     torchtitan's own trainers shard tokens in the zigzag layout, or in the contiguous one with
     `--parallelism.context_parallel_load_balancer None`. The trainers of
     `parallel_plans.torchtitan` shard tokens in any layout.
     """
-    use_ring(config, layout, kernel, grad_dtype, strategy)
+    use_ring(config, layout, kernel, grad_dtype, strategy, machine)
     return config
 
 

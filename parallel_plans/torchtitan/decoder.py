@@ -18,7 +18,6 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import MetaModel, ModelRequest, as_layout, check_kernel
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
@@ -34,6 +33,7 @@ def use_ring(
     kernel: str | None = None,
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
+    machine: str | None = None,
 ) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
@@ -46,7 +46,10 @@ def use_ring(
         grad_dtype: name of the dtype in which sums of key and value gradients travel, see
             `RingAttention.Config`.
         strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is one for all
-            layers, or one per kind of layer, `{"sliding": "ring", "full": "ulysses:4"}`.
+            layers, or one per kind of layer, `{"sliding": "ring", "full": "ulysses:4"}`. "auto"
+            chooses for each layer by its mask.
+        machine: what "auto" simulates: the path of a file that the first rank of each ring has, or
+            the name of a data sheet, see `dtensor_ring.SequenceAxis`.
 
     Raises:
         ValueError: if the layout, kernel or strategy is unknown, no layer has a given kind, or a
@@ -76,6 +79,7 @@ def use_ring(
             kernel=kernel,
             grad_dtype=grad_dtype,
             strategy=strategies.named(mask_of(window)),
+            machine=machine,
         )
     config.__class__ = _with_documents(type(config))
 
@@ -181,14 +185,14 @@ def model_of_function(
         ValueError: if there is no such function, or a ring cannot serve its model.
     """
     config = _config(module, function)
-    use_ring(config, asked.layout, strategy=asked.strategy)
+    use_ring(config, asked.layout, strategy=asked.strategy, machine=asked.machine)
     with torch.device("meta"):
         model: Any = config.build()
     if asked.dtype is not None:
         model.to(asked.dtype)
     for part in model.modules():
         if isinstance(part, RingAttention):
-            part.axis = SequenceAxis(mesh, part.layout, kernel=part.kernel, policy=part.policy)
+            part.axis = part.axis_of(mesh)
     rank, size = mesh.get_local_rank(), mesh.size()
     num_local = as_layout(asked.layout).num_tokens(rank, size, asked.seq_len)
     return MetaModel(type(model).__name__, model, lambda: _loss(model, asked, num_local))

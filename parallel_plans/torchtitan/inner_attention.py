@@ -11,6 +11,7 @@ import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_local_type, get_partition_spec
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -52,6 +53,7 @@ class RingAttention(Module):
                 `dtensor_ring.TransferPolicy`.
             strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is "ring"
                 by default; "ulysses:4" does an all-to-all over groups of four ranks.
+            machine: what the strategy "auto" simulates, see `use_ring`.
 
         Example:
             >>> RingAttention.Config(window_size=(127, 0), layout="striped").window_size
@@ -63,6 +65,7 @@ class RingAttention(Module):
         kernel: str | None = None
         grad_dtype: str | None = None
         strategy: str | None = None
+        machine: str | None = None
 
         def build(self, **kwargs: Any) -> RingAttention:
             """Build the module; torchtitan has set the replaced attention's sharding by now."""
@@ -75,7 +78,7 @@ class RingAttention(Module):
         self.window_size = config.window_size  # torchtitan reads it to raise the recompile limit
         self.mask = mask_of(self.window_size)
         self.layout, self.kernel = config.layout, config.kernel
-        self.strategy = config.strategy
+        self.strategy, self.machine = config.strategy, config.machine
         self.policy = policy_of(config.grad_dtype)
         self.axis: SequenceAxis | None = None
 
@@ -88,8 +91,13 @@ class RingAttention(Module):
         # A ring of one rank works too, so no other code has to distinguish.
         mesh = parallel_dims.get_optional_mesh("cp", include_singleton_axes=True)
         assert mesh is not None
-        self.axis = SequenceAxis(mesh, self.layout, kernel=self.kernel, policy=self.policy)
+        self.axis = self.axis_of(mesh)
         number_layer(self, mesh)
+
+    def axis_of(self, mesh: DeviceMesh) -> SequenceAxis:
+        """Return the axis of this attention over the ranks of a mesh."""
+        how = {"kernel": self.kernel, "policy": self.policy, "machine": self.machine}
+        return SequenceAxis(mesh, self.layout, **how)
 
     def forward(
         self,

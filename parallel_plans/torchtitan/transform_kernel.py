@@ -29,6 +29,9 @@ from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan import inner_attention
 from parallel_plans.torchtitan.packed_batch import Documents
 
+# What a config has beside the fields of torchtitan's attention.
+FIELDS = ("strategy", "kernel", "grad_dtype", "machine")
+
 
 def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     """Return a class of ring attention for `ContextParallelTransform(kernel=...)`.
@@ -40,9 +43,9 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
             `ContextParallelKernel`.
 
     Returns:
-        A class whose `Config` has three more fields: `strategy`, for all layers or by kind of
-        attention, see `use_ring`; `kernel`, name of the block kernel; and `grad_dtype`, see
-        `RingAttention.Config`.
+        A class whose `Config` has four more fields: `strategy`, for all layers or by kind of
+        attention, and `machine`, see `use_ring`; `kernel`, name of the block kernel; and
+        `grad_dtype`, see `RingAttention.Config`.
 
     Example:
         >>> from torchtitan.models.common.attention import VarlenAttention
@@ -59,7 +62,7 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     declared = {"shard_attention_mask": False, "shard_attention_heads": False}
     config = make_dataclass(
         "Config",
-        [(name, str | None, field(default=None)) for name in ("strategy", "kernel", "grad_dtype")],
+        [(name, str | None, field(default=None)) for name in FIELDS],
         bases=bases,
         namespace=declared | {"__qualname__": f"{name}.Config"},
         kw_only=True,
@@ -78,6 +81,7 @@ class _RingKernel(Module):
         self.mask = inner_attention.mask_of(self.window_size)
         self.strategy = Strategies.of(config.strategy).named(self.mask)
         self.kernel, self.policy = config.kernel, inner_attention.policy_of(config.grad_dtype)
+        self.machine = config.machine
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -89,7 +93,8 @@ class _RingKernel(Module):
         super().parallelize(parallel_dims)
 
     def _axis_of(self, mesh: DeviceMesh, layout: str = "contiguous") -> SequenceAxis:
-        return SequenceAxis(mesh, layout, kernel=self.kernel, policy=self.policy)
+        how = {"kernel": self.kernel, "policy": self.policy, "machine": self.machine}
+        return SequenceAxis(mesh, layout, **how)
 
     def forward(
         self,
@@ -185,11 +190,16 @@ def _current_mesh() -> DeviceMesh:
 
 @override(target=Decoder.Config, description="strategies of attention over the ring")
 def ring_strategy(
-    config: Decoder.Config, *, strategy: str | dict[str, str] | None = None
+    config: Decoder.Config,
+    *,
+    strategy: str | dict[str, str] | None = None,
+    machine: str | None = None,
 ) -> Decoder.Config:
     """Set the strategies of a model with `ring_kernel` or `use_ring`, as an override.
 
         --override.imports 'parallel_plans.torchtitan.ring_strategy={"strategy":"ulysses:4"}'
+
+    With "auto", each layer chooses by its mask, and `machine` says what is simulated.
 
     Raises:
         ValueError: if a strategy is unknown, no layer has a given kind, or no attention is a ring.
@@ -205,7 +215,7 @@ def ring_strategy(
     masks = [inner_attention.mask_of(ring.window_size) for ring in rings]
     strategies.check(masks)
     for ring, mask in zip(rings, masks, strict=True):
-        ring.strategy = strategies.named(mask)
+        ring.strategy, ring.machine = strategies.named(mask), machine
     return config
 
 

@@ -51,7 +51,7 @@ CALLED: Right = {
     **OPTIONS,
     "kernel": just(None, "reference"),
     "return_lse": just(False, True),
-    "strategy": just(None, "all_gather", "ulysses"),
+    "strategy": just(None, "all_gather", "ulysses", "auto"),
     "validate": just(False, True),
 }
 DECODED: Right = {
@@ -66,9 +66,10 @@ DECODED: Right = {
 }
 AXIS: Right = {
     "layout": just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
-    "strategy": just(None, "ring", "direct", "ulysses"),
+    "strategy": just(None, "ring", "direct", "ulysses", "auto"),
     "kernel": just(None, "reference"),
     "policy": just(None, ring.TransferPolicy(torch.bfloat16)),
+    "machine": just(None, "h100"),
 }
 PLANNED: Right = {
     "mask": OPTIONS["mask"],
@@ -102,6 +103,16 @@ ATTENTION: Right = {
     "policy": AXIS["policy"][1:],
     "kernel": just(None, "any"),
     "machine": just("h100", ROUND),
+}
+LAID_OUT: Right = {
+    **{name: COMPARED[name] for name in ("heads", "head_dim", "batch", "policy")},
+    "world_size": just(1, 2),
+    "dtype": just(torch.bfloat16, "float16"),
+    "masks": just(Mask.causal(), [Mask.sliding(2), Mask.full()]),
+    "seq_len": just(8, 9),
+    "cu_seqlens": just(None, (0, 3, 8)),
+    "strategy": just("auto", "ring"),
+    "machine": just("a100"),
 }
 SIMULATED: Right = {
     "config": just(

@@ -17,6 +17,7 @@ from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
+from tests.forced import machine_for
 from tests.scripts import run_script
 from tests.simulate.machines import round_machine
 from tests.test_public import ROOT
@@ -46,6 +47,20 @@ def test_schedule(
     found = json.loads(capsys.readouterr().out)
     assert found["areas"] == expected.areas
     assert found["received"] == expected.received
+
+
+def test_schedule_of_the_fastest_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the machine of a file, for these heads."""
+    path = tmp_path / "machine.json"
+    path.write_text(machine_for("ulysses").to_json())
+    asked = ("zigzag", Mask.causal(), 1024, 4, None, None)
+    command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--strategy", "auto"]
+    command += ["--machine", str(path), "--heads"]
+    for heads, expected in (("4,2", "ulysses:4"), ("2,1", "ulysses:2")):
+        assert main(load, [*command, heads]) == 0
+        assert capsys.readouterr().out == f"{describe_schedule(*asked, expected)}\n"
 
 
 def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +123,7 @@ def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 4,8", 1, "cu_seqlens"),
         ("schedule --seq-len 8 --world-size 4 --strategy ulysses:3", 1, "do not divide the 4"),
         ("schedule --seq-len 8 --world-size 4 --strategy ulises", 1, "known strategies: ring"),
+        ("schedule --seq-len 8 --world-size 4 --strategy auto --machine h1", 1, "nor one of a100"),
         ("compare --seq-len 8 --world-size 2 --heads 8", 2, "heads of queries and of keys"),
         ("compare --seq-len 8 --world-size 2 --heads 8,3", 1, "must be a multiple"),
         ("doctor --fix", 2, "unrecognized arguments: --fix; python -m dtensor_ring doctor --help"),

@@ -27,6 +27,7 @@ from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention, largest
 from tests.faults.nccl_alone import await_agreement
 from tests.faults.worlds import Failure, Log, failure_of
+from tests.forced import machine_for
 from tests.rings import runs_of
 from tests.slices import shown
 
@@ -45,6 +46,7 @@ class Call:
         runs_of: boundaries of the documents that a balanced layout is made for.
         num_keys_of_rank_0: the first keys are on rank 0, all others on rank 1, by runs of queries
             and of keys; by default keys are where queries are.
+        machine: date of the machine of the axis.
         block: begin and end of tokens that see one another both ways, by slices.
         autocast: to bfloat16.
         lines: of the code that makes a call, in the order in which they are made.
@@ -71,6 +73,7 @@ class Call:
     kernel: str | None = None
     sinks: tuple[float, ...] = ()
     strategy: str = "ring"
+    machine: str | None = None
     kv_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
@@ -240,7 +243,8 @@ def configure(call: Call, mesh: DeviceMesh) -> None:
     """Annotate the axis as this rank has it."""
     policy = TransferPolicy(call.kv_dtype, call.grad_dtype, call.num_parts, call.transport)
     layout = call.layout_on(mesh.size())
-    SequenceAxis(mesh, layout, strategy=call.strategy, policy=policy)
+    machine = call.machine and replace(machine_for("ring"), date=call.machine)
+    SequenceAxis(mesh, layout, strategy=call.strategy, policy=policy, machine=machine)
 
 
 def step(call: Call, attend: Attend, mesh: DeviceMesh, training: bool) -> float:

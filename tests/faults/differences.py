@@ -107,6 +107,11 @@ DIFFERENCES = {
     "sinks": Difference("sinks", {"sinks": (0.5, -1.0, 2.0, 0.0)}),
     "strategy": Difference("strategy", {"strategy": "direct"}, {"strategy": "around"}),
     "strategy: tokens for heads": Difference("direction", {"strategy": "ulysses"}),
+    "machine": Difference(
+        "machine: for ring",
+        {"strategy": "auto", "machine": "2026-11-01"},
+        {"strategy": "auto", "machine": "2026-11-02"},
+    ),
     "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "num_parts": Difference("num_parts", {"num_parts": 2}),

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.strategies import StrategyChoice
+from parallel_plans.strategies import StrategyChoice, kind_of
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
+from tests.forced import machine_by_bytes, taken
 from tests.pool import Pool
 from tests.results import results_with_logits
 from tests.test_public import ROOT
@@ -64,12 +65,16 @@ def stock_results(
 
 
 def compare(
-    family: str, layout: str, strategy: StrategyChoice = None, kinds: tuple[str, ...] | None = None
+    family: str,
+    layout: str,
+    strategy: StrategyChoice = None,
+    kinds: tuple[str, ...] | None = None,
+    **how: Any,
 ) -> dict[str, dict[str, float]]:
     """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model(family)
-    plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True)
+    plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
     parallelize_module(model, mesh, plan)
     errors, given = {}, batches()
     for name, (loss, logits, grads) in stock_results(family, kinds).items():
@@ -119,6 +124,25 @@ def test_strategies(pool: Pool, family: str) -> None:
     for rank, errors in enumerate(pool.run(4, compare, family, "zigzag", STRATEGIES[family])):
         worst = largest(x for error in errors.values() for x in error.values())
         assert worst < 1e-5, f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
+def test_auto_chooses_by_layer(pool: Pool, family: str) -> None:
+    """Where all-to-alls take as long as some bytes, windows send fewer and others do not."""
+    for error, strategies in pool.run(4, _by_layer, family):
+        assert error < 1e-5
+        assert strategies == {"sliding": {"ring"}, "full": {"ulysses:4"}}
+
+
+def _by_layer(family: str) -> tuple[float, dict[str, set[str]]]:
+    """The largest error, and the strategies of each kind of layer."""
+    how = {"machine": machine_by_bytes(1600.0)}
+    with taken() as found:
+        errors = compare(family, "contiguous", "auto", ("plain",), **how)
+    kinds: dict[str, set[str]] = {}
+    for mask, strategy, _ in found:
+        kinds.setdefault(kind_of(mask), set()).add(strategy)
+    return largest(errors["plain"].values()), kinds
 
 
 REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {

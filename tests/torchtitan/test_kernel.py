@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, RingError, SequenceAxis
 from tests.dense import dense_attention
+from tests.forced import machine_for, taken
 from tests.pool import Pool
 from tests.torchtitan.test_torchtitan_parts import _on_cpu
 
@@ -152,6 +154,31 @@ def test_as_dense(pool: Pool, later: bool) -> None:
     """Windows, sinks, documents, by the strategy of each kind, also compiled."""
     for error in pool.run(2, _on_cpu, _run, later):
         assert error < 1e-5
+
+
+def _chosen(path: str, is_kernel: bool) -> tuple[str, str | None]:
+    """What a layer with the strategy "auto" takes, and the machine that its record names."""
+    from parallel_plans.torchtitan import Documents, RingAttention
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda name, **_: mesh[name])
+    options = {"strategy": "auto", "machine": path}
+    config = _kernel(False).Config(**options) if is_kernel else RingAttention.Config(**options)
+    layer, q = config.build(), torch.randn(8, 2, 8)
+    layer.parallelize(dims)
+    given = Documents(torch.tensor([0, 16], dtype=torch.int32))
+    with taken() as found:
+        layer(*(q if is_kernel else q[None],) * 3, attention_masks=given)
+    ((_, strategy, machine),) = found
+    return strategy, machine
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_the_fastest_strategy(pool: Pool, is_kernel: bool, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(machine_for("ulysses").to_json())
+    found = pool.run(2, _on_cpu, _chosen, str(path), is_kernel)
+    assert found == [("ulysses:2", machine_for("ulysses").label)] * 2
 
 
 def _swap(is_kernel: bool) -> str:

@@ -5,16 +5,37 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dtensor_ring import Mask
-from dtensor_ring.extension import Hybrid, HybridComparison, compare_hybrid_layouts
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import Mask, TransferPolicy, choose_layout
+from dtensor_ring.extension import (
+    AnyMachine,
+    Hybrid,
+    HybridComparison,
+    Layout,
+    as_layout,
+    compare_hybrid_layouts,
+    machine_on,
+)
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.states.stateful import attention_layers, stateful_layers
+from parallel_plans.strategies import SUFFIX, kind_of
 
 DEFAULT: str = "zigzag"
 # Sequence length that is compared for a model without a maximum length.
 DEFAULT_SEQ_LEN = 32768
 
 _LOG = logging.getLogger("dtensor_ring")
+
+
+def named_layout(layout: Layout | str | None) -> Layout:
+    """Return the layout of a plan, for now the default where the plan picks one.
+
+    Raises:
+        ValueError: if it is unknown.
+        TypeError: if it is no layout and no name.
+    """
+    return as_layout(DEFAULT if layout is None or layout == "auto" else layout)
 
 
 def compared_layouts(
@@ -28,7 +49,7 @@ def compared_layouts(
         model: a model with weights, or on the meta device.
         layer_masks: the masks of its layers; the most frequent one is compared.
         world_size: number of ranks of the axis.
-        strategy: the strategy of all attention layers; `None` for the default.
+        strategy: the strategy of all attention layers; `None` and "auto" for the default.
 
     Returns:
         `None` for a model without stateful layers.
@@ -36,16 +57,70 @@ def compared_layouts(
     num_stateful = len(stateful_layers(model))
     if not num_stateful:
         return None
-    masks = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
+    masks = _masks(layer_masks)
     found = compare_hybrid_layouts(
         _sizes(model, num_stateful),
-        max(masks, key=masks.count, default=Mask.causal()),
-        getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN,
+        max(masks, key=masks.count),
+        _longest(model),
         world_size,
-        strategy,
+        None if strategy == "auto" else strategy,
     )
     _LOG.info("layouts of %s: %s", type(model).__name__, found)
     return found
+
+
+def fastest_layout(
+    model: Any,
+    layer_masks: LayerMasks,
+    mesh: DeviceMesh,
+    strategy: str | None,
+    machine: AnyMachine | None,
+    policy: TransferPolicy | None,
+    **_: Any,
+) -> str:
+    """Return the layout in which the attentions of a model take least time.
+
+    They are simulated at the longest sequence of the model.
+
+    Args:
+        model: a model without stateful layers, with weights or on the meta device.
+        layer_masks: the masks of its layers.
+        mesh: the 1-D mesh of the axis.
+        strategy: the strategy of all layers; `None` for the default.
+        machine: what is simulated, see `SequenceAxis`.
+        policy: the dtypes in which messages travel, `None` for the default.
+    """
+    sizes, device = _sizes(model, 0), machine_on(mesh, machine)
+    found = choose_layout(
+        _of_layers(_masks(layer_masks), model),
+        _longest(model),
+        mesh.size(),
+        sizes.heads,
+        sizes.head_dim,
+        dtype=device.dtype_like(str(model.dtype).removeprefix("torch.")),
+        policy=policy or TransferPolicy(),
+        strategy=strategy or "ring",
+        machine=device,
+    )
+    _LOG.info("layout of %s by %s: %s", type(model).__name__, device.label, found)
+    return found
+
+
+def _masks(layer_masks: LayerMasks) -> list[Mask]:
+    """Return the masks of the layers, at least one."""
+    found = [x.mask for x in layer_masks.values() if isinstance(x, LayerMask)]
+    return found or [Mask.causal()]
+
+
+def _of_layers(masks: list[Mask], model: Any) -> list[Mask]:
+    """Return the mask of each layer where the config lists their kinds, else one of each kind."""
+    kinds = [x.removesuffix(SUFFIX) for x in getattr(model.config, "layer_types", None) or ()]
+    return [mask for mask in masks for _ in range(max(1, kinds.count(kind_of(mask))))]
+
+
+def _longest(model: Any) -> int:
+    """Return the length of the longest sequence of a model, in tokens."""
+    return getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN
 
 
 def _sizes(model: Any, num_stateful: int) -> Hybrid:

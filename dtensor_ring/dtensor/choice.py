@@ -1,0 +1,279 @@
+"""Chooses the strategy of a call that has "auto": the fastest one on the machine of its axis.
+
+Note [What a choice depends on]: the mask, the global length, heads, head dim, batch and dtype of
+this rank's tensors, layout, policy and size of the axis, and its machine. All of them are equal on
+the ranks of an axis, so all choose alike; call records have the machine. Whether gradients are
+enabled does not matter: forward and backward count together.
+
+Lengths are rounded up to three significant bits, in half parts of a rank, so sequences of any
+length need a few simulations. Eager calls know documents on the CPU. They count by their mean
+length over tokens, to a power of two: documents of many lengths with that mean are simulated, see
+`typical_boundaries`, so the next batch seldom needs another simulation. Slices count as a full or
+causal mask or a window, by the mean number of keys that a query sees. In a graph neither has
+values: documents count as one, slices as their mask, and lengths as those that were traced. So a
+graph serves all documents, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.dtensor.annotation import Annotation, annotation_of
+from dtensor_ring.dtensor.axis_machine import machine_of
+from dtensor_ring.ops.nodes import autocast_dtype
+from dtensor_ring.ops.options import Call, Place, group_named
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import AUTO, Strategy
+from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.machine import Machine
+
+_LOG = logging.getLogger("dtensor_ring")
+
+# A document is at least the part of a rank over this; shorter ones send next to nothing.
+MAX_DOCUMENTS = 16
+
+# Lengths of documents, in percent of the mean of an exponential distribution, mixed; and the mean
+# over their tokens, of the squares over the sum.
+QUANTILES = (58, 277, 21, 116, 6, 167, 37, 83)
+MEAN_TOKEN = 170
+
+# The most choices that are kept for an axis; a model has a few.
+MAX_CHOICES = 4096
+
+# The layout that stands for one that belongs to a batch.
+STAND_IN: str = "zigzag"
+
+
+class CallSizes(NamedTuple):
+    """The sizes that a choice depends on.
+
+    Attributes:
+        seq_len: the global length, in tokens; of queries or keys, whichever is longer.
+        heads: query heads of this rank.
+        key_heads: key and value heads of this rank.
+        head_dim: mean of the head dims of keys and values.
+        batch: rows of this rank.
+    """
+
+    seq_len: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    batch: int
+
+
+def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
+    """Return the call with a strategy in place of "auto", see Note [What a choice depends on].
+
+    Attention of new tokens to keys that are elsewhere (`key_runs`) is a ring, and so is a compiled
+    call with `runs`, as no compiler knows how many tokens an all-to-all would yield.
+
+    Args:
+        call: a call on local tensors.
+        query: `(B, N, L, H)`, this rank's.
+        value: `(B, Nkv, C, Hv)`.
+    """
+    place: Any = call.place
+    if place.strategy != AUTO:
+        return call
+    is_compiling = torch.compiler.is_compiling()
+    if place.seq_len is None or (is_compiling and call.batch.runs is not None):
+        return call._replace(place=place._replace(strategy=Strategy.default))
+    batch, num_heads, _, head_dim = query.shape
+    _, num_key_heads, _, value_head_dim = value.shape
+    seq_len = max(place.seq_len, place.key_seq_len)
+    sizes = seq_len, num_heads, num_key_heads, (head_dim + value_head_dim) // 2, batch
+    document, bounds = None, _numbers(call.scores.mask)
+    if is_compiling:  # symbols stand for what was traced first
+        bounds, sizes = _traced(bounds), _traced(sizes)
+    else:
+        document, bounds = _seen(call, batch, bounds)
+    device = query.device.type
+    dtype = autocast_dtype(device) or query.dtype
+    asked = place.group_name, place.layout, device, dtype, document, *bounds, *sizes
+    spec, machine = _constant(asked) if is_compiling else choice_of(*asked)
+    # A constructor takes a third of the time of `_replace`.
+    lengths, where = (place.seq_len, place.key_seq_len), (place.group_name, place.policy)
+    return Call(call.batch, call.scores, Place(place.layout, spec, *lengths, *where, machine))
+
+
+def _constant(asked: tuple[Any, ...]) -> tuple[str, str]:
+    return spec_of(*asked), label_of(*asked)
+
+
+def spec_of(*asked: Any) -> str:
+    """Return the strategy of `choice_of`."""
+    return choice_of(*asked)[0]
+
+
+def label_of(*asked: Any) -> str:
+    """Return the machine of `choice_of`."""
+    return choice_of(*asked)[1]
+
+
+# Constant while the group is alive, see `ulysses_heads`.
+for _function in (spec_of, label_of):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
+    """Return the spec of a strategy, and the label of the machine that chose it.
+
+    Args:
+        group_name: of the axis.
+        asked: the layout, the type of the device, the dtype, the length of documents, the numbers
+            of a mask, and those of `CallSizes`.
+    """
+    here = annotation_of(group_named(group_name))
+    # An axis has one configuration but for a default, which a first `SequenceAxis` may replace.
+    config, known = here.choices
+    if config is not here.config or len(known) > MAX_CHOICES:
+        known = {}
+        here.choices = here.config, known
+    found = known.get(asked)
+    if found is None:
+        layout, device, dtype, document, *rest = asked
+        mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
+        spec = _choose(here, machine, layout, dtype, document, mask, sizes)
+        found = known[asked] = spec, machine.label
+        if dist.get_rank() == here.ranks[0]:
+            _LOG.info('"auto" takes %s on %s for %s, %s', spec, machine.name, mask, sizes)
+    return found
+
+
+def _choose(
+    here: Annotation,
+    machine: Machine,
+    layout: str,
+    dtype: torch.dtype,
+    document: int | None,
+    mask: Mask,
+    sizes: CallSizes,
+) -> str:
+    world_size = len(here.ranks)
+    # The op refuses heads that do not divide, in words of its own.
+    if world_size == 1 or not all(sizes) or sizes.heads % sizes.key_heads:
+        return Strategy.default
+    seq_len = rounded(sizes.seq_len, world_size)
+    found = choose(
+        mask,
+        seq_len,
+        world_size,
+        (sizes.heads, sizes.key_heads),
+        sizes.head_dim,
+        typical_boundaries(document, seq_len, world_size),
+        layout=STAND_IN if as_layout(layout).per_batch else layout,
+        batch=sizes.batch,
+        dtype=machine.dtype_like(str(dtype).removeprefix("torch.")),
+        policy=here.config_or_default.policy,
+        machine=machine,
+    )
+    return found.spec
+
+
+def rounded(seq_len: int, world_size: int) -> int:
+    """Round a length up, so that half the part of a rank has three significant bits.
+
+    >>> [rounded(n, 4) for n in (8, 64, 1000, 4097, 65536)]
+    [8, 64, 1024, 5120, 65536]
+    """
+    parts = 2 * world_size
+    half = -(-seq_len // parts)
+    step = 1 << max(0, half.bit_length() - 3)
+    return -(-half // step) * step * parts
+
+
+def typical_boundaries(
+    document: int | None, seq_len: int, world_size: int
+) -> tuple[int, ...] | None:
+    """Return the boundaries of documents of which the mean token is in one of that length.
+
+    Their lengths are the quantiles of an exponential distribution. Documents of one length would
+    often end where shards end, and a ring would have nothing to send.
+
+    Args:
+        document: the length; `None` for a single document.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+
+    Returns:
+        `None` for a single document.
+
+    >>> typical_boundaries(1024, 4096, 2)
+    (0, 349, 2017, 2143, 2841, 2877, 3882, 4096)
+    """
+    if document is None or document >= seq_len:
+        return None
+    mean = max(document, seq_len // (MAX_DOCUMENTS * world_size))
+    ends, end = [0], 0
+    for percent in cycle(QUANTILES):
+        end += max(1, percent * mean // MEAN_TOKEN)
+        if end >= seq_len:
+            return *ends, seq_len
+        ends.append(end)
+
+
+def _numbers(mask: Mask) -> tuple[int | None, ...]:
+    """Return the fields of a mask."""
+    return mask.left, mask.right, mask.chunk, mask.prefix
+
+
+def _traced(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the numbers that a compiler traces, without a guard on symbols."""
+    return tuple([None if x is None else optimization_hint(x) for x in numbers])
+
+
+def _seen(call: Call, batch: int, bounds: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
+    """Return the typical document of an eager call, and the numbers of its mask."""
+    given: Any = call.batch
+    if _has_values(given.slices):
+        slices: Any = call.slices(batch)
+        return None, _mask_like(slices, max(call.place.seq_len or 0, 1))
+    if _has_values(given.cu_seqlens):
+        documents, _ = call.documents(batch)
+        assert documents is not None, "there are boundaries"
+        return typical_length(documents) or None, bounds
+    return None, bounds
+
+
+def _has_values(x: Tensor | None) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device."""
+    return type(x) is Tensor and x.device.type == "cpu"
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=lambda _: 200)
+def typical_length(documents: Documents) -> int:
+    """Return the mean length over the tokens of documents, to a power of two; 0 without tokens.
+
+    >>> typical_length(Documents([(0, 4096, 4100, 8000)]))
+    4096
+    """
+    lengths = np.concatenate([np.diff(row) for row in documents.arrays] or [np.empty(0, np.int64)])
+    num_tokens = int(lengths.sum())
+    if not num_tokens:
+        return 0
+    mean = int((lengths * lengths).sum()) // num_tokens
+    return 1 << ((3 * mean // 2).bit_length() - 1)
+
+
+@cached_bytes(max_bytes=1 << 20, num_bytes=lambda _: 200)
+def _mask_like(slices: Slices, seq_len: int) -> tuple[int | None, ...]:
+    """Return the numbers of a mask under which queries see about as many keys."""
+    mean = visible_pairs(slices, (0, seq_len)) // (len(slices) * seq_len)
+    if mean > 3 * seq_len // 4:
+        return _numbers(Mask.full())
+    if mean > seq_len // 4:
+        return _numbers(Mask.causal())
+    return _numbers(Mask.sliding((1 << (3 * mean // 2).bit_length()) >> 1))

@@ -241,6 +241,8 @@ TABLES |= {
     "UNUSED",
     "KINDS",
     "TESTED",
+    "HEADS",
+    "HEAD_DIM",
 }
 """Module-level dicts, sets and lists that are read only."""
 

@@ -20,7 +20,16 @@ from harness import is_quick, origin, publish, table_of
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag, describe_schedule
+from dtensor_ring import (
+    Balanced,
+    BlockCyclic,
+    Contiguous,
+    Mask,
+    Striped,
+    TransferPolicy,
+    ZigZag,
+    describe_schedule,
+)
 from dtensor_ring.balanced import balanced
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.ops import options
@@ -31,6 +40,11 @@ from dtensor_ring.planning.mask import Documents, as_documents
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.slices import slices_of
+from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.recurrence import RingTimes
 
 SEQ_LEN = 2**24
 CACHES = {
@@ -184,6 +198,34 @@ def measure_calls(seconds: float) -> list[Call]:
     return found
 
 
+def measure_simulations(quick: bool, seconds: float) -> list[Call]:
+    """Forward and backward of an attention on a machine, planning included, and a known choice."""
+    machine, found = as_machine("h100"), []
+    world_size = 64 if quick else 1024
+    for mask in (CAUSAL, Mask.sliding(4096)):
+        asked = mask, 4096 * world_size, world_size
+
+        def simulate(asked: tuple = asked) -> float:
+            clear()
+            times = RingTimes(simulated(*asked), Strategy(), machine)
+            return times.forward().ends.max() + times.backward().ends.max()
+
+        what = "causal" if mask == CAUSAL else "window of 4,096"
+        name = f"simulated forward and backward: {world_size:,} ranks, zigzag, {what}"
+        found.append(Call(name, timed(simulate, seconds)))
+    asked = CAUSAL, 2**16, 8
+    choose(*asked, machine=machine)
+    known = partial(choose, *asked, machine=machine)
+    return [*found, Call("choose: 8 ranks, asked before", timed(known, seconds))]
+
+
+def simulated(mask: Mask, seq_len: int, world_size: int) -> Problem:
+    """An attention of 32 query heads and 8 key heads."""
+    options = {"slices": None, "layout": "zigzag", "batch": 1, "dtype": torch.bfloat16}
+    sizes = (32, 8), 128, None
+    return problem_of(mask, seq_len, world_size, *sizes, policy=TransferPolicy(), **options)
+
+
 def known_plan(call: options.Call, shard: torch.Tensor) -> Plan:
     """As the op asks for it."""
     return call.request(len(shard)).plan(shard, shard)
@@ -268,7 +310,9 @@ def main() -> None:
     about = origin()
     measure(Case(ZigZag(), CAUSAL, 4), 1)  # numpy's first use
     costs = [measure(case, 1 if quick else 5) for case in cases(quick)]
-    calls = measure_calls(0.05 if quick else 1) + measure_known(0.05 if quick else 1)
+    seconds = 0.05 if quick else 1
+    calls = measure_calls(seconds) + measure_known(seconds)
+    calls += measure_simulations(quick, seconds)
     peak = measure_peak()
     clear()
     measured = {

@@ -26,7 +26,9 @@ from dtensor_ring.paged.blocks import OutOfBlocks
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.comparison import compare_strategies
+from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy, Transport
@@ -39,6 +41,7 @@ __all__ = [
     "BlockPool",
     "ContextParallel",
     "Contiguous",
+    "Machine",
     "Mask",
     "OutOfBlocks",
     "PagedBatch",
@@ -66,6 +69,7 @@ __all__ = [
     "sequence_runs",
     "sequence_slices",
     "shard_sequence",
+    "simulate_attention",
     "simulate_step",
     "slices_of_block_mask",
     "sum_over_sequence",

@@ -178,5 +178,5 @@ def message_times(curve: Curve, num_bytes: np.ndarray, count: np.ndarray) -> np.
     Latency is the time of the smallest message. It does not take the ports (LogGP, Alexandrov et
     al., 1995, doi 10.1145/215399.215427).
     """
-    latency = curve(0.0)
+    latency = curve.seconds[0]
     return np.stack([np.full(len(count), latency), count * (curve(num_bytes / count) - latency)])

@@ -135,7 +135,7 @@ class RingTimes:
         clock, sent = self._begin(of_inputs=False)
         grad_query = self._kept(self._num_local[0], self._problem.num_parts)
         grad_shard = self._kept(self._num_local[1])
-        home = _Home(self._num_home(), np.full(self._size, -np.inf), [])
+        home = _Home(self._each(self._transfers.num_home()), np.full(self._size, -np.inf), [])
         hop = self._shards(0)
         slow, slower = beside(self._machine, self._kernel_seconds(0, BACKWARD), hop.load)
         for step in range(self._transfers.num_steps):
@@ -198,7 +198,7 @@ class RingTimes:
     def _pass_bytes(self, rows: Pass) -> np.ndarray:
         return rows.narrow * self._sizes.itemsize + rows.wide * self._sizes.wide_itemsize
 
-    @property
+    @cached_property
     def _key_numbers(self) -> np.ndarray:
         """Numbers of a key and a value token of each rank, all heads."""
         return self._heads[1] * sum(self._sizes.head_dims)
@@ -206,8 +206,10 @@ class RingTimes:
     def _merge(self, clock: Clock, num_bytes: np.ndarray) -> None:
         clock.run("merge", self._machine.merge(num_bytes.astype(float)), num_bytes > 0)
 
-    def _sources(self, step: int) -> np.ndarray:
-        """Return the source of each rank's step, as a rank of the axis."""
+    def _sources(self, step: int) -> np.ndarray | None:
+        """Return the source of each rank's step, as a rank of the axis, for spans."""
+        if not self._keeps_spans:
+            return None
         sources = self._each(self._transfers.resident(step).sources)
         return sources * self._members + np.arange(self._size) % self._members
 
@@ -282,14 +284,6 @@ class RingTimes:
         passes = np.where(self._each(self._transfers.are_new(step)), 1, 2)
         total = rows * passes * self._sizes.sum_itemsize * self._key_numbers
         self._merge(clock, np.where(rows > 0, self._key_bytes(shares.parts()) + total, 0))
-
-    def _num_home(self) -> np.ndarray:
-        """Return the number of sums for its own shard that each rank will receive."""
-        count = np.zeros(self._transfers.world_size, dtype=np.int64)
-        for step in range(self._transfers.num_steps):
-            for x in self._transfers.sums(step).rounds:
-                count[x.receivers[x.are_home]] += 1
-        return self._each(count)
 
     def _shards(self, step: int) -> _HopTimes:
         """Return what the hop of keys and values of a step takes; nothing after the last step."""

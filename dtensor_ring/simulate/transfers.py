@@ -111,6 +111,10 @@ class Transfers(ABC):
     def are_new(self, step: int) -> np.ndarray:
         """Return whether each rank begins the sum of this step's source, `(W,)`."""
 
+    @abstractmethod
+    def num_home(self) -> np.ndarray:
+        """Return the number of sums for its own shard that each rank receives, `(W,)`."""
+
     @cached_property
     def _num_keys(self) -> np.ndarray:
         return np.array([self.inputs.keys.num_local(rank) for rank in range(self.world_size)])
@@ -157,17 +161,17 @@ class AroundTransfers(Transfers):
         super().__init__(inputs)
         stages = self.demand.stages
         self._num_hops = max((x[-1].last for x in stages if x), default=0)
-        # By source and distance: columns of the packet, their content, and those that end there.
-        shape = self.world_size, self._num_hops + 2
+        # By distance and source: columns of the packet, their content, and those that end there.
+        shape = self._num_hops + 2, self.world_size
         self._cols, self._ending = np.zeros((2, *shape), dtype=np.int64)
         self._contents = np.zeros(shape, dtype=np.uint64)
         self._lie = np.zeros(self.world_size, dtype=bool)
         for source, parts in enumerate(stages):
             first = 1
             for stage in parts:
-                where = source, slice(first, stage.last + 1)
+                where = slice(first, stage.last + 1), source
                 self._cols[where], self._contents[where] = len(stage.cols), content_of(stage.cols)
-                self._ending[source, stage.last] = len(stage.ending)
+                self._ending[stage.last, source] = len(stage.ending)
                 first = stage.last + 1
             self._lie[source] = bool(parts) and len(parts[0].cols.spans) == 1
 
@@ -185,25 +189,25 @@ class AroundTransfers(Transfers):
             own = np.ones(len(senders), dtype=bool)
             return RingHop((Packs(senders, passed.cols, own, self._lie[senders]),), (passed,))
         # A packet that loses columns here is copied, as its buffer holds the others.
-        is_less = self._contents[sources, step + 1] != self._contents[sources, step]
+        is_less = self._contents[step + 1, sources] != self._contents[step, sources]
         return RingHop(_packs(senders[is_less], passed.cols[is_less]), (passed,))
 
     def sums(self, step: int) -> RingHop:
         if not step:
             return RingHop()
         sources = (self._ranks - step) % self.world_size
-        ending = self._ending[sources, step]
+        ending = self._ending[step, sources]
         passed, ended = self._passed(step, are_own=False), np.flatnonzero(ending)
         home = _messages(ended, sources[ended], ending[ended], are_home=True)
         # A sum that leaves in two parts is copied, part by part.
         parts = [(passed.senders, passed.cols), (ended, ending[ended])]
-        is_cut = np.isin(self._ranks, passed.senders) & (ending > 0)
+        is_cut = (self._cols[step + 1, sources] > 0) & (ending > 0)
         packs = [x for of in parts for x in _packs(*(y[is_cut[of[0]]] for y in of))]
         return RingHop(tuple(packs), tuple(x for x in (passed, home) if len(x.senders)))
 
     def _passed(self, step: int, are_own: bool) -> Messages:
         """Return the messages to the next rank."""
-        cols = self._cols[(self._ranks - step) % self.world_size, step + 1]
+        cols = self._cols[step + 1, (self._ranks - step) % self.world_size]
         senders = np.flatnonzero(cols)
         receivers = (senders + 1) % self.world_size
         return _messages(senders, receivers, cols[senders], are_own)
@@ -212,7 +216,7 @@ class AroundTransfers(Transfers):
         if not step:
             return self._own()
         sources = (self._ranks - step) % self.world_size
-        return Resident(sources, self._cols[sources, step], self._contents[sources, step])
+        return Resident(sources, self._cols[step, sources], self._contents[step, sources])
 
     def resident_cols(self, step: int, rank: int) -> Cols:
         if not step:
@@ -221,6 +225,9 @@ class AroundTransfers(Transfers):
 
     def are_new(self, step: int) -> np.ndarray:
         return np.full(self.world_size, step == 1)
+
+    def num_home(self) -> np.ndarray:
+        return (self._ending > 0).sum(0)
 
 
 class _Seen(NamedTuple):
@@ -326,6 +333,9 @@ class DirectTransfers(Transfers):
     def are_new(self, step: int) -> np.ndarray:
         return np.ones(self.world_size, dtype=bool)
 
+    def num_home(self) -> np.ndarray:
+        return np.bincount(self._seen.sources, minlength=self.world_size)
+
 
 class AllGatherTransfers(DirectTransfers):
     """All packets go in the first hop, see `AllGatherRoute`."""
@@ -407,6 +417,13 @@ class PlannedTransfers(Transfers):
         return np.array(
             [source not in known for source, known in zip(sources, arrived, strict=True)]
         )
+
+    def num_home(self) -> np.ndarray:
+        received = [
+            [x.source for hops in self._sums for x in hops[rank].receives]
+            for rank in range(self.world_size)
+        ]
+        return np.array([sources.count(rank) for rank, sources in enumerate(received)])
 
 
 def _messages(

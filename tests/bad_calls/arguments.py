@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 import dtensor_ring as ring
 from dtensor_ring import Mask
 from tests.bad_calls.values import Make, dtensor, ints, tensor
+from tests.simulate.machines import round_machine
 
 
 def just(*values: Any) -> list[Make]:
@@ -20,6 +22,10 @@ def made(*makes: Callable[[], Any]) -> list[Make]:
     return [lambda _, make=make: make() for make in makes]
 
 
+ROUND = round_machine()
+ROUND = replace(
+    ROUND, kernels=(*ROUND.kernels, *(replace(x, dtype="float64") for x in ROUND.kernels))
+)
 SLICES = ring.Slices.prefix([0, 8], 3)
 Right = dict[str, list[Make]]
 QKV: Right = {
@@ -80,6 +86,22 @@ COMPARED: Right = {
     "policy": AXIS["policy"][1:],
     "strategies": just(None, ["ulysses", "ring"]),
     "max_held": just(None, 0, 10**9),
+    "machine": just(None, ROUND),
+}
+ATTENTION: Right = {
+    "mask": OPTIONS["mask"],
+    "seq_len": just(8, 12),
+    "world_size": just(1, 2, 4),
+    "heads": just((4, 2), [6, 1]),
+    "head_dim": just(8),
+    "cu_seqlens": just(None, (0, 3, 8)),
+    "layout": just("zigzag", "contiguous"),
+    "strategy": just("ring", "ulysses"),
+    "batch": just(1, 2),
+    "dtype": just(torch.bfloat16, "float32"),
+    "policy": AXIS["policy"][1:],
+    "kernel": just(None, "any"),
+    "machine": just("h100", ROUND),
 }
 SIMULATED: Right = {
     "config": just(

@@ -12,6 +12,7 @@ import dtensor_ring as ring
 from dtensor_ring import Mask
 from parallel_plans.huggingface import context_parallel_plan
 from tests.bad_calls.arguments import (
+    ATTENTION,
     AXIS,
     BUILDERS,
     CALLED,
@@ -162,6 +163,7 @@ FUNCTIONS |= {
         ("describe_schedule", PLANNED | {"layout": just("zigzag"), **STRATEGY}, nothing),
         ("compare_layouts", PLANNED, nothing),
         ("compare_strategies", PLANNED | COMPARED, nothing),
+        ("simulate_attention", ATTENTION, nothing),
         ("simulate_step", SIMULATED, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),

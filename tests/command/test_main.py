@@ -18,6 +18,7 @@ from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
 from tests.scripts import run_script
+from tests.simulate.machines import round_machine
 from tests.test_public import ROOT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -77,6 +78,21 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert found[0]["forward"]["sent"] == expected.rows[0].forward.sent
 
 
+def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(round_machine().to_json())
+    expected = compare_strategies(Mask.causal(), 1024, 4, machine=path)
+    command = [
+        "compare",
+        *["--seq-len", "1024", "--world-size", "4", "--mask", "causal", "--machine"],
+    ]
+    assert main(load, [*command, str(path)]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main(load, [*command, str(path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [tuple(row["seconds"]) for row in rows] == [row.seconds for row in expected.rows]
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
@@ -85,6 +101,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
         ("schedule --seq-len 8", 2, "required: --world-size"),
         ("schedule --seq-len 8 --world-size 2 --hybrid 3,1", 2, "layers with a state, layers with"),
         ("schedule --seq-len 8 --world-size 0", 2, "'0' is not a positive number"),
+        ("compare --seq-len 8 --world-size 2 --machine no.json", 2, "machine 'no.json' is neither"),
         ("schedule --seq-len 8 --world-size 2 --mask slid:4", 2, "sliding:<tokens before"),
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),
         ("schedule --seq-len 8 --world-size 2 --layout zag", 1, "unknown layout 'zag'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,11 +24,13 @@ from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate import comparison
+from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
 from dtensor_ring.transport import rotation
 from dtensor_ring.transport.transport import P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring, Rows, local
+from tests.simulate.machines import round_machine
 
 SEQ_LEN, HEADS, HEAD_DIM, BATCH = 48, (6, 2), 4, 2
 DOCUMENTS = ((0, 5, 9, 21, 30, 46),)
@@ -37,6 +40,7 @@ SEEN: dict[str, tuple[Mask, Rows | None]] = {
     "documents": (Mask.causal(), DOCUMENTS),
     "both ways": (Mask.full(), None),
 }
+MACHINE = round_machine()
 STRATEGIES = {4: [*ROUTES, "ulysses:2", "ulysses:4"]}
 STRATEGIES |= {6: ["ulysses:2+all_gather", "ulysses:3", "ulysses"]}
 
@@ -209,3 +213,23 @@ def test_what_cannot_be() -> None:
     assert str(found).splitlines()[-1].startswith("ulysses:4  2 query heads cannot be sharded over")
     with pytest.raises(ValueError, match="do not divide the 4 of the axis"):
         compare_strategies(Mask.causal(), 64, 4, strategies=("ulysses:3",))
+
+
+def test_seconds_of_a_machine_are_in_the_table() -> None:
+    asked: Any = Mask.causal(), 48, 4, (6, 2), 4
+    names = "ring", "all_gather", "ulysses:2", "ulysses"
+    found = compare_strategies(*asked, strategies=names, machine=MACHINE)
+    for row in found.rows[:3]:
+        times = simulate_attention(*asked, strategy=row.strategy, machine=MACHINE)
+        assert (row.seconds, row.exposed) == (times.seconds, times.exposed)
+        assert times.num_bytes == (row.forward.sent, row.backward.sent)
+    lines = str(found).splitlines()
+    assert lines[0].split()[-1] == "milliseconds"
+    assert lines[1].split()[-4:] == ["forward", "exposed", "backward", "exposed"]
+    times = found.rows[0].seconds, found.rows[0].exposed
+    shown = [f"{1e3 * x:.3f}" for both in zip(*times, strict=True) for x in both]
+    assert lines[2].split()[-4:] == shown
+    few = compare_strategies(*asked[:3], (2, 2), 4, strategies=("ulysses",), machine=MACHINE)
+    assert few.rows[0].seconds is None
+    assert "cannot be sharded" in str(few)
+    assert "milliseconds" not in str(compare_strategies(*asked, strategies=names))

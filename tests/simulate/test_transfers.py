@@ -41,6 +41,7 @@ def numbers(hop: RingHop) -> list[list[list[tuple[int, ...]]]]:
 
 
 def hops(transfers: Transfers, contents: Contents) -> Iterator[object]:
+    yield transfers.num_home().tolist()
     for step in range(transfers.num_steps):
         resident = transfers.resident(step)
         yield resident.sources.tolist(), resident.cols.tolist()

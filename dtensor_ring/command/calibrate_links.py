@@ -85,13 +85,17 @@ def link_points(messages: Messages) -> dict[str, Points]:
     Args:
         messages: those of this rank; all ranks of the group send at once.
     """
-    kinds: dict[str, Callable[[int], Call]] = {
-        "p2p": lambda size: waited(messages.shift(size)),
-        "all_to_all": lambda size: waited(messages.all_to_all(size)),
-        "all_gather": messages.all_gather,
-        "reduce_scatter": messages.reduce_scatter,
+
+    def sized(make: Callable[[int], Call]) -> Points:
+        for num_bytes in BYTES:
+            yield float(num_bytes), make(num_bytes)
+
+    return {
+        "p2p": sized(lambda size: waited(messages.shift(size))),
+        "all_to_all": sized(lambda size: waited(messages.all_to_all(size))),
+        "all_gather": sized(messages.all_gather),
+        "reduce_scatter": sized(messages.reduce_scatter),
     }
-    return {kind: ((float(size), make(size)) for size in BYTES) for kind, make in kinds.items()}
 
 
 def waited(start: Start) -> Call:

@@ -243,6 +243,8 @@ TABLES |= {
     "TESTED",
     "HEADS",
     "HEAD_DIM",
+    "MATRIX",
+    "ADDED",
 }
 """Module-level dicts, sets and lists that are read only."""
 

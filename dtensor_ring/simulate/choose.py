@@ -10,6 +10,7 @@ import torch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Mask
+from dtensor_ring.planning.plan import layout_of_groups
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
 from dtensor_ring.simulate.attention import timeline_of
@@ -103,5 +104,18 @@ def chosen_strategy(
 def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
     """Yield the strategies that can run a problem."""
     for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
-        if why_not(strategy, *problem.sizes.heads) is None:
+        is_refused = why_not(strategy, *problem.sizes.heads) is not None
+        if not is_refused and (strategies is not None or not _splits_runs(problem, strategy)):
             yield strategy
+
+
+def _splits_runs(problem: Problem, strategy: Strategy) -> bool:
+    """Return whether the runs of a group's ranks interleave, as under a striped layout.
+
+    Then the group has a run for every few tokens. Its tiles grow with the square of the length, so
+    that it is slow on any machine, and so is counting them.
+    """
+    layout, heads, num_ranks = problem.layout, strategy.heads, problem.world_size
+    joined = layout_of_groups(layout, strategy).runs(0, num_ranks // heads, problem.seq_len)
+    members = [layout.runs(rank, num_ranks, problem.seq_len) for rank in range(heads)]
+    return len(joined) > sum(map(len, members))

@@ -140,3 +140,11 @@ def test_a_faster_link_may_make_hidden_bytes_lose() -> None:
     assert [x.spec for x in found] == ["direct", "ulysses:4"]
     direct, ulysses = (simulate_attention(*asked, strategy=x, machine=DEVICE) for x in found)
     assert sum(direct.num_bytes) > sum(ulysses.num_bytes)
+
+
+def test_groups_whose_runs_interleave_are_left_out() -> None:
+    """Counting their tiles would take minutes; only a list that names them has them tried."""
+    asked = Mask.causal(), 2**16, 8, (8, 8)
+    assert choose(*asked, layout="striped", machine=DEVICE).heads in (1, 8)
+    short = Mask.causal(), 64, 8, (8, 8)
+    assert choose(*short, layout="striped", machine=DEVICE, strategies=[Strategy(2)]) == Strategy(2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dtensor_ring.simulate.machine import Machine
 from tests.test_public import ROOT
 
 
@@ -55,3 +56,12 @@ def test_benchmark_of_frames(folder: Path) -> None:
         assert count["calls"] == sum(count["by_file"].values()) > 0
         has_kernel = not count["name"].startswith("sum_over_sequence")
         assert (count["at_kernel"] > 0) == has_kernel
+
+
+@pytest.mark.repeats  # half a minute
+def test_benchmark_of_the_simulator(folder: Path) -> None:
+    calibration, *others = measured("simulator", folder)["measurements"]
+    assert Machine.from_json(calibration["machine"]).ranks_per_host == 2
+    for found in others:
+        assert {"ring", "ulysses:2"} == found["seconds"].keys()
+    assert "ulysses:2" in (folder / "out" / "simulator.md").read_text()

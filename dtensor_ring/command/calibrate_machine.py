@@ -80,7 +80,7 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         if mesh[axis].size() > 1
     }
     times = _measured(watch, problem, axes)
-    host_waits = watch.device.type == "cpu"
+    host_waits = not watch.on_gpu
     # Only where the host waits are its seconds part of what was measured.
     in_launch = launch if host_waits else 0.0
     measured = {
@@ -89,8 +89,8 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
     }
     device = device_name(watch.device)
     links, sources = _all_links(measured, device, rate)
-    facts = {"heads": problem.heads, "hosts": mesh[BETWEEN].size(), "links": sources}
-    facts["beside"] = {axis: x.beside for axis, x in measured.items()}
+    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
+    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
     # An axis over several hosts waits for the messages between them.
     slowest = next(iter(measured.values()), None)
     return Machine(
@@ -104,7 +104,8 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         memory_rate=rate,
         merge=times["merge"].curve(in_launch),
         pack=times["pack"].curve(in_launch),
-        **links,
+        inside=links[INSIDE],
+        between=links[BETWEEN],
         beside_kernel=slowest.beside_kernel if slowest else 1.0,
         beside_transfer=slowest.beside_transfer if slowest else 1.0,
         launch=launch,
@@ -141,7 +142,7 @@ def _measured_links(
     times: Mapping[str, Series],
 ) -> MeasuredLinks:
     hop = hop_seconds(watch, messages)
-    in_hop = hop if watch.device.type == "cpu" else 0.0
+    in_hop = 0.0 if watch.on_gpu else hop
     curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
     links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
     return MeasuredLinks(links, hop, *measure_beside(watch, messages, links.p2p, problem, kernel))

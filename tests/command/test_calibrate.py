@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dtensor_ring.command import stopwatch
 from dtensor_ring.command.calibrate import mesh_of_hosts
 from dtensor_ring.command.calibrate_kernels import Problem, TileTensors, mask_of_form, tile_calls
+from dtensor_ring.command.calibrate_links import BYTES, link_points
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE
 from dtensor_ring.command.machine_tables import curves_of, numbers_of
 from dtensor_ring.command.main import main
@@ -194,6 +195,28 @@ def test_flops_of_tiles() -> None:
         tensors = TileTensors.random(problem, 64, torch.device("cpu"))
         tile = tile_calls(problem, Reference(), form, 64, tensors)
         assert tile.flops == 4 * int(seen.sum()) * 2 * 8, form
+
+
+class NamedMessages:
+    """Messages whose calls tell their kind and size; p2p and all-to-all are waited for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, kind: str) -> Any:
+        return lambda size: lambda: self.calls.append((kind, size)) or ()
+
+
+def test_kinds_of_messages() -> None:
+    """The points of a kind are made late, one by one, and are of this kind then."""
+    messages: Any = NamedMessages()
+    points = link_points(messages)
+    assert [*points] == [x.name for x in fields(Links)]
+    for kind, of in points.items():
+        for (size, call), expected in zip(of, BYTES, strict=True):
+            call()
+            assert size == expected
+            assert messages.calls.pop() == (kind if kind != "p2p" else "shift", expected)
 
 
 def test_time_of_a_gpu(pool: Pool) -> None:

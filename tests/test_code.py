@@ -211,6 +211,7 @@ def test_no_hidden_state() -> None:
 CONSTRUCTORS = {
     "AxisConfig",
     "Arguments",
+    "Effort",
     "Place",
     "TransferPolicy",
     "TypeVar",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.transport.transport import axis_group_options
 
-# What is measured unless options say otherwise: heads, and head dim. A CPU gets less work.
-HEADS = {"cuda": (32, 8), "cpu": (8, 2)}
-HEAD_DIM = {"cuda": 128, "cpu": 64}
+# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
+HEADS = (8, 2), (32, 8)
+HEAD_DIM = 64, 128
 
 
 def calibrate(
@@ -87,8 +88,10 @@ def _measure(
         if dist.get_rank() == 0 and not path.parent.is_dir():  # say so before the measurement
             raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
         kind = ranks.device.type
-        sizes = heads or HEADS[kind], head_dim or HEAD_DIM[kind], dtype or ranks.dtype
-        watch, problem = Stopwatch(ranks.device, effort), Problem(*sizes, kernel)
+        watch = Stopwatch(ranks.device, effort)
+        usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
+        sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
+        problem = Problem(*sizes, kernel)
         machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem)
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())
@@ -112,6 +115,6 @@ def mesh_of_hosts(device_type: str) -> DeviceMesh:
         )
     options = axis_group_options(device_type)
     axes = (BETWEEN, INSIDE)
-    overrides = None if options is None else dict.fromkeys(axes, options)
+    overrides: Any = None if options is None else dict.fromkeys(axes, options)
     shape = size // per_host, per_host
     return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)

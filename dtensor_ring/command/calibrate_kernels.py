@@ -275,14 +275,15 @@ def pack_points(problem: Problem, device: torch.device) -> Points:
         yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
 
 
-# Rows and columns of the matrices that are multiplied, and bytes of those that are added.
-MATRIX = {"cpu": 1024, "cuda": 8192}
-ADDED = {"cpu": 2**26, "cuda": 2**30}
+# Rows and columns of the matrices that are multiplied, and bytes of those that are added, on a CPU
+# and on a GPU.
+MATRIX = 1024, 8192
+ADDED = 2**26, 2**30
 
 
 def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, float]:
     """Return the FLOPs per second of matrix products, by the name of their dtype."""
-    size, found = MATRIX[watch.device.type], {}
+    size, found = MATRIX[watch.on_gpu], {}
     for dtype in dict.fromkeys(dtypes):
         a, b, out = (torch.randn(size, size, device=watch.device).to(dtype) for _ in range(3))
         seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
@@ -292,6 +293,6 @@ def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, f
 
 def measure_memory(watch: Stopwatch) -> float:
     """Return the bytes per second that an addition reads and writes."""
-    numel = ADDED[watch.device.type] // 4
+    numel = ADDED[watch.on_gpu] // 4
     a, b, out = (torch.ones(numel, device=watch.device) for _ in range(3))
     return 3 * a.nbytes / watch.seconds(lambda: torch.add(a, b, out=out))

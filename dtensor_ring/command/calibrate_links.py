@@ -114,8 +114,11 @@ def hop_seconds(watch: Stopwatch, messages: Messages) -> float:
     return watch.host_seconds(messages.shift(1), wait)
 
 
-# The longest transfer that kernels run beside, in seconds, and rows of their tiles.
-BESIDE_SECONDS, BESIDE_ROWS = 0.1, {"cpu": 512, "cuda": 4096}
+# The longest transfer that kernels run beside, in seconds.
+BESIDE_SECONDS = 0.1
+
+# Rows of the tiles of these kernels, on a CPU and on a GPU.
+BESIDE_ROWS = 512, 4096
 
 
 class Beside(NamedTuple):
@@ -158,7 +161,7 @@ def measure_beside(
     """
     # The largest message that is not too long; at least one of the first two is.
     size = max([x for x in BYTES if p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
-    tile = full_tile(problem, kernel, BESIDE_ROWS[watch.device.type], watch.device)
+    tile = full_tile(problem, kernel, BESIDE_ROWS[watch.on_gpu], watch.device)
     start, works = messages.shift(size), list[Work]()
     count = max(1, round(p2p(size) / 2 / watch.seconds(tile.forward)))
 

@@ -80,7 +80,7 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
         if mesh[axis].size() > 1
     }
     times = _measured(watch, problem, axes)
-    host_waits = watch.device.type == "cpu"
+    host_waits = not watch.on_gpu
     # Only where the host waits are its seconds part of what was measured.
     in_launch = launch if host_waits else 0.0
     measured = {
@@ -142,7 +142,7 @@ def _measured_links(
     times: Mapping[str, Series],
 ) -> MeasuredLinks:
     hop = hop_seconds(watch, messages)
-    in_hop = hop if watch.device.type == "cpu" else 0.0
+    in_hop = 0.0 if watch.on_gpu else hop
     curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
     links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
     return MeasuredLinks(links, hop, *measure_beside(watch, messages, links.p2p, problem, kernel))

@@ -78,11 +78,14 @@ class Stopwatch:
     Args:
         device: where the calls run.
         effort: how long to measure.
+
+    Attributes:
+        on_gpu: whether that is a GPU.
     """
 
     def __init__(self, device: torch.device, effort: Effort = FULL_EFFORT) -> None:
         self.device, self.effort = device, effort
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
 
     def measure(self, points: Mapping[str, Points]) -> dict[str, Series]:
         """Time calls of several kinds by size, each kind until a call takes too long.
@@ -151,7 +154,7 @@ class Stopwatch:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def _timed(self, call: Call, count: int) -> float:
@@ -160,7 +163,7 @@ class Stopwatch:
         # packed or received just before it is sent.
         call()
         self._barrier()
-        if self._on_gpu:
+        if self.on_gpu:
             # The host queues all calls while the GPU sleeps, so that only the GPU's time counts.
             torch.cuda._sleep(CYCLES * count)
         begin = self._mark()
@@ -172,14 +175,14 @@ class Stopwatch:
 
     def _mark(self) -> Any:
         """Return this moment: an event of the current stream, or the time of the host."""
-        if not self._on_gpu:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+        return begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """Return the largest of each time over all ranks."""

@@ -18,7 +18,7 @@ def mixed(*fields: np.ndarray) -> np.ndarray:
     Args:
         fields: integers, of shapes that broadcast.
     """
-    found = np.uint64(0)
+    found = np.zeros((), dtype=np.uint64)
     for field in fields:
         found = (found ^ field.astype(np.uint64)) + GAMMA
         found = (found ^ (found >> np.uint64(30))) * FIRST

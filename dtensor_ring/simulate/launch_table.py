@@ -42,7 +42,6 @@ class LaunchTable(NamedTuple):
         forms: index in `FORMS`.
         rows: queries.
         cols: keys.
-        resident: resident columns of each kind, in one row of the batch, `(K,)`.
     """
 
     kinds: np.ndarray
@@ -51,7 +50,6 @@ class LaunchTable(NamedTuple):
     forms: np.ndarray
     rows: np.ndarray
     cols: np.ndarray
-    resident: np.ndarray
 
 
 def launch_table(
@@ -80,8 +78,7 @@ def launch_table(
     table = np.zeros((4, len(counts), max(1, counts.max())), dtype=np.int64)
     for kind, rows in enumerate(sizes, 1):
         table[:, kind, : len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    resident = np.array([0, *(len(made.cols) for made in steps)])
-    return LaunchTable(kinds, counts, *table, resident)
+    return LaunchTable(kinds, counts, *table)
 
 
 def _step(inputs: RingInputs, transfers: Transfers, own: OwnSlices, number: int, rank: int) -> Step:
@@ -101,8 +98,8 @@ def _sizes(launch: Launch, batch: int, num_rows: int, num_cols: int) -> tuple[in
         pairs = repeats * Tile((0, rows), (0, cols), launch.mask).area
     else:
         bounds = launch.segments.rows, launch.segments.cols
-        spans = zip(*(pairwise(side) for side in bounds), strict=True)
-        pairs = sum(Tile(*of, launch.mask).area for of in spans)
+        spans = zip(pairwise(bounds[0]), pairwise(bounds[1]), strict=True)
+        pairs = sum(Tile(rows_at, cols_at, launch.mask).area for rows_at, cols_at in spans)
     return pairs, FORMS.index(form_of(launch.mask)), repeats * rows, repeats * cols
 
 

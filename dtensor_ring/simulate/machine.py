@@ -160,6 +160,11 @@ class Machine:
 
     Raises:
         ValueError: if a number is not finite or out of range.
+
+    >>> from dtensor_ring.simulate.machine_files import as_machine
+    >>> machine = as_machine("h100")
+    >>> machine.ranks_per_host, Machine.from_json(machine.to_json()) == machine
+    (8, True)
     """
 
     name: str
@@ -304,11 +309,12 @@ def _read(expected: Any, content: Any, where: str) -> Any:
     is_bool = isinstance(content, bool)  # which is an int, too
     if expected is not Any and (not isinstance(content, kind) or is_bool != (expected is bool)):
         raise ValueError(f"{where} must be of type {expected}, got {content!r:.60}")
+    found: Any = content
     if origin is tuple:
-        return tuple(_read(args[0], x, f"an entry of {where}") for x in content)
+        return tuple(_read(args[0], x, f"an entry of {where}") for x in found)
     if origin is Mapping:
-        return {key: _read(args[1], x, f"{key} of {where}") for key, x in content.items()}
-    return float(content) if expected is float else content
+        return {key: _read(args[1], x, f"{key} of {where}") for key, x in found.items()}
+    return float(found) if expected is float else found
 
 
 def _read_fields(expected: Any, content: Any, where: str) -> Any:

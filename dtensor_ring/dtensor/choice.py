@@ -1,9 +1,9 @@
 """Chooses the strategy of a call that has "auto": the fastest one on the machine of its axis.
 
 Note [What a choice depends on]: the mask, the global length, heads, head dim, batch and dtype of
-this rank's tensors, layout, policy and size of the axis, and its machine. All of them are equal on
-the ranks of an axis, so all choose alike; call records have the machine. Whether gradients are
-enabled does not matter: forward and backward count together.
+this rank's tensors, a named kernel, layout, policy and size of the axis, and its machine. All of
+them are equal on the ranks of an axis, so all choose alike; call records have the machine. Whether
+gradients are enabled does not matter: forward and backward count together.
 
 Lengths are rounded up to three significant bits, in half parts of a rank, so sequences of any
 length need a few simulations. Eager calls know documents on the CPU. They count by their mean
@@ -102,7 +102,8 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
         document, bounds = _seen(call, batch, bounds)
     device = query.device.type
     dtype = autocast_dtype(device) or query.dtype
-    asked = place.group_name, place.layout, device, dtype, document, *bounds, *sizes
+    by = place.group_name, place.layout, device, dtype, call.scores.kernel
+    asked = *by, document, *bounds, *sizes
     spec, machine = _constant(asked) if is_compiling else choice_of(*asked)
     # A constructor takes a third of the time of `_replace`.
     lengths, where = (place.seq_len, place.key_seq_len), (place.group_name, place.policy)
@@ -133,8 +134,8 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
 
     Args:
         group_name: of the axis.
-        asked: the layout, the type of the device, the dtype, the length of documents, the numbers
-            of a mask, and those of `CallSizes`.
+        asked: the layout, the type of the device, the dtype, the named kernel, the length of
+            documents, the numbers of a mask, and those of `CallSizes`.
     """
     here = annotation_of(group_named(group_name))
     # An axis has one configuration but for a default, which a first `SequenceAxis` may replace.
@@ -144,9 +145,9 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
         here.choices = here.config, known
     found = known.get(asked)
     if found is None:
-        layout, device, dtype, document, *rest = asked
+        layout, device, dtype, kernel, document, *rest = asked
         mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
-        spec = _choose(here, machine, layout, dtype, document, mask, sizes)
+        spec = _choose(here, machine, layout, dtype, kernel, document, mask, sizes)
         found = known[asked] = spec, machine.label
         if dist.get_rank() == here.ranks[0]:
             _LOG.info('"auto" takes %s on %s for %s, %s', spec, machine.name, mask, sizes)
@@ -158,6 +159,7 @@ def _choose(
     machine: Machine,
     layout: str,
     dtype: torch.dtype,
+    kernel: str | None,
     document: int | None,
     mask: Mask,
     sizes: CallSizes,
@@ -178,6 +180,8 @@ def _choose(
         batch=sizes.batch,
         dtype=machine.dtype_like(str(dtype).removeprefix("torch.")),
         policy=here.config_or_default.policy,
+        # A machine need not know the speed of each kernel; its first one then stands for it.
+        kernel=kernel if kernel in {x.kernel for x in machine.kernels} else None,
         machine=machine,
     )
     return found.spec

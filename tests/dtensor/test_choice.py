@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Mask, SequenceAxis, Slices, ring_attention
+from dtensor_ring.simulate.machine import Curve
 from tests.dense import dense_attention
-from tests.forced import machine_by_bytes, machine_for, taken
+from tests.forced import FAST, links, machine_by_bytes, machine_for, taken
 from tests.graphs import capturing
 from tests.meshes import random_inputs
 from tests.pool import Pool
@@ -141,6 +143,24 @@ def _check_by_mask() -> None:
     strategies = [strategy for _, strategy, _ in found]
     assert dict(zip(cases, strategies[:-1], strict=True)) == expected
     assert "ulysses" not in strategies[-1], "one head cannot be sharded over four ranks"
+
+
+def test_a_named_kernel_has_its_own_speed() -> None:
+    """Two of three hops hide behind a slow kernel, and then four all-to-alls take longer."""
+    machine = machine_for("ring", links(Curve.line(1e3, 1e15), Curve.line(5e2, 1e15)))
+    slow = [replace(x, kernel="reference") for x in machine.kernels]
+    fast = [replace(x, kernel="cpu_flash", forward=FAST, backward=FAST) for x in machine.kernels]
+    machine = replace(machine, kernels=(*fast, *slow))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 16, 8)
+        SequenceAxis(mesh, strategy="auto", machine=machine)
+        with taken() as found:
+            for kernel in (None, "cpu_flash", "reference"):
+                ring_attention(x, x, x, mesh=mesh, kernel=kernel)
+        assert [strategy for _, strategy, _ in found] == ["ulysses:2", "ulysses:2", "ring"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_not_simulated() -> None:

@@ -67,9 +67,7 @@ def choose_layout(
         ['zigzag', 'contiguous', 'contiguous']
     """
     num_ranks, device = as_count("world_size", world_size, 1, MAX_RANKS), as_machine(machine)
-    counted = Counter([masks] if isinstance(masks, Mask) else masks)
-    if not counted:
-        raise ValueError("a layout is chosen by masks, and there are none")
+    counted = _counted(masks)
     length = max(x.padded_length(as_count("seq_len", seq_len), num_ranks) for x in WHOLE)
     sizes = heads, head_dim, cu_seqlens
     how = {"batch": batch, "dtype": dtype, "policy": policy}
@@ -92,3 +90,13 @@ def choose_layout(
             best = total, layout.spec
     assert best is not None, "there are layouts"
     return best[1]
+
+
+def _counted(masks: Mask | Sequence[Mask]) -> Counter[Mask]:
+    """Return the number of layers of each mask."""
+    listed = [masks] if isinstance(masks, Mask) else masks
+    if not isinstance(listed, Sequence) or not all(isinstance(mask, Mask) for mask in listed):
+        raise TypeError(f"masks must be a Mask, or a sequence with one for each layer: {masks!r}")
+    if not listed:
+        raise ValueError("a layout is chosen by masks, and there are none")
+    return Counter(listed)

@@ -99,7 +99,7 @@ ATTENTION: Right = {
     "layout": just("zigzag", "contiguous"),
     "strategy": just("ring", "ulysses"),
     "batch": just(1, 2),
-    "dtype": just(torch.bfloat16, "float32"),
+    "dtype": just(torch.bfloat16, "float16"),
     "policy": AXIS["policy"][1:],
     "kernel": just(None, "any"),
     "machine": just("h100", ROUND),

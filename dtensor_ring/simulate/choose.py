@@ -10,11 +10,8 @@ import torch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Mask
-<<<<<<< HEAD
 from dtensor_ring.planning.plan import layout_of_groups
-=======
 from dtensor_ring.planning.route import ROUTES, Route
->>>>>>> sim-core
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
 from dtensor_ring.simulate.attention import timeline_of
@@ -109,17 +106,14 @@ def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[S
     """Yield the strategies that can run a problem; of two that do the same, the first."""
     known = set[tuple[int, type[Route]]]()
     for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
-<<<<<<< HEAD
-        is_refused = why_not(strategy, *problem.sizes.heads) is not None
-        if not is_refused and (strategies is not None or not _splits_runs(problem, strategy)):
-=======
         if why_not(strategy, *problem.sizes.heads) is not None:
+            continue
+        if strategies is None and _splits_runs(problem, strategy):
             continue
         # "ring" is one of two other routes.
         route = ROUTES[strategy.route](0, problem.inputs(strategy).demand)
         if (strategy.heads, type(route)) not in known:
             known.add((strategy.heads, type(route)))
->>>>>>> sim-core
             yield strategy
 
 

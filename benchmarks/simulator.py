@@ -60,6 +60,8 @@ ATTENTIONS = {
     "documents": Mask.causal(),
     "full": Mask.full(),
 }
+SEQ_LENS = {"causal": 4096, "window": 8192, "documents": 8192, "full": 4096}
+"""Tokens; all attentions take tenths of a second, beside which the checks of a call are little."""
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Lets glibc keep freed memory, as allocators of GPUs do. Else page faults, which depend on all
 that a process did before, take up to a third of a short attention."""
@@ -164,14 +166,21 @@ def cases(quick: bool) -> list[Case]:
     """A calibration of each place, and then its cases."""
     rates = (None, *(RATES if os.geteuid() == 0 else ()))
     places = [(2, None)] if quick else [(size, rate) for size in (2, 4) for rate in rates]
-    size = {"seq_len": 1024 if quick else 4096, "repeats": 1 if quick else 4, "quick": quick}
+    settings = {"repeats": 1 if quick else 3, "quick": quick}
     return [
         case
         for world_size, rate in places
         for case in (
-            Case(world_size, **size, rate=rate),
+            Case(world_size, 0, **settings, rate=rate),
             *(
-                Case(world_size, **size, rate=rate, attention=attention, heads=heads)
+                Case(
+                    world_size,
+                    1024 if quick else SEQ_LENS[attention],
+                    **settings,
+                    rate=rate,
+                    attention=attention,
+                    heads=heads,
+                )
                 for attention in (list(ATTENTIONS)[:1] if quick else ATTENTIONS)
                 for heads in HEADS
             ),

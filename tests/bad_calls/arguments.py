@@ -101,7 +101,7 @@ ATTENTION: Right = {
     "batch": just(1, 2),
     "dtype": just(torch.bfloat16, "float16"),
     "policy": AXIS["policy"][1:],
-    "kernel": just(None, "any"),
+    "kernel": just(None, "flash_attn3"),
     "machine": just("h100", ROUND),
 }
 LAID_OUT: Right = {

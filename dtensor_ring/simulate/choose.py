@@ -10,6 +10,7 @@ import torch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Mask
+from dtensor_ring.planning.route import ROUTES, Route
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
 from dtensor_ring.simulate.attention import timeline_of
@@ -101,7 +102,13 @@ def chosen_strategy(
 
 
 def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
-    """Yield the strategies that can run a problem."""
+    """Yield the strategies that can run a problem; of two that do the same, the first."""
+    known = set[tuple[int, type[Route]]]()
     for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
-        if why_not(strategy, *problem.sizes.heads) is None:
+        if why_not(strategy, *problem.sizes.heads) is not None:
+            continue
+        # "ring" is one of two other routes.
+        route = ROUTES[strategy.route](0, problem.inputs(strategy).demand)
+        if (strategy.heads, type(route)) not in known:
+            known.add((strategy.heads, type(route)))
             yield strategy

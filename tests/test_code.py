@@ -20,7 +20,15 @@ from tests.test_public import ROOT
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
-LAYERS = (*WITHOUT_TORCH, "compute", "transport", "all_to_all.run", "decode.run", "agreement")
+LAYERS = (
+    *WITHOUT_TORCH,
+    "compute",
+    "quantised",
+    "transport",
+    "all_to_all.run",
+    "decode.run",
+    "agreement",
+)
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "simulate", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""

@@ -167,7 +167,9 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     plans = describe_schedule("zigzag", Mask.causal(), SEQ_LEN, RANKS, strategy=strategy.spec).plans
     where = ZigZag(), ZigZag(), strategy.heads, RANKS - 1, RANKS, SEQ_LEN
     return rank_costs(
-        plans[-1], all_to_all_plan(*where), TensorSizes((4, 2), (32, 32), BATCH, 4, 4, 4)
+        plans[-1],
+        all_to_all_plan(*where),
+        TensorSizes((4, 2), (32, 32), BATCH, 4, *(torch.float32,) * 2),
     )
 
 

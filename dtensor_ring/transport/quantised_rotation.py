@@ -106,7 +106,7 @@ class QuantisedPacket(Packet):
         return cls(Cols.union([(0, key.shape[2])]), parts)
 
     def empty_in(self, buffer: Tensor, cols: Cols) -> QuantisedPacket:
-        """Return a packet like this one for other columns, in a buffer; its content is undefined."""
+        """Return a packet of other columns of the shard, in a buffer; its content is undefined."""
         blocks, offset = cols.blocks(BLOCK_SIZE), 0
         made: tuple[dict[str, Tensor], ...] = {}, {}
         for number, name, x in self._tensors():

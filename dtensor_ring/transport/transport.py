@@ -338,21 +338,20 @@ class TransferPolicy:
     transport: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_dtype, str):
+            # A dtype is what an op can take. Frozen, so that a policy can be a key.
+            object.__setattr__(self, "kv_dtype", _dtype_of(self.kv_dtype))
         for name in ("kv_dtype", "grad_dtype"):
             dtype = getattr(self, name)
-            if name == "kv_dtype":
-                if isinstance(dtype, str):
-                    dtype = _dtype_of(dtype)
-                    object.__setattr__(self, name, dtype)
-                if dtype is None or dtype in QUANTISED:
-                    continue
+            if name == "kv_dtype" and (dtype is None or dtype in QUANTISED):
+                continue
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(f"{name} must be floating, 16 bits or more, got {dtype}")
+                more = ', "int8" or "fp8"' if name == "kv_dtype" else ""
+                raise ValueError(f"{name} must be floating, 16 bits or more{more}, got {dtype}")
 
         if self.num_parts is not None:
-            # Frozen, so that a policy can be a key.
             object.__setattr__(self, "num_parts", as_count("num_parts", self.num_parts, 1))
 
         if self.transport not in (None, "symmetric"):
@@ -370,7 +369,7 @@ class TransferPolicy:
 
 
 # The dtypes of 8 bits in which keys and values may travel.
-QUANTISED = {format.dtype for format in FORMATS.values()}
+QUANTISED = tuple(format.dtype for format in FORMATS.values())
 
 
 def _dtype_of(name: str) -> torch.dtype:

@@ -34,6 +34,7 @@ def ring_attention(
     kernel: str | None = None,
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
+    kv_dtype: str | None = None,
 ) -> Decoder.Config:
     """Put ring attention into all layers of a config, as an override; see `use_ring`.
 
@@ -48,7 +49,7 @@ def ring_attention(
     `--parallelism.context_parallel_load_balancer None`. The trainers of
     `parallel_plans.torchtitan` shard tokens in any layout.
     """
-    use_ring(config, layout, kernel, grad_dtype, strategy)
+    use_ring(config, layout, kernel, grad_dtype, strategy, kv_dtype)
     return config
 
 

@@ -34,6 +34,7 @@ def use_ring(
     kernel: str | None = None,
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
@@ -47,6 +48,8 @@ def use_ring(
             `RingAttention.Config`.
         strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is one for all
             layers, or one per kind of layer, `{"sliding": "ring", "full": "ulysses:4"}`.
+        kv_dtype: name of the dtype in which keys and values travel, `"int8"` for 8 bits, see
+            `RingAttention.Config`.
 
     Raises:
         ValueError: if the layout, kernel or strategy is unknown, no layer has a given kind, or a
@@ -75,6 +78,7 @@ def use_ring(
             layout=layout,
             kernel=kernel,
             grad_dtype=grad_dtype,
+            kv_dtype=kv_dtype,
             strategy=strategies.named(mask_of(window)),
         )
     config.__class__ = _with_documents(type(config))

@@ -29,6 +29,9 @@ from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan import inner_attention
 from parallel_plans.torchtitan.packed_batch import Documents
 
+# Fields of the config of a kernel, beside those of the attention.
+OPTIONS = "strategy", "kernel", "grad_dtype", "kv_dtype"
+
 
 def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     """Return a class of ring attention for `ContextParallelTransform(kernel=...)`.
@@ -40,9 +43,9 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
             `ContextParallelKernel`.
 
     Returns:
-        A class whose `Config` has three more fields: `strategy`, for all layers or by kind of
-        attention, see `use_ring`; `kernel`, name of the block kernel; and `grad_dtype`, see
-        `RingAttention.Config`.
+        A class whose `Config` has four more fields: `strategy`, for all layers or by kind of
+        attention, see `use_ring`; `kernel`, name of the block kernel; and `grad_dtype` and
+        `kv_dtype`, see `RingAttention.Config`.
 
     Example:
         >>> from torchtitan.models.common.attention import VarlenAttention
@@ -59,7 +62,7 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     declared = {"shard_attention_mask": False, "shard_attention_heads": False}
     config = make_dataclass(
         "Config",
-        [(name, str | None, field(default=None)) for name in ("strategy", "kernel", "grad_dtype")],
+        [(name, str | None, field(default=None)) for name in OPTIONS],
         bases=bases,
         namespace=declared | {"__qualname__": f"{name}.Config"},
         kw_only=True,
@@ -77,7 +80,8 @@ class _RingKernel(Module):
         super().__init__(config)
         self.mask = inner_attention.mask_of(self.window_size)
         self.strategy = Strategies.of(config.strategy).named(self.mask)
-        self.kernel, self.policy = config.kernel, inner_attention.policy_of(config.grad_dtype)
+        self.kernel = config.kernel
+        self.policy = inner_attention.policy_of(config.grad_dtype, config.kv_dtype)
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:

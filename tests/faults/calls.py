@@ -71,7 +71,7 @@ class Call:
     kernel: str | None = None
     sinks: tuple[float, ...] = ()
     strategy: str = "ring"
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | str | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
     transport: str | None = None

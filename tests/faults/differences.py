@@ -108,6 +108,7 @@ DIFFERENCES = {
     "strategy": Difference("strategy", {"strategy": "direct"}, {"strategy": "around"}),
     "strategy: tokens for heads": Difference("direction", {"strategy": "ulysses"}),
     "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
+    "kv_dtype: eight bits, their own": Difference("kv_dtype", {"kv_dtype": "int8"}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "num_parts": Difference("num_parts", {"num_parts": 2}),
     "transport": Difference("transport='symmetric'", {"transport": "symmetric"}),

@@ -239,6 +239,9 @@ TABLES |= {
     "UNUSED",
     "KINDS",
     "TESTED",
+    "FORMATS",
+    "BY_DTYPE",
+    "ROTATIONS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

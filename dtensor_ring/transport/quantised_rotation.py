@@ -108,7 +108,7 @@ class QuantisedPacket(Packet):
     def empty_in(self, buffer: Tensor, cols: Cols) -> QuantisedPacket:
         """Return a packet of other columns of the shard, in a buffer; its content is undefined."""
         blocks, offset = cols.blocks(BLOCK_SIZE), 0
-        made: tuple[dict[str, Tensor], ...] = {}, {}
+        made: tuple[dict[str, Any], ...] = {}, {}
         for number, name, x in self._tensors():
             batch, heads, _, dim = x.shape
             shape = batch, heads, len(cols if name == "data" else blocks), dim
@@ -157,7 +157,7 @@ class QuantisedPacket(Packet):
         if at.spans in ((), ((0, len(at)),)):
             return q
         # The packet begins within a block, or has gaps: each column gets scales of its own.
-        own = {x: self._by_column(getattr(q, x), at) for x in ("scales", "means")}
+        own: dict[str, Any] = {x: self._by_column(getattr(q, x), at) for x in ("scales", "means")}
         return replace(q, block_size=1, **own)
 
     def _by_column(self, x: Tensor | None, at: Cols) -> Tensor | None:
@@ -171,7 +171,7 @@ class QuantisedPacket(Packet):
 class QuantisedRotation(ShardRotation):
     """Moves keys and values in a dtype of 8 bits; see Note [Quantised keys and values]."""
 
-    def __init__(self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any) -> None:
+    def __init__(self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any = None) -> None:
         self._own = QuantisedPacket.of(shard, kv_dtype)
         of_kernels = self._own.dequantised(shard[0].dtype)
         super().__init__(transport, plan, of_kernels, kv_dtype)

@@ -112,10 +112,9 @@ def test_a_packet_is_one_message_of_the_bytes_counted(dtype: torch.dtype) -> Non
         packet.take(whole)
         (message,) = packet.messages(is_apart=True)
         assert (message.dtype, message.nbytes) == (torch.uint8, size)
-        for x, all_of_it in zip(
-            packet.dequantised(torch.float32), whole.dequantised(torch.float32)
-        ):
-            assert torch.equal(x, all_of_it[:, :, indices_of(cols)])
+        found, all_of_it = (x.dequantised(torch.float32) for x in (packet, whole))
+        for x, y in zip(found, all_of_it, strict=True):
+            assert torch.equal(x, y[:, :, indices_of(cols)])
 
 
 def test_about_half_of_the_bytes() -> None:

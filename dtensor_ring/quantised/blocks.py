@@ -187,9 +187,12 @@ def _hadamard(x: Tensor) -> Tensor:
 
 def _butterflies(x: Tensor) -> Tensor:
     width, half = x.shape[-1], 1
+    # Channels first: sums of two channels are of contiguous tokens then.
+    rows = x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
     while half < width:
-        pairs = x.unflatten(-1, (width // (2 * half), 2, half))
-        even, odd = pairs.unbind(-2)
-        x = torch.stack((even + odd, even - odd), -2).flatten(-3)
+        first, second = rows.unflatten(0, (width // (2 * half), 2, half)).unbind(1)
+        difference = first - second
+        first += second
+        second.copy_(difference)
         half *= 2
-    return x * (1 / sqrt(width))
+    return rows.mul_(1 / sqrt(width)).movedim(0, -1)

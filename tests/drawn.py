@@ -121,6 +121,7 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
         heads,
         batch=batch,
         policy=TransferPolicy(
+            kv_dtype=draw(st.sampled_from([None, None, None, "int8", "fp8"])),
             grad_dtype=draw(st.sampled_from([torch.float32, dtype])),
             num_parts=draw(st.sampled_from([None, 1, 3, 8])),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +24,15 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.quantised.blocks import (
+    Quantised,
+    dequantise,
+    quantise_keys,
+    quantise_values,
+)
+from dtensor_ring.transport import quantised_rotation
+from dtensor_ring.transport.quantised_rotation import BY_DTYPE
+from dtensor_ring.transport.transport import DEFAULT_POLICY, QUANTISED, TransferPolicy
 from tests.dense import Result, dense_attention, visible
 from tests.slices import shown
 
@@ -203,11 +211,16 @@ class Case:
 
     def expected(self) -> tuple[Tensor, ...]:
         """Out, lse and the gradient of each input, whole and in float64, from dense attention."""
+        if self.policy.kv_dtype in QUANTISED:
+            return _expected(self)  # how shards are rounded depends on who holds what
         ring = replace(self.ring, layout=Contiguous(), world_size=1, key_layout=None)
         return _expected(replace(self, ring=ring, kernel=None))
 
     def dense(self) -> Result:
         query, key, value, *sinks = self.inputs()
+        if self.policy.kv_dtype in QUANTISED:
+            key = self._dequantised(key, quantise_keys)
+            value = self._dequantised(value, quantise_values)
         return dense_attention(
             *(query, key, value, self.ring.mask),
             cu_seqlens=self.ring.cu_seqlens(),
@@ -217,6 +230,16 @@ class Case:
             softcap=self.softcap,
             seen=self._seen(),
         )
+
+    def _dequantised(self, whole: Tensor, quantise: Callable[..., Quantised]) -> Tensor:
+        """Keys or values as all ranks see them: rounded shard by shard."""
+        result = torch.full_like(whole, torch.nan)
+        for rank in range(self.ring.world_size):
+            own = self.ring.positions(rank, of_keys=True)
+            how = BY_DTYPE[self.policy.kv_dtype], quantised_rotation.BLOCK_SIZE
+            rounded = quantise(local(whole, own), *how)
+            result[:, :, own] = dequantise(rounded, self.dtype)
+        return result
 
     def _seen(self) -> Tensor | None:
         """What slices show; masks and documents say it themselves."""

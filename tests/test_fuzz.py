@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from dtensor_ring.dtensor.annotation import annotation_of
 from dtensor_ring.ops.options import flatten
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.strategy import as_strategy
+from dtensor_ring.transport import quantised_rotation
 from tests.drawn import TOLERANCES, cases, different
 from tests.layouts import LAYOUTS
 from tests.played_group import PlayedGroup, play_group
@@ -31,6 +33,7 @@ from tests.pool import Pool
 from tests.rings import Case, local
 
 BATCH_OF_CASES = 25
+SMALL = 5
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,12 @@ def trades(case: Case) -> bool:
 
 
 SETTINGS = [Setting(1, 1), Setting(2, 2), Setting(3, 3), Setting(4, 4), Setting(4, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a shard has several blocks of a scale each, and packets begin within one."""
+    monkeypatch.setattr(quantised_rotation, "BLOCK_SIZE", SMALL)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.num_ranks} ranks, {s.world_size}")
@@ -106,12 +115,13 @@ def check_rank(case: Case, results: list[Tensor], setting: Setting, rank: int) -
 
 def results_of(batch: list[Case], setting: Setting) -> list[list[Tensor]]:
     """By case: out, lse and all gradients, this rank's part of them."""
-    if setting.num_ranks == setting.world_size:
-        return [plain_results(case, setting) for case in batch]
-    # One mesh for all: DTensor takes equal meshes for one, but their groups are not.
-    shape = setting.num_ranks // setting.world_size, setting.world_size
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    return [mesh_results(case, setting, mesh) for case in batch]
+    with patch.object(quantised_rotation, "BLOCK_SIZE", SMALL):
+        if setting.num_ranks == setting.world_size:
+            return [plain_results(case, setting) for case in batch]
+        # One mesh for all: DTensor takes equal meshes for one, but their groups are not.
+        shape = setting.num_ranks // setting.world_size, setting.world_size
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+        return [mesh_results(case, setting, mesh) for case in batch]
 
 
 def plain_results(case: Case, setting: Setting) -> list[Tensor]:

@@ -30,8 +30,7 @@ from dtensor_ring.ops.rows_op import sum_ranks_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.simulate.comparison import Cost, TensorSizes, all_to_all_cost, moved
-from dtensor_ring.simulate.schedule import largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.simulate.comparison import Cost, TensorSizes, all_to_all_cost, ring_costs
 from dtensor_ring.transport.transport import P2P, Transport, Work
 
 
@@ -238,20 +237,19 @@ def _backward(
 
 def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
     """Return the messages of one loop: backward sends keys and values again, and gradients."""
-    numbers = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (key, value))
-    policy, room = call.place.policy, largest_packet(plan)
-    kv_dtype = policy.kv_dtype or key.dtype
-    shards = moved(shard_traffic(plan), numbers * kv_dtype.itemsize, room)
-    if is_forward:
-        return shards
-    return shards + moved(sum_traffic(plan), numbers * policy.sum_dtype(key.dtype).itemsize, room)
+    policy, num_heads, dims = call.place.policy, key.shape[1], (key.shape[3], value.shape[3])
+    dtypes = policy.dtype_of_keys(key.dtype), policy.sum_dtype(key.dtype)
+    sizes = TensorSizes((0, num_heads), dims, key.shape[0], key.itemsize, *dtypes)
+    shards, sums = ring_costs(plan, sizes, num_heads)
+    return shards if is_forward else shards + sums
 
 
 def _all_to_all_cost(tensors: list[Tensor], *options: Any) -> Cost:
     """Return the messages of one all-to-all."""
     args = unflatten_all_to_all(options)
     plan, x = args.plan(tensors, args.layouts()), tensors[0]
-    sizes = TensorSizes((0, args.num_key_heads), (0, 0), x.shape[0], x.itemsize, 0, 0)
+    heads = 0, args.num_key_heads
+    sizes = TensorSizes(heads, (0, 0), x.shape[0], x.itemsize, x.dtype, x.dtype)
     shapes = [(count, x.shape[3]) for count, x in zip(args.num_heads, tensors, strict=True)]
     return all_to_all_cost(plan, sizes, shapes, args.is_back)
 

@@ -38,7 +38,7 @@ _SCHEMA_TYPES = {
     "bool": "bool",
     "float": "float",
     "torch.dtype": "ScalarType",
-    "torch.dtype | None": "ScalarType?",
+    "torch.dtype | str | None": "ScalarType?",  # a policy has the dtype of a name
 }
 
 

@@ -69,6 +69,20 @@ class Cols:
             self._within[whole] = Cols.union(map(whole.packed, self.spans))
         return self._within[whole]
 
+    def blocks(self, size: int) -> Cols:
+        """Return the numbers of the blocks of `size` columns of the shard that these touch.
+
+        >>> Cols(((0, 4), (10, 12), (13, 14))).blocks(4)
+        Cols(spans=((0, 1), (2, 4)))
+        """
+        if size not in self._blocks:
+            self._blocks[size] = Cols.union((a // size, -(-b // size)) for a, b in self.spans)
+        return self._blocks[size]
+
+    @cached_property
+    def _blocks(self) -> dict[int, Cols]:
+        return {}
+
     @cached_property
     def _within(self) -> dict[Cols, Cols]:
         return {}

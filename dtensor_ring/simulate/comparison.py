@@ -31,6 +31,7 @@ from dtensor_ring.simulate.schedule import (
     sum_traffic,
 )
 from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
+from dtensor_ring.transport.quantised_rotation import packet_size
 from dtensor_ring.transport.rotation import goes_apart
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
@@ -66,10 +67,8 @@ def rank_costs(
 ) -> tuple[Cost, Cost]:
     """Return the forward and backward cost of one rank, with the all-to-alls around its plan."""
     num_heads, num_key_heads = sizes.heads_after(all_to_all)
-    column = sizes.batch * num_key_heads * sum(sizes.head_dims)
-    room = largest_packet(plan)
-    forward = moved(shard_traffic(plan), column * sizes.kv_itemsize, room)
-    backward = forward + moved(sum_traffic(plan), column * sizes.sum_itemsize, room)
+    forward, sums = ring_costs(plan, sizes, num_key_heads)
+    backward = forward + sums
     if all_to_all is None:
         return forward, backward
     # Forward sends queries, keys and values and returns outputs; backward does the reverse.
@@ -89,12 +88,25 @@ def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
     return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
 
 
-def moved(traffic: Traffic, column: int, room: int) -> Cost:
-    """Return the cost of messages: `column` is in bytes, and a buffer has `room` columns."""
-    held = traffic.num_buffers * room * column
-    num_second = sum(goes_apart(cols * column) for cols in traffic.owned)
-    num_sent = traffic.num_sent + num_second
-    return Cost(traffic.sent * column, traffic.received * column, num_sent, held)
+def ring_costs(plan: Plan, sizes: TensorSizes, num_key_heads: int) -> tuple[Cost, Cost]:
+    """Return the cost of the messages of keys and values, and of those of their gradients."""
+    shards, sums = (
+        packet_size(dtype, sizes.batch, num_key_heads, sizes.head_dims)
+        for dtype in (sizes.kv_dtype, sizes.sum_dtype)
+    )
+    # Bytes and scales are one message, however large.
+    may_part = not shards.block
+    return (
+        _moved(shard_traffic(plan, shards), largest_packet(plan, shards), may_part),
+        _moved(sum_traffic(plan, sums), largest_packet(plan, sums), may_part=True),
+    )
+
+
+def _moved(traffic: Traffic, room: int, may_part: bool) -> Cost:
+    """Return the cost of messages: sizes and the `room` of a buffer are in bytes."""
+    num_second = sum(map(goes_apart, traffic.owned)) if may_part else 0
+    num_sent, held = traffic.num_sent + num_second, traffic.num_buffers * room
+    return Cost(traffic.sent, traffic.received, num_sent, held)
 
 
 def all_to_all_cost(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,17 +16,20 @@ from dtensor_ring.planning.route import Hop
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
+# The size of some columns of a shard.
+Size = Callable[[Cols], int]
+
 
 class Traffic(NamedTuple):
-    """The messages of one rank; sizes are in columns.
+    """The messages of one rank; sizes are in columns, or as the `size` of columns counts them.
 
     Attributes:
-        sent: columns of all messages that the rank sends.
-        received: columns of all messages that the rank receives.
+        sent: size of all messages that the rank sends.
+        received: size of all messages that the rank receives.
         num_sent: number of messages that the rank sends.
         num_received: number of messages that the rank receives.
         num_buffers: the largest number of buffers in use at once.
-        owned: columns of each sent message with keys of the rank's own shard.
+        owned: size of each sent message with keys of the rank's own shard.
     """
 
     sent: int
@@ -37,7 +40,7 @@ class Traffic(NamedTuple):
     owned: tuple[int, ...]
 
 
-def shard_traffic(plan: Plan) -> Traffic:
+def shard_traffic(plan: Plan, size: Size = len) -> Traffic:
     """Return the messages of keys and values, as `ShardRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
@@ -49,10 +52,10 @@ def shard_traffic(plan: Plan) -> Traffic:
         resident |= {x.source: x.cols for x in hop.receives}
         for source in hop.releases:
             del resident[source]
-    return _traffic(plan.rank, plan.shards, most)
+    return _traffic(plan.rank, plan.shards, most, size)
 
 
-def sum_traffic(plan: Plan) -> Traffic:
+def sum_traffic(plan: Plan, size: Size = len) -> Traffic:
     """Return the messages of gradient sums, as `SumRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
@@ -70,19 +73,19 @@ def sum_traffic(plan: Plan) -> Traffic:
         flying = len({(x.source, x.cols) for x in hop.sends}) + len(hop.receives)
         most = max(most, len(resident) + flying)
         arriving = [(x.source, x.cols) for x in hop.receives]
-    return _traffic(plan.rank, plan.sums, most)
+    return _traffic(plan.rank, plan.sums, most, size)
 
 
-def largest_packet(plan: Plan) -> int:
-    """Return the columns of a buffer that any message of the plan fits into."""
+def largest_packet(plan: Plan, size: Size = len) -> int:
+    """Return the size of a buffer that any message of the plan fits into."""
     hops = plan.shards + plan.sums
-    return max((len(x.cols) for hop in hops for x in hop.sends + hop.receives), default=0)
+    return max((size(x.cols) for hop in hops for x in hop.sends + hop.receives), default=0)
 
 
-def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int) -> Traffic:
-    sent = [len(x.cols) for hop in hops for x in hop.sends]
-    received = [len(x.cols) for hop in hops for x in hop.receives]
-    owned = tuple(len(x.cols) for hop in hops for x in hop.sends if x.source == rank)
+def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int, size: Size) -> Traffic:
+    sent = [size(x.cols) for hop in hops for x in hop.sends]
+    received = [size(x.cols) for hop in hops for x in hop.receives]
+    owned = tuple(size(x.cols) for hop in hops for x in hop.sends if x.source == rank)
     return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers, owned)
 
 

@@ -20,16 +20,26 @@ class TensorSizes(NamedTuple):
         head_dims: head dim of queries and keys, and of values.
         batch: rows of the batch.
         itemsize: bytes of a number of query, key and value.
-        kv_itemsize: bytes of a number of keys and values in messages.
-        sum_itemsize: bytes of a number of key and value gradient sums in messages.
+        kv_dtype: dtype of keys and values in messages; one of 8 bits has scales.
+        sum_dtype: dtype of key and value gradient sums in messages.
     """
 
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     batch: int
     itemsize: int
-    kv_itemsize: int
-    sum_itemsize: int
+    kv_dtype: torch.dtype
+    sum_dtype: torch.dtype
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a number of keys and values in messages, without scales."""
+        return self.kv_dtype.itemsize
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of a number of key and value gradient sums in messages."""
+        return self.sum_dtype.itemsize
 
     @property
     def wide_itemsize(self) -> int:
@@ -82,7 +92,7 @@ def tensor_sizes(
         head_dims=(dim, dim),
         batch=as_count("batch", batch),
         itemsize=kind.itemsize,
-        kv_itemsize=(policy.kv_dtype or kind).itemsize,
-        sum_itemsize=policy.sum_dtype(kind).itemsize,
+        kv_dtype=policy.dtype_of_keys(kind),
+        sum_dtype=policy.sum_dtype(kind),
     )
     return sizes, str(kind).removeprefix("torch.")

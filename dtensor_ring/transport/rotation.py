@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -258,9 +258,7 @@ def _buffers(packets: Iterable[Packet]) -> dict[int, Tensor]:
 class ShardRotation(Rotation):
     """Moves keys and values, in the dtype `kv_dtype` or, by default, their own."""
 
-    def __init__(
-        self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any = None) -> None:
         super().__init__(transport, plan, plan.shards, shard, kv_dtype or shard[0].dtype)
         self._shard = shard
 

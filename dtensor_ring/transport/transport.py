@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.quantised.blocks import FORMATS
 
 # The buffers of a backward pass. Around the ring: two for shards, two for sums of gradients, and
 # one for a sum that returns to its owner. On the direct route: three for shards, two for sums.
@@ -303,6 +304,12 @@ class TransferPolicy:
     Args:
         kv_dtype: dtype of keys and values, by default their own. A narrower one sends fewer bytes
             and rounds what other ranks see; a rank sees its own keys and values unrounded.
+            `"int8"` and `"fp8"` (e4m3) send 8 bits, with scales for blocks of 64 tokens. Then all
+            ranks attend to the same rounded keys and values, a rank to its own, too, also where
+            nothing is sent; gradients pass straight through the rounding. docs/numerics.md has
+            the errors. The field has the dtype: `torch.int8`, or `torch.float8_e4m3fn`. The
+            all-to-all of "ulysses" sends keys and values unrounded, and rounds them after it.
+            Decoding ignores this: caches do not travel.
         grad_dtype: dtype of the sums of key and value gradients. `torch.bfloat16` halves their
             bytes and rounds them at each hop; docs/rounding.md has the errors. float16 overflows
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
@@ -316,40 +323,65 @@ class TransferPolicy:
 
     Raises:
         TypeError: if a dtype is not a `torch.dtype`, or `num_parts` is not an integer.
-        ValueError: if a dtype is not floating, or has fewer than 16 bits; if `num_parts` is less
-            than 1; if the transport is unknown.
+        ValueError: if a dtype is not floating, or has fewer than 16 bits, other than those two; if
+            `num_parts` is less than 1; if the transport or a name of a dtype is unknown.
 
     >>> TransferPolicy(grad_dtype=torch.bfloat16).grad_dtype
     torch.bfloat16
+    >>> TransferPolicy(kv_dtype="int8").kv_dtype
+    torch.int8
     """
 
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | str | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
     transport: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_dtype, str):
+            # A dtype is what an op can take. Frozen, so that a policy can be a key.
+            object.__setattr__(self, "kv_dtype", _dtype_of(self.kv_dtype))
         for name in ("kv_dtype", "grad_dtype"):
             dtype = getattr(self, name)
-            if dtype is None and name == "kv_dtype":
+            if name == "kv_dtype" and (dtype is None or dtype in QUANTISED):
                 continue
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(f"{name} must be floating, 16 bits or more, got {dtype}")
+                more = ', "int8" or "fp8"' if name == "kv_dtype" else ""
+                raise ValueError(f"{name} must be floating, 16 bits or more{more}, got {dtype}")
 
         if self.num_parts is not None:
-            # Frozen, so that a policy can be a key.
             object.__setattr__(self, "num_parts", as_count("num_parts", self.num_parts, 1))
 
         if self.transport not in (None, "symmetric"):
             raise ValueError(f'transport must be None or "symmetric", got {self.transport!r}')
+
+    def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which keys and values of `dtype` are sent."""
+        return dtype if self.kv_dtype is None else cast(torch.dtype, self.kv_dtype)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of keys and values of `dtype` are summed and sent."""
         # The default float32 means "at least float32": float64 gradients are not rounded.
         is_default = self.grad_dtype == torch.float32
         return torch.promote_types(dtype, torch.float32) if is_default else self.grad_dtype
+
+
+# The dtypes of 8 bits in which keys and values may travel.
+QUANTISED = tuple(format.dtype for format in FORMATS.values())
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a format.
+
+    Raises:
+        ValueError: if the format is unknown.
+    """
+    if name not in FORMATS:
+        known = " or ".join(f'"{x}"' for x in FORMATS)
+        raise ValueError(f"kv_dtype must be a torch.dtype, {known}, got {name!r}")
+    return FORMATS[name].dtype
 
 
 DEFAULT_POLICY = TransferPolicy()

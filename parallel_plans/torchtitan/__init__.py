@@ -35,6 +35,7 @@ def ring_attention(
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
     machine: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Decoder.Config:
     """Put ring attention into all layers of a config, as an override; see `use_ring`.
 
@@ -50,7 +51,7 @@ def ring_attention(
     `--parallelism.context_parallel_load_balancer None`. The trainers of
     `parallel_plans.torchtitan` shard tokens in any layout.
     """
-    use_ring(config, layout, kernel, grad_dtype, strategy, machine)
+    use_ring(config, layout, kernel, grad_dtype, strategy, machine, kv_dtype)
     return config
 
 

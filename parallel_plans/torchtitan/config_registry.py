@@ -31,6 +31,7 @@ def with_ring(
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
     machine: str | None = None,
+    kv_dtype: str | None = None,
 ) -> RingTrainer.Config:
     """Put ring attention and a trainer that shards tokens into any text config of torchtitan.
 
@@ -41,6 +42,7 @@ def with_ring(
         grad_dtype: name of the dtype in which sums of gradients travel, see `use_ring`.
         strategy: how attention is made parallel, see `use_ring`.
         machine: what the strategy "auto" simulates, see `use_ring`.
+        kv_dtype: name of the dtype in which keys and values travel, see `use_ring`.
 
     Raises:
         ValueError: if the config has no model, a model that a ring cannot serve, see `use_ring`, or
@@ -60,7 +62,8 @@ def with_ring(
                 f"{type(part).__qualname__}; subclass RingTrainer and RingValidator, and put the "
                 "ring into the model by use_ring"
             )
-    use_ring(cast(Decoder.Config, spec.model), layout, kernel, grad_dtype, strategy, machine)
+    how = grad_dtype, strategy, machine, kv_dtype
+    use_ring(cast(Decoder.Config, spec.model), layout, kernel, *how)
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)

@@ -34,6 +34,7 @@ def use_ring(
     grad_dtype: str | None = None,
     strategy: str | dict[str, str] | None = None,
     machine: str | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Put ring attention into every layer of a model's config, in place.
 
@@ -50,6 +51,8 @@ def use_ring(
             chooses for each layer by its mask.
         machine: what "auto" simulates: the path of a file that the first rank of each ring has, or
             the name of a data sheet, see `dtensor_ring.SequenceAxis`.
+        kv_dtype: name of the dtype in which keys and values travel, `"int8"` for 8 bits, see
+            `RingAttention.Config`.
 
     Raises:
         ValueError: if the layout, kernel or strategy is unknown, no layer has a given kind, or a
@@ -78,6 +81,7 @@ def use_ring(
             layout=layout,
             kernel=kernel,
             grad_dtype=grad_dtype,
+            kv_dtype=kv_dtype,
             strategy=strategies.named(mask_of(window)),
             machine=machine,
         )

@@ -51,6 +51,8 @@ class RingAttention(Module):
             grad_dtype: name of the dtype in which sums of key and value gradients travel. It is
                 "float32" by default; "bfloat16" halves its bytes, see
                 `dtensor_ring.TransferPolicy`.
+            kv_dtype: name of the dtype in which keys and values travel. It is their own by
+                default; "int8" and "fp8" send 8 bits, see `dtensor_ring.TransferPolicy`.
             strategy: how attention is made parallel, see `dtensor_ring.SequenceAxis`. It is "ring"
                 by default; "ulysses:4" does an all-to-all over groups of four ranks.
             machine: what the strategy "auto" simulates, see `use_ring`.
@@ -64,6 +66,7 @@ class RingAttention(Module):
         layout: str = "zigzag"
         kernel: str | None = None
         grad_dtype: str | None = None
+        kv_dtype: str | None = None
         strategy: str | None = None
         machine: str | None = None
 
@@ -79,7 +82,7 @@ class RingAttention(Module):
         self.mask = mask_of(self.window_size)
         self.layout, self.kernel = config.layout, config.kernel
         self.strategy, self.machine = config.strategy, config.machine
-        self.policy = policy_of(config.grad_dtype)
+        self.policy = policy_of(config.grad_dtype, config.kv_dtype)
         self.axis: SequenceAxis | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -197,18 +200,23 @@ def _sequence_stays_sharded(config: ShardingConfig) -> ShardingConfig:
     return replace(config, in_dst_shardings=sources, local_map=config.local_map and grads)
 
 
-def policy_of(grad_dtype: str | None) -> TransferPolicy | None:
-    """Return the policy that sends sums of gradients in the dtype of that name.
+def policy_of(grad_dtype: str | None, kv_dtype: str | None) -> TransferPolicy | None:
+    """Return the policy that sends sums of gradients, and keys and values, in named dtypes.
 
     Raises:
         ValueError: if no dtype has that name.
     """
-    if grad_dtype is None:
-        return None
-    if grad_dtype not in TORCH_DTYPE_MAP:
-        known = ", ".join(TORCH_DTYPE_MAP)
-        raise ValueError(f"unknown grad_dtype {grad_dtype!r}; known dtypes: {known}")
-    return TransferPolicy(grad_dtype=TORCH_DTYPE_MAP[grad_dtype])
+    named = {"grad_dtype": grad_dtype, "kv_dtype": kv_dtype}
+    given = {x: _dtype_of(x, name) for x, name in named.items() if name is not None}
+    return TransferPolicy(**given) if given else None
+
+
+def _dtype_of(option: str, name: str) -> Any:
+    """Return a dtype by torchtitan's name, or that of a format of `TransferPolicy`."""
+    known = TORCH_DTYPE_MAP | ({"int8": "int8", "fp8": "fp8"} if option == "kv_dtype" else {})
+    if name not in known:
+        raise ValueError(f"unknown {option} {name!r}; known dtypes: {', '.join(known)}")
+    return known[name]
 
 
 def sinks_of(out_transform: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ from parallel_plans.torchtitan import inner_attention
 from parallel_plans.torchtitan.packed_batch import Documents
 
 # What a config has beside the fields of torchtitan's attention.
-FIELDS = ("strategy", "kernel", "grad_dtype", "machine")
+FIELDS = ("strategy", "kernel", "grad_dtype", "kv_dtype", "machine")
 
 
 def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
@@ -45,7 +45,7 @@ def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     Returns:
         A class whose `Config` has four more fields: `strategy`, for all layers or by kind of
         attention, and `machine`, see `use_ring`; `kernel`, name of the block kernel; and
-        `grad_dtype`, see `RingAttention.Config`.
+        `grad_dtype` and `kv_dtype`, see `RingAttention.Config`.
 
     Example:
         >>> from torchtitan.models.common.attention import VarlenAttention
@@ -80,7 +80,8 @@ class _RingKernel(Module):
         super().__init__(config)
         self.mask = inner_attention.mask_of(self.window_size)
         self.strategy = Strategies.of(config.strategy).named(self.mask)
-        self.kernel, self.policy = config.kernel, inner_attention.policy_of(config.grad_dtype)
+        self.kernel = config.kernel
+        self.policy = inner_attention.policy_of(config.grad_dtype, config.kv_dtype)
         self.machine = config.machine
         self.axis: SequenceAxis | None = None
 

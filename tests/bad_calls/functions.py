@@ -178,7 +178,7 @@ FUNCTIONS |= {
         (
             "TransferPolicy",
             {
-                "kv_dtype": just(None, torch.bfloat16),
+                "kv_dtype": just(None, torch.bfloat16, "int8"),
                 "grad_dtype": just(torch.float32, torch.float16),
                 "num_parts": just(None, 4),
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +18,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring import Mask, ZigZag, describe_schedule
+from dtensor_ring import Contiguous, Mask, ZigZag, describe_schedule
 from dtensor_ring.all_to_all.plan import all_to_all_plan
-from dtensor_ring.command.footprint import Storages
+from dtensor_ring.command.footprint import Footprint, Storages
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.simulate.comparison import Cost, TensorSizes, rank_costs
 from dtensor_ring.transport import transport
-from dtensor_ring.transport.transport import BufferPool
+from dtensor_ring.transport.transport import BufferPool, TransferPolicy
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.models import load
 from tests.pool import Pool
+from tests.rings import Case, Ring, fake_group
 from tests.scripts import run_script
 from tests.test_public import ROOT
 
@@ -167,7 +169,9 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     plans = describe_schedule("zigzag", Mask.causal(), SEQ_LEN, RANKS, strategy=strategy.spec).plans
     where = ZigZag(), ZigZag(), strategy.heads, RANKS - 1, RANKS, SEQ_LEN
     return rank_costs(
-        plans[-1], all_to_all_plan(*where), TensorSizes((4, 2), (32, 32), BATCH, 4, 4, 4)
+        plans[-1],
+        all_to_all_plan(*where),
+        TensorSizes((4, 2), (32, 32), BATCH, 4, *(torch.float32,) * 2),
     )
 
 
@@ -242,3 +246,25 @@ def _estimated(path: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
     capsys.readouterr()
     assert main(load, [*command, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_messages_of_a_policy(pool: Pool, kv_dtype: str | None) -> None:
+    pool.run(1, _check_messages, TransferPolicy(kv_dtype=kv_dtype))
+
+
+def _check_messages(policy: TransferPolicy) -> None:
+    """What an attention without memory counts is what a comparison counts, to the byte."""
+    ring = Ring(Contiguous(), 2, 400, Mask.causal())
+    case = Case(ring, torch.bfloat16, head_dims=(64, 64), policy=policy)
+    with fake_group(2, rank=1):
+        inputs = [x.detach().to("meta").requires_grad_() for x in case.shards(1)]
+        with Footprint() as step:
+            out, _ = case.attend(*inputs)
+            out.backward(torch.empty_like(out))
+    (plan,) = [x for x in ring.plans() if x.rank == 1]
+    sizes = TensorSizes(
+        *((4, 2), (64, 64), 2, 2, policy.dtype_of_keys(torch.bfloat16), torch.float32)
+    )
+    forward, backward = rank_costs(plan, None, sizes)
+    assert step.messages == replace(forward + backward, held=backward.held)

@@ -34,6 +34,7 @@ from tests.pool import Pool
 from tests.transport.test_rotation import recorded
 
 SEQ_LEN = 24
+EAGER = "aot_eager"
 POLICY = TransferPolicy(kv_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
 
 
@@ -109,6 +110,30 @@ def _check_roads() -> None:
         assert {message.dtype for hop in hops for message in hop} == {torch.bfloat16}
         error = (out.double() - dense[:, :, mine]).abs().max()
         assert 1e-6 < error < 2e-2, "keys and values were rounded, and nothing else"
+
+
+def test_eight_bits_in_one_graph(pool: Pool) -> None:
+    pool.run(2, _check_eight_bits)
+
+
+def _check_eight_bits() -> None:
+    """Compiled as eager, on shards and on DTensors; keys and values travel as bytes."""
+    axis = SequenceAxis(init_device_mesh("cpu", (2,)), policy=TransferPolicy(kv_dtype="int8"))
+    inputs = random_inputs(seq_len=SEQ_LEN, kv_heads=4)
+    mine = axis.positions(SEQ_LEN)
+    results = []
+    for attend in (axis.attention, torch.compile(axis.attention, fullgraph=True, backend=EAGER)):
+        for on_mesh in (False, True):
+            own = [axis.shard(x, 2) if on_mesh else x[:, :, mine] for x in inputs[:3]]
+            own = [x.detach().requires_grad_() for x in own]
+            with recorded() as hops:
+                out = attend(*own)
+                (out.to_local() if on_mesh else out).backward(inputs[3][:, :, mine])
+            assert {x.dtype for hop in hops for x in hop} == {torch.uint8, torch.float32}
+            tensors = [out, *(x.grad for x in own)]
+            results.append([x.to_local() if on_mesh else x for x in tensors])
+    for others in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
 
 
 def test_strategies_of_one_spec(pool: Pool) -> None:

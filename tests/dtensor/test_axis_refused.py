@@ -74,12 +74,14 @@ def _check_refusals() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "error", "match"),
     [
-        ("kv_dtype", torch.int8, ValueError, "kv_dtype must be floating, 16 bits or more"),
+        ("kv_dtype", torch.uint8, ValueError, "kv_dtype must be floating, 16 bits or more"),
+        ("kv_dtype", torch.float8_e5m2, ValueError, '16 bits or more, "int8" or "fp8", got'),
         ("grad_dtype", torch.int32, ValueError, r"grad_dtype must be .* got torch\.int32"),
         ("grad_dtype", None, TypeError, r"grad_dtype must be a torch\.dtype, got None"),
         ("num_parts", 0, ValueError, r"num_parts must be from 1 to .*, got 0"),
         ("num_parts", 1.5, TypeError, r"num_parts must be an int, got 1\.5"),
-        ("kv_dtype", "bfloat16", TypeError, "kv_dtype must be a torch.dtype, got 'bfloat16'"),
+        ("kv_dtype", "bfloat16", ValueError, 'torch.dtype, "int8" or "fp8", got \'bf'),
+        ("kv_dtype", 8, TypeError, r"kv_dtype must be a torch\.dtype, got 8"),
     ],
 )
 def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], match: str) -> None:

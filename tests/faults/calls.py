@@ -74,7 +74,7 @@ class Call:
     sinks: tuple[float, ...] = ()
     strategy: str = "ring"
     machine: str | None = None
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | str | None = None
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
     transport: str | None = None

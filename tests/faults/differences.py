@@ -113,6 +113,7 @@ DIFFERENCES = {
         {"strategy": "auto", "machine": "2026-11-02"},
     ),
     "kv_dtype": Difference("kv_dtype", {"kv_dtype": BF16}),
+    "kv_dtype: eight bits, their own": Difference("kv_dtype", {"kv_dtype": "int8"}),
     "grad_dtype": Difference("grad_dtype", {"grad_dtype": BF16}),
     "num_parts": Difference("num_parts", {"num_parts": 2}),
     "transport": Difference("transport='symmetric'", {"transport": "symmetric"}),

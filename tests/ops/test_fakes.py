@@ -17,6 +17,7 @@ from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.ops.options import flatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.transport.transport import TransferPolicy
 from tests.ops.test_compile import BLOCK
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group, local
@@ -35,6 +36,9 @@ CHECKED = {
     "cross": Case(Ring(ZigZag(), 1, 8, FULL, ((0, 3, 7),), 5, ((0, 2, 5),)), torch.float32),
     "sinks and lse": Case(
         Ring(Striped(), 1, 8, FULL), torch.float32, sinks=SINKS, softcap=2.0, grad_lse=True
+    ),
+    "eight bits": Case(
+        Ring(ZigZag(), 1, 8, CAUSAL), torch.float32, policy=TransferPolicy(kv_dtype="int8")
     ),
     # Nothing arrives from a fake group: documents that stay on their rank need nothing.
     "fake group": Case(Ring(Contiguous(), 4, 16, CAUSAL, ((0, 4, 8, 12, 16),)), torch.float32),
@@ -72,6 +76,7 @@ PROMISED = {
     "grouped": BASE,
     "reference": replace(BASE, kernel="reference"),
     "bfloat16": replace(BASE, dtype=torch.bfloat16),
+    "eight bits": replace(BASE, policy=TransferPolicy(kv_dtype="fp8")),
     "float64, value head dim": replace(BASE, dtype=torch.float64, head_dims=(8, 4)),
     "sinks and lse": replace(BASE, sinks=SINKS, grad_lse=True),
     "one head, batch of one": replace(BASE, heads=(1, 1), batch=1),

@@ -26,7 +26,7 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate import comparison
 from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
-from dtensor_ring.transport import rotation
+from dtensor_ring.transport import quantised_rotation, rotation
 from dtensor_ring.transport.transport import P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring, Rows, local
@@ -130,6 +130,12 @@ EVERY = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that packets begin and end within blocks."""
+    monkeypatch.setattr(quantised_rotation, "BLOCK_SIZE", 5)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("seen", SEEN)
 @EVERY
@@ -169,7 +175,8 @@ def compared(
     """The row of the table, and what each rank counted."""
     mask, documents = SEEN[seen]
     ring = Ring(as_layout(layout), world_size, SEQ_LEN, mask, documents, strategy=strategy)
-    policy = TransferPolicy(torch.bfloat16 if seen == "window" else None)
+    dtypes = {"window": torch.bfloat16, "documents": "int8", "both ways": "fp8"}
+    policy = TransferPolicy(dtypes.get(seen))
     dims = HEAD_DIM, HEAD_DIM
     case = Case(ring, torch.float32, HEADS, dims, batch=BATCH, policy=policy)
     counted = play(world_size, lambda rank, at: attention(case, layout, rank, at))

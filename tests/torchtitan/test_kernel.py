@@ -61,7 +61,7 @@ def _check_configs(later: bool) -> None:
     from tests.titan_seam import check_parallel
 
     stock = [x.attention.inner_attention for x in model_registry("debugmodel").model.layers]
-    model = _transformed(later, strategy=BY_KIND, grad_dtype="bfloat16")
+    model = _transformed(later, strategy=BY_KIND, grad_dtype="bfloat16", kv_dtype="fp8")
     rings = [x.attention.inner_attention for x in model.layers]
     assert len({ring.window_size for ring in rings}) == 2
     for ring, old in zip(rings, stock, strict=True):

@@ -218,6 +218,10 @@ def _refuse_calls() -> None:
         ring(q, q, q, attention_masks=documents, out_transform=torch.add)
     elsewhere = replace(settings, grad_dtype="bfloat16").build()
     assert elsewhere.policy == TransferPolicy(grad_dtype=torch.bfloat16)
+    eight = replace(settings, grad_dtype=None, kv_dtype="int8").build()
+    assert eight.policy == TransferPolicy(kv_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"unknown kv_dtype 'int4'; known dtypes: .*, int8, fp8"):
+        replace(settings, grad_dtype=None, kv_dtype="int4").build()
     with pytest.raises(ValueError, match=r"was configured with policy=.*, it cannot get policy="):
         SequenceAxis(mesh, "zigzag", policy=elsewhere.policy)
 

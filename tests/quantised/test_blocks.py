@@ -1,0 +1,89 @@
+"""Eight bits: errors against float64, outliers, odd shapes, numbers that are none, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtensor_ring.quantised.blocks import (
+    FORMATS,
+    Quantised,
+    dequantise,
+    num_bytes,
+    quantise_keys,
+    quantise_values,
+)
+
+KINDS: dict[str, Callable[..., Quantised]] = {"keys": quantise_keys, "values": quantise_values}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 2.0e-3), ("fp8", 6.7e-3)])
+def test_error_of_attention_with_outliers(name: str, most: float) -> None:
+    """The experiment of flash attention 3's paper: N(0, 1) and N(0, 100) in one of 1,000."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, 4, 1024, 128
+
+    def drawn() -> Tensor:
+        is_outlier = torch.rand(shape, generator=generator) < 0.001
+        normal = [torch.randn(shape, generator=generator) for _ in range(2)]
+        return normal[0] + 10 * normal[1] * is_outlier
+
+    query, key, value = drawn(), drawn(), drawn()
+    rounded = [
+        dequantise(quantise(x, FORMATS[name]), torch.float64)
+        for quantise, x in ((quantise_keys, key), (quantise_values, value))
+    ]
+    exact, found = (
+        F.scaled_dot_product_attention(query.double(), k, v)
+        for k, v in ((key.double(), value.double()), rounded)
+    )
+    # Fewer keys than the paper's average less: the square root of two times the error.
+    assert (found - exact).square().mean().sqrt() <= most * 2**0.5
+
+
+@every_kind
+@every_format
+@pytest.mark.parametrize("shape", [(2, 3, 100, 8), (1, 2, 5, 12), (1, 1, 0, 4), (1, 1, 3, 1)])
+def test_each_number_is_near(kind: str, format: object, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    q = KINDS[kind](x, format, 16)
+    found = dequantise(q, torch.float32)
+    assert found.shape == x.shape
+    scale = x.float().norm(dim=-1, keepdim=True) + 1
+    assert ((found - x.float()).abs() <= 0.08 * scale).all()
+    own = [y for y in (q.data, q.scales, q.means) if y is not None]
+    assert num_bytes(shape, format, 16, kind) == sum(y.nbytes for y in own)
+
+
+@every_kind
+@every_format
+def test_zeros_stay_and_blocks_are_apart(kind: str, format: object) -> None:
+    x = torch.zeros(1, 1, 48, 8)
+    x[:, :, 16] = 1e4
+    found = dequantise(KINDS[kind](x, format, 16), torch.float32)
+    assert not found[:, :, :16].any()
+    assert not found[:, :, 32:].any()
+
+
+@every_kind
+@every_format
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_errors_stay_errors(kind: str, format: object, bad: float) -> None:
+    x = torch.randn(1, 1, 48, 8)
+    x[0, 0, 20, 3] = bad
+    finite = dequantise(KINDS[kind](x, format, 16), torch.float32).isfinite()
+    assert not finite[0, 0, 20, 3]
+    assert finite[:, :, :16].all()
+    assert finite[:, :, 32:].all()
+
+
+@every_kind
+def test_no_channels_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="of head dim 0 have no eight bits"):
+        KINDS[kind](torch.zeros(1, 1, 4, 0), FORMATS["int8"])

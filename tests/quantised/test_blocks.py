@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.quantised import blocks
 from dtensor_ring.quantised.blocks import (
@@ -24,11 +25,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 
 
-@pytest.mark.parametrize(("name", "most"), [("int8", 2.0e-3), ("fp8", 6.7e-3)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 2.0e-3), ("fp8", 7.2e-3)])
 def test_error_of_attention_with_outliers(name: str, most: float) -> None:
     """The experiment of flash attention 3's paper: N(0, 1) and N(0, 100) in one of 1,000."""
     generator = torch.Generator().manual_seed(0)
-    shape = 1, 4, 1024, 128
+    shape = 1, 2, 2048, 128
 
     def drawn() -> Tensor:
         is_outlier = torch.rand(shape, generator=generator) < 0.001
@@ -44,8 +45,7 @@ def test_error_of_attention_with_outliers(name: str, most: float) -> None:
         F.scaled_dot_product_attention(query.double(), k, v)
         for k, v in ((key.double(), value.double()), rounded)
     )
-    # Fewer keys than the paper's average less: the square root of two times the error.
-    assert (found - exact).square().mean().sqrt() <= most * 2**0.5
+    assert (found - exact).square().mean().sqrt() <= most
 
 
 @every_kind
@@ -136,3 +136,16 @@ def test_strides_and_dtypes(kind: str, format: object, dtype: torch.dtype) -> No
     )
     assert strided.dtype == dtype
     assert torch.equal(strided, whole)
+
+
+@every_kind
+@every_format
+def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(kind: str, format: object) -> None:
+    x = torch.ones(1, 2, 37, 12)
+    with FakeTensorMode() as mode:
+        fake = KINDS[kind](mode.from_tensor(x), format, 16)
+        out = dequantise(fake, torch.bfloat16)
+    real = KINDS[kind](x, format, 16)
+    for one, other in ((fake.data, real.data), (fake.scales, real.scales)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)

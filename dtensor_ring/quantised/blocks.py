@@ -70,7 +70,7 @@ def quantise_keys(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> Qu
         block_size: tokens of a block.
 
     Raises:
-        ValueError: if the head dim is 0.
+        ValueError: if the head dim is 0, or `block_size` is less than 1.
 
     >>> quantise_keys(torch.ones(1, 2, 100, 8), FORMATS["int8"]).scales.shape
     torch.Size([1, 2, 2, 1])
@@ -89,7 +89,7 @@ def quantise_values(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> 
         block_size: tokens of a block.
 
     Raises:
-        ValueError: if the head dim is 0.
+        ValueError: if the head dim is 0, or `block_size` is less than 1.
 
     >>> quantise_values(torch.ones(1, 2, 100, 8), FORMATS["int8"]).means.shape
     torch.Size([1, 2, 2, 8])
@@ -143,6 +143,8 @@ def num_bytes(shape: Sequence[int], format: Format, block_size: int, kind: str) 
 
 def _blocked(x: Tensor, block_size: int) -> Tensor:
     """Return `(B, N, blocks, block_size, H)`; the last block is filled up with zeros."""
+    if block_size < 1:
+        raise ValueError(f"a block has {block_size} tokens: choose a block_size of 1 or more")
     if not x.shape[3]:
         raise ValueError("keys and values of head dim 0 have no eight bits: leave kv_dtype out")
     padded = F.pad(x, (0, 0, 0, -x.shape[2] % block_size))

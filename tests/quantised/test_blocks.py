@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dtensor_ring.quantised import blocks
 from dtensor_ring.quantised.blocks import (
     FORMATS,
     Quantised,
@@ -23,11 +25,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 
 
-@pytest.mark.parametrize(("name", "most"), [("int8", 2.0e-3), ("fp8", 6.7e-3)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 2.0e-3), ("fp8", 7.2e-3)])
 def test_error_of_attention_with_outliers(name: str, most: float) -> None:
     """The experiment of flash attention 3's paper: N(0, 1) and N(0, 100) in one of 1,000."""
     generator = torch.Generator().manual_seed(0)
-    shape = 1, 4, 1024, 128
+    shape = 1, 2, 2048, 128
 
     def drawn() -> Tensor:
         is_outlier = torch.rand(shape, generator=generator) < 0.001
@@ -43,8 +45,7 @@ def test_error_of_attention_with_outliers(name: str, most: float) -> None:
         F.scaled_dot_product_attention(query.double(), k, v)
         for k, v in ((key.double(), value.double()), rounded)
     )
-    # Fewer keys than the paper's average less: the square root of two times the error.
-    assert (found - exact).square().mean().sqrt() <= most * 2**0.5
+    assert (found - exact).square().mean().sqrt() <= most
 
 
 @every_kind
@@ -87,3 +88,64 @@ def test_errors_stay_errors(kind: str, format: object, bad: float) -> None:
 def test_no_channels_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="of head dim 0 have no eight bits"):
         KINDS[kind](torch.zeros(1, 1, 4, 0), FORMATS["int8"])
+
+
+@every_kind
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_blocks_without_tokens_are_refused(kind: str, block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"has {block_size} tokens: choose a block_size of 1 or"):
+        KINDS[kind](torch.zeros(1, 1, 4, 8), FORMATS["int8"], block_size)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 12, 96, 128])
+def test_the_rotation_is_hadamards_matrices(head_dim: int) -> None:
+    """Sylvester's: the sign of an entry is the parity of the bits that row and column share."""
+    widths = [1 << bit for bit in reversed(range(8)) if head_dim >> bit & 1]
+    expected = torch.block_diag(
+        *(
+            torch.tensor([[(-1.0) ** (i & j).bit_count() for i in range(n)] for j in range(n)])
+            / n**0.5
+            for n in widths
+        )
+    )
+    torch.testing.assert_close(blocks._hadamard(torch.eye(head_dim)), expected)
+
+
+def test_the_rotation_halves_the_error_of_int8_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    normal, large = (torch.randn(1, 2, 512, 128, generator=generator) for _ in range(2))
+    key = normal + 10 * large * (torch.rand(normal.shape, generator=generator) < 0.001)
+
+    def error() -> float:
+        found = dequantise(quantise_keys(key, FORMATS["int8"]), torch.float32)
+        return (found - key).square().mean().sqrt().item()
+
+    rotated = error()
+    monkeypatch.setattr(blocks, "_hadamard", lambda x: x)
+    assert rotated <= 0.5 * error()
+
+
+@every_kind
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_strides_and_dtypes(kind: str, format: object, dtype: torch.dtype) -> None:
+    x = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    strided, whole = (
+        dequantise(KINDS[kind](y, format, 16), dtype)
+        for y in (x.transpose(1, 2), x.transpose(1, 2).contiguous())
+    )
+    assert strided.dtype == dtype
+    assert torch.equal(strided, whole)
+
+
+@every_kind
+@every_format
+def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(kind: str, format: object) -> None:
+    x = torch.ones(1, 2, 37, 12)
+    with FakeTensorMode() as mode:
+        fake = KINDS[kind](mode.from_tensor(x), format, 16)
+        out = dequantise(fake, torch.bfloat16)
+    real = KINDS[kind](x, format, 16)
+    for one, other in ((fake.data, real.data), (fake.scales, real.scales)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)

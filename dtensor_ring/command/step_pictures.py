@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 from typing import Any
 
 from dtensor_ring.command.pictures import COLORS, page_of
@@ -163,7 +164,8 @@ def draw_winners(figure: Any, found: WinnerMap) -> None:
     for y, (row, gains) in enumerate(zip(found.winners, found.gains, strict=True)):
         for x, (winner, gain) in enumerate(zip(row, gains, strict=True)):
             text = f"{found.strategies[winner]}\n{gain:.2f}"
-            axes.text(x, y, text, ha="center", va="center", color="white", fontsize=8)
+            ink = "black" if mean(_rgb(winner)) > 0.5 else "white"
+            axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=8)
     axes.set_xticks(range(len(found.rates)), _rate_names(found))
     axes.set_yticks(range(len(found.tokens)), _token_names(found))
     axes.set(xlabel=f"GB/s of a link {found.level} hosts", ylabel="tokens of a rank")

@@ -56,7 +56,7 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.repeats), 2])
 def test_calibrate(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     options = "--quick", "--kernel", "reference", "--heads", "2,1", "--head-dim", "16"

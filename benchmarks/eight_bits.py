@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from docs.marked import table_row, write_part
-from dtensor_ring.quantised.blocks import (
+from dtensor_ring.quantised.block_scales import (
     FORMATS,
     Format,
     dequantise,

@@ -43,7 +43,7 @@ from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import RingTimes
 
 SEQ_LEN = 2**24
@@ -219,7 +219,7 @@ def measure_simulations(quick: bool, seconds: float) -> list[Call]:
     return [*found, Call("choose: 8 ranks, asked before", timed(known, seconds))]
 
 
-def simulated(mask: Mask, seq_len: int, world_size: int) -> Problem:
+def simulated(mask: Mask, seq_len: int, world_size: int) -> SimulatedProblem:
     """An attention of 32 query heads and 8 key heads."""
     options = {"slices": None, "layout": "zigzag", "batch": 1, "dtype": torch.bfloat16}
     sizes = (32, 8), 128, None

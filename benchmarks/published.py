@@ -24,9 +24,9 @@ from benchmarks.published_steps import OVER_FIRST, StepSetting, simulated_steps,
 from docs.marked import table_row, write_part
 from dtensor_ring import Mask
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Machine
 from dtensor_ring.simulate.presets import PRESETS
+from dtensor_ring.simulate.simulated_attention import simulate_attention
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "published.json"

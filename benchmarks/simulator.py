@@ -45,14 +45,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, compare_strategies
-from dtensor_ring.command.calibrate_kernels import Problem
+from dtensor_ring.command.calibrate_kernels import CalibratedProblem
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import StrategyCost
 from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.simulated_attention import simulate_attention
 
 ATTENTIONS = {
     "causal": Mask.causal(),
@@ -211,7 +211,7 @@ def calibrated(case: Case, watch: Stopwatch) -> Machine:
     """Calibrate a place, whose ranks are on one host, or each on a host of its own."""
     shape = (1, case.world_size) if case.rate is None else (case.world_size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
-    problem = Problem(CALIBRATED_HEADS, HEAD_DIM, torch.float32, case.kernel)
+    problem = CalibratedProblem(CALIBRATED_HEADS, HEAD_DIM, torch.float32, case.kernel)
     return measure_machine(name_of(case), watch, mesh, problem)
 
 

@@ -26,11 +26,11 @@ from dtensor_ring.paged.blocks import OutOfBlocks
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose_layout import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
+from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 

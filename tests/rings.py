@@ -24,7 +24,7 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.quantised.blocks import (
+from dtensor_ring.quantised.block_scales import (
     Quantised,
     dequantise,
     quantise_keys,

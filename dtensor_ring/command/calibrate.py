@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.command.calibrate_kernels import Problem
+from dtensor_ring.command.calibrate_kernels import CalibratedProblem
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.command.doctor import connected
 from dtensor_ring.command.machine_tables import compare_machines, show_machine
@@ -91,7 +91,7 @@ def _measure(
         watch = Stopwatch(ranks.device, effort)
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
         sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
-        problem = Problem(*sizes, kernel)
+        problem = CalibratedProblem(*sizes, kernel)
         machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem)
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())

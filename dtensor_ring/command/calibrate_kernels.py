@@ -33,7 +33,7 @@ FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 DIRECTIONS = "forward", "backward"
 
 
-class Problem(NamedTuple):
+class CalibratedProblem(NamedTuple):
     """The attention that is measured, on each rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
         ]
         return list(dict.fromkeys(found))
 
-    def with_fewer_heads(self) -> list[Problem]:
+    def with_fewer_heads(self) -> list[CalibratedProblem]:
         """Return this problem, and those of groups of 2 and 4 ranks after an all-to-all."""
         query, key = self.heads
         every = [(max(1, query // size), max(1, key // size)) for size in (1, 2, 4)]
@@ -121,7 +121,7 @@ class TileTensors(NamedTuple):
     value: Tensor
 
     @classmethod
-    def random(cls, problem: Problem, num_rows: int, device: torch.device) -> TileTensors:
+    def random(cls, problem: CalibratedProblem, num_rows: int, device: torch.device) -> TileTensors:
         """Return random tensors with so many queries and keys."""
         return cls(
             *(problem.random(device, num_rows, is_key) for is_key in (False, False, True, True))
@@ -129,7 +129,7 @@ class TileTensors(NamedTuple):
 
 
 def tile_calls(
-    problem: Problem, kernel: Kernel, form: str, num_rows: int, tensors: TileTensors
+    problem: CalibratedProblem, kernel: Kernel, form: str, num_rows: int, tensors: TileTensors
 ) -> TileCalls:
     """Return a square tile of a form."""
     mask, (query, grad_out, *kv) = mask_of_form(form, num_rows), tensors
@@ -150,7 +150,9 @@ def tile_calls(
     return TileCalls(float(flops), forward, backward)
 
 
-def full_tile(problem: Problem, kernel: Kernel, num_rows: int, device: torch.device) -> TileCalls:
+def full_tile(
+    problem: CalibratedProblem, kernel: Kernel, num_rows: int, device: torch.device
+) -> TileCalls:
     """Return a full tile of random tensors."""
     tensors = TileTensors.random(problem, num_rows, device)
     return tile_calls(problem, kernel, "full", num_rows, tensors)
@@ -161,7 +163,7 @@ def series_name(kernel: str, form: str, heads: int, direction: str) -> str:
     return f"{kernel} {form} {heads} heads {direction}"
 
 
-def kernel_points(problem: Problem, device: torch.device) -> dict[str, Points]:
+def kernel_points(problem: CalibratedProblem, device: torch.device) -> dict[str, Points]:
     """Return tiles of all kernels of the problem by their FLOPs, for `Stopwatch.measure`.
 
     Raises:
@@ -170,7 +172,7 @@ def kernel_points(problem: Problem, device: torch.device) -> dict[str, Points]:
     # All forms and directions share the tensors of a size.
     tensors = cache(partial(TileTensors.random, device=device))
 
-    def tiles(asked: Problem, kernel: Kernel, form: str, direction: str) -> Points:
+    def tiles(asked: CalibratedProblem, kernel: Kernel, form: str, direction: str) -> Points:
         for num_rows in ROWS:
             tile = tile_calls(asked, kernel, form, num_rows, tensors(asked, num_rows))
             if direction == DIRECTIONS[0]:
@@ -188,7 +190,7 @@ def kernel_points(problem: Problem, device: torch.device) -> dict[str, Points]:
 
 
 def kernel_speeds(
-    problem: Problem, device: torch.device, times: Mapping[str, Series], launch: float
+    problem: CalibratedProblem, device: torch.device, times: Mapping[str, Series], launch: float
 ) -> tuple[KernelSpeed, ...]:
     """Return what `kernel_points` took, the preferred kernel first.
 
@@ -212,7 +214,7 @@ def kernel_speeds(
     )
 
 
-def launch_seconds(watch: Stopwatch, problem: Problem) -> float:
+def launch_seconds(watch: Stopwatch, problem: CalibratedProblem) -> float:
     """Return the time of the host for a launch that computes next to nothing."""
     kernel = problem.kernels(watch.device)[0]
     return watch.host_seconds(full_tile(problem, kernel, FEW_ROWS, watch.device).forward)
@@ -237,7 +239,7 @@ def in_turns(make: Callable[[], Call], num_bytes: int) -> Call:
     return lambda: next(calls)()
 
 
-def merge_points(problem: Problem, device: torch.device) -> Points:
+def merge_points(problem: CalibratedProblem, device: torch.device) -> Points:
     """Yield merges of the outputs of two launches, by the bytes read and written."""
 
     def merge(num_rows: int) -> Call:
@@ -260,7 +262,7 @@ def merge_points(problem: Problem, device: torch.device) -> Points:
         yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
 
 
-def pack_points(problem: Problem, device: torch.device) -> Points:
+def pack_points(problem: CalibratedProblem, device: torch.device) -> Points:
     """Yield copies of two ranges of columns to adjacent ones, by the bytes read and written."""
 
     def copy(num_rows: int) -> Call:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtensor_ring.command.calibrate_kernels import Problem, full_tile
+from dtensor_ring.command.calibrate_kernels import CalibratedProblem, full_tile
 from dtensor_ring.command.stopwatch import Call, Points, Stopwatch
 from dtensor_ring.compute.kernels import Kernel
 from dtensor_ring.simulate.machine import Curve
@@ -27,7 +27,7 @@ Start = Callable[[], Sequence[Work]]
 MOST = 100.0
 
 
-class Messages:
+class TimedMessages:
     """The messages of one rank within a group whose ranks all send at the same time.
 
     Args:
@@ -79,7 +79,7 @@ class Messages:
         return whole, shard
 
 
-def link_points(messages: Messages) -> dict[str, Points]:
+def link_points(messages: TimedMessages) -> dict[str, Points]:
     """Return messages and collectives by the bytes that a rank sends, for `Stopwatch.measure`.
 
     Args:
@@ -109,7 +109,7 @@ def wait(works: Sequence[Work]) -> None:
         work.wait()
 
 
-def hop_seconds(watch: Stopwatch, messages: Messages) -> float:
+def hop_seconds(watch: Stopwatch, messages: TimedMessages) -> float:
     """Return the time of the host to start the messages of a hop."""
     return watch.host_seconds(messages.shift(1), wait)
 
@@ -152,7 +152,11 @@ class Beside(NamedTuple):
 
 
 def measure_beside(
-    watch: Stopwatch, messages: Messages, p2p: Curve, problem: Problem, kernel: Kernel
+    watch: Stopwatch,
+    messages: TimedMessages,
+    p2p: Curve,
+    problem: CalibratedProblem,
+    kernel: Kernel,
 ) -> tuple[float, float, list[Beside]]:
     """Time kernels beside a transfer that takes twice as long, and both alone, in turns.
 

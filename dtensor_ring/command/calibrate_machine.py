@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.command.calibrate_kernels import (
-    Problem,
+    CalibratedProblem,
     kernel_points,
     kernel_speeds,
     launch_seconds,
@@ -23,7 +23,7 @@ from dtensor_ring.command.calibrate_kernels import (
 )
 from dtensor_ring.command.calibrate_links import (
     Beside,
-    Messages,
+    TimedMessages,
     hop_seconds,
     link_points,
     measure_beside,
@@ -55,7 +55,9 @@ class MeasuredLinks(NamedTuple):
     beside: list[Beside]
 
 
-def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Problem) -> Machine:
+def measure_machine(
+    name: str, watch: Stopwatch, mesh: DeviceMesh, problem: CalibratedProblem
+) -> Machine:
     """Measure kernels and links of a machine; all ranks of the default process group call this.
 
     Links that no ranks have are those of the preset of this device. Without one, hosts are
@@ -75,7 +77,7 @@ def measure_machine(name: str, watch: Stopwatch, mesh: DeviceMesh, problem: Prob
     """
     launch, rate = launch_seconds(watch, problem), measure_memory(watch)
     axes = {
-        axis: Messages(mesh.get_group(axis), watch.device)
+        axis: TimedMessages(mesh.get_group(axis), watch.device)
         for axis in (BETWEEN, INSIDE)
         if mesh[axis].size() > 1
     }
@@ -123,7 +125,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _measured(
-    watch: Stopwatch, problem: Problem, axes: Mapping[str, Messages]
+    watch: Stopwatch, problem: CalibratedProblem, axes: Mapping[str, TimedMessages]
 ) -> dict[str, Series]:
     """Time everything that has a size."""
     points = kernel_points(problem, watch.device)
@@ -136,8 +138,8 @@ def _measured(
 
 def _measured_links(
     watch: Stopwatch,
-    messages: Messages,
-    problem: Problem,
+    messages: TimedMessages,
+    problem: CalibratedProblem,
     axis: str,
     times: Mapping[str, Series],
 ) -> MeasuredLinks:

@@ -144,13 +144,13 @@ def plan(
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
-    inputs = ring_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
+    inputs = plan_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
     group, member = divmod(rank, strategy.heads)
     planned = _planned(ROUTES[strategy.route](group, inputs.demand), inputs)
     return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
 
 
-class RingInputs(NamedTuple):
+class PlanInputs(NamedTuple):
     """What the plans of all ranks of a ring begin with; its ranks are groups of an all-to-all.
 
     Attributes:
@@ -166,13 +166,13 @@ class RingInputs(NamedTuple):
     demand: KeyDemand
 
 
-def ring_inputs(
+def plan_inputs(
     layouts: tuple[Layout, Layout],
     world_size: int,
     seq_lens: tuple[int, int],
     slices: Slices,
     strategy: Strategy,
-) -> RingInputs:
+) -> PlanInputs:
     """Return what the plans of all ranks begin with; caches keep it.
 
     Args:
@@ -187,7 +187,7 @@ def ring_inputs(
         for side, num_tokens in zip(layouts, seq_lens, strict=True)
     )
     # Cached, because a printed schedule plans every rank of one attention.
-    return RingInputs(queries, keys, slices, _demand(queries, keys, slices))
+    return PlanInputs(queries, keys, slices, _demand(queries, keys, slices))
 
 
 def layout_of_groups(layout: Layout, strategy: Strategy) -> Layout:
@@ -252,7 +252,7 @@ def _demand(queries: ShardTable, keys: ShardTable, slices: Slices) -> KeyDemand:
     return (SortedDemand if is_dense else PairwiseDemand)(queries, keys, slices)
 
 
-def _planned(route: Route, inputs: RingInputs) -> Plan:
+def _planned(route: Route, inputs: PlanInputs) -> Plan:
     """Return the steps and hops of a route, with the tiles that its rank computes."""
     queries, keys, slices, _ = inputs
     rank, sources = route.rank, route.sources

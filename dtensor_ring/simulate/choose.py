@@ -14,10 +14,10 @@ from dtensor_ring.planning.plan import layout_of_groups
 from dtensor_ring.planning.route import ROUTES, Route
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
-from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
+from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 # Times that differ by less are equal. Sums round differently on other processors, and all ranks
@@ -84,7 +84,7 @@ def choose(
 # A key has boundaries and slices, whose bytes the cache counts itself.
 @cached_bytes(2**24, lambda strategy: 2000)
 def chosen_strategy(
-    problem: Problem, machine: Machine, strategies: tuple[Strategy, ...] | None = None
+    problem: SimulatedProblem, machine: Machine, strategies: tuple[Strategy, ...] | None = None
 ) -> Strategy:
     """Return the strategy that takes least time, see `choose`; a cache keeps the last ones.
 
@@ -102,7 +102,7 @@ def chosen_strategy(
     return best[1]
 
 
-def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
+def _able(problem: SimulatedProblem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
     """Yield the strategies that can run a problem; of two that do the same, the first."""
     known = set[tuple[int, type[Route]]]()
     for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
@@ -117,7 +117,7 @@ def _able(problem: Problem, strategies: Sequence[Strategy] | None) -> Iterator[S
             yield strategy
 
 
-def _splits_runs(problem: Problem, strategy: Strategy) -> bool:
+def _splits_runs(problem: SimulatedProblem, strategy: Strategy) -> bool:
     """Return whether the runs of a group's ranks interleave, as under a striped layout.
 
     Then the group has a run for every few tokens. Its tiles grow with the square of the length, so

@@ -13,11 +13,11 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.strategy import AUTO, as_strategy
-from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.choose import TIE, chosen_strategy
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.problem import problem_of
+from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 

@@ -18,7 +18,6 @@ from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
-from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.problem import problem_of
@@ -30,6 +29,7 @@ from dtensor_ring.simulate.schedule import (
     shard_traffic,
     sum_traffic,
 )
+from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.quantised_rotation import packet_size
 from dtensor_ring.transport.rotation import goes_apart

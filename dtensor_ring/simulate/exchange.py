@@ -9,7 +9,7 @@ import numpy as np
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.simulate.clock import Clock
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.problem import Problem
+from dtensor_ring.simulate.problem import SimulatedProblem
 
 
 class ExchangedBytes(NamedTuple):
@@ -36,7 +36,7 @@ class Exchange:
         machine: what each part takes.
     """
 
-    def __init__(self, problem: Problem, heads: int, machine: Machine) -> None:
+    def __init__(self, problem: SimulatedProblem, heads: int, machine: Machine) -> None:
         self._machine, self._heads = machine, heads
         sizes, size = problem.sizes, problem.world_size
         self._tokens = np.array(

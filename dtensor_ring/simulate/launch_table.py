@@ -15,7 +15,7 @@ import numpy as np
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.compute.kernels.kernel import Launch
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import OwnSlices, RingInputs, Step, own_slices, resident_tiles
+from dtensor_ring.planning.plan import OwnSlices, PlanInputs, Step, own_slices, resident_tiles
 from dtensor_ring.planning.ranges import expanded, length
 from dtensor_ring.planning.run_table import ShardTable
 from dtensor_ring.planning.tile import Tile
@@ -53,7 +53,7 @@ class LaunchTable(NamedTuple):
 
 
 def launch_table(
-    inputs: RingInputs, transfers: Transfers, batch: int, has_segments: bool
+    inputs: PlanInputs, transfers: Transfers, batch: int, has_segments: bool
 ) -> LaunchTable:
     """Return the launches of all steps.
 
@@ -81,7 +81,7 @@ def launch_table(
     return LaunchTable(kinds, counts, *table)
 
 
-def _step(inputs: RingInputs, transfers: Transfers, own: OwnSlices, number: int, rank: int) -> Step:
+def _step(inputs: PlanInputs, transfers: Transfers, own: OwnSlices, number: int, rank: int) -> Step:
     """Plan a step."""
     source = int(transfers.resident(number).sources[rank])
     cols = transfers.resident_cols(number, rank)
@@ -114,7 +114,7 @@ def form_of(mask: Mask) -> str:
 
 
 def _alike(
-    inputs: RingInputs, transfers: Transfers, own: Sequence[OwnSlices]
+    inputs: PlanInputs, transfers: Transfers, own: Sequence[OwnSlices]
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Return the kind of each step and rank, and a step and a rank of each kind from 1 on.
 
@@ -135,7 +135,7 @@ def _alike(
     return kinds[1:].reshape(-1, len(own)), examples
 
 
-def _bands(inputs: RingInputs, own: Sequence[OwnSlices]) -> np.ndarray:
+def _bands(inputs: PlanInputs, own: Sequence[OwnSlices]) -> np.ndarray:
     """Return a number for what each rank sees of each source, `(W, W)`; 0 for nothing."""
     found = np.zeros((len(own), len(own)), dtype=np.uint64)
     for pieces, keys in _in_reach(_PlacedQueries.of(own), inputs.keys):

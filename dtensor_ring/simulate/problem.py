@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from dtensor_ring.balanced.balanced import check_seen, layout_for
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
-from dtensor_ring.planning.plan import RingInputs, checked_slices, ring_inputs
+from dtensor_ring.planning.plan import PlanInputs, checked_slices, plan_inputs
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
@@ -16,7 +16,7 @@ from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.transport import TransferPolicy
 
 
-class Problem(NamedTuple):
+class SimulatedProblem(NamedTuple):
     """An attention over the ranks of an axis. It is hashable.
 
     Attributes:
@@ -43,13 +43,13 @@ class Problem(NamedTuple):
     num_parts: int | None = None
     kernel: str | None = None
 
-    def inputs(self, strategy: Strategy) -> RingInputs:
+    def inputs(self, strategy: Strategy) -> PlanInputs:
         """Return what the plans of all ranks begin with."""
         mask = FULL if self.mask is None else self.mask
         lengths = self.seq_len, self.seq_len
         seen = checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
         layouts = self.layout, self.layout
-        return ring_inputs(layouts, self.world_size, lengths, seen, strategy)
+        return plan_inputs(layouts, self.world_size, lengths, seen, strategy)
 
 
 def problem_of(
@@ -66,7 +66,7 @@ def problem_of(
     dtype: Any,
     policy: TransferPolicy,
     kernel: str | None = None,
-) -> Problem:
+) -> SimulatedProblem:
     """Check the arguments of an attention, see `simulate_attention`.
 
     Raises:
@@ -84,4 +84,4 @@ def problem_of(
     sizes = sizes._replace(batch=max(sizes.batch, rows))
     sharded = layout_for(layout, mask, length, num_ranks, documents, slices)
     asked = mask, length, num_ranks, documents, slices
-    return Problem(sharded, *asked, sizes, name, policy.num_parts, kernel)
+    return SimulatedProblem(sharded, *asked, sizes, name, policy.num_parts, kernel)

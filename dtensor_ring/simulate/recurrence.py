@@ -21,7 +21,7 @@ from dtensor_ring.simulate.exchange import Exchange
 from dtensor_ring.simulate.launch_table import launch_table
 from dtensor_ring.simulate.machine import FORMS, KernelSpeed, Machine
 from dtensor_ring.simulate.partials import KeptPartials, Pass
-from dtensor_ring.simulate.problem import Problem
+from dtensor_ring.simulate.problem import SimulatedProblem
 from dtensor_ring.simulate.transfers import Messages, Packs, RingHop, transfers_of
 from dtensor_ring.transport.rotation import LARGE
 
@@ -79,7 +79,11 @@ class RingTimes:
     """
 
     def __init__(
-        self, problem: Problem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
+        self,
+        problem: SimulatedProblem,
+        strategy: Strategy,
+        machine: Machine,
+        keeps_spans: bool = False,
     ) -> None:
         self._problem, self._sizes, self._machine = problem, problem.sizes, machine
         self._keeps_spans, self._members = keeps_spans, strategy.heads

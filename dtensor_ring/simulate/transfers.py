@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.plan import RingInputs
+from dtensor_ring.planning.plan import PlanInputs
 from dtensor_ring.planning.route import ROUTES, AllGatherRoute, AroundRoute, DirectRoute, Hop, Route
 from dtensor_ring.simulate.hashes import mixed
 
@@ -81,7 +81,7 @@ class Transfers(ABC):
         inputs: what all ranks see of one another.
     """
 
-    def __init__(self, inputs: RingInputs) -> None:
+    def __init__(self, inputs: PlanInputs) -> None:
         self.inputs, self.demand = inputs, inputs.demand
         self.world_size = self.demand.world_size
         self._ranks = np.arange(self.world_size)
@@ -136,7 +136,7 @@ def content_of(cols: Cols) -> int:
     return hash(cols.spans) % 2**64
 
 
-def transfers_of(inputs: RingInputs, route: str) -> Transfers:
+def transfers_of(inputs: PlanInputs, route: str) -> Transfers:
     """Return the hops of all ranks.
 
     Args:
@@ -157,7 +157,7 @@ def transfers_of(inputs: RingInputs, route: str) -> Transfers:
 class AroundTransfers(Transfers):
     """All packets go from rank to next rank, see `AroundRoute`."""
 
-    def __init__(self, inputs: RingInputs) -> None:
+    def __init__(self, inputs: PlanInputs) -> None:
         super().__init__(inputs)
         stages = self.demand.stages
         self._num_hops = max((x[-1].last for x in stages if x), default=0)
@@ -252,7 +252,7 @@ class _Seen(NamedTuple):
 class DirectTransfers(Transfers):
     """All packets go directly from the source to a rank that sees them, see `DirectRoute`."""
 
-    def __init__(self, inputs: RingInputs) -> None:
+    def __init__(self, inputs: PlanInputs) -> None:
         super().__init__(inputs)
         blocks = [np.zeros((4, 0), dtype=np.int64), *self.demand.visibility()]
         sources, viewers, firsts, ends = map(np.concatenate, zip(*blocks, strict=True))
@@ -352,7 +352,7 @@ class PlannedTransfers(Transfers):
         route: a name in `ROUTES`.
     """
 
-    def __init__(self, inputs: RingInputs, route: str) -> None:
+    def __init__(self, inputs: PlanInputs, route: str) -> None:
         super().__init__(inputs)
         self._routes = [ROUTES[route](rank, self.demand) for rank in range(self.world_size)]
         self._sources = np.array([x.sources for x in self._routes])

@@ -27,7 +27,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Transfer
-from dtensor_ring.quantised.blocks import (
+from dtensor_ring.quantised.block_scales import (
     BLOCK_SIZE,
     FORMATS,
     Quantised,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.ranges import as_count
-from dtensor_ring.quantised.blocks import FORMATS
+from dtensor_ring.quantised.block_scales import FORMATS
 
 # The buffers of a backward pass. Around the ring: two for shards, two for sums of gradients, and
 # one for a sum that returns to its owner. On the direct route: three for shards, two for sums.

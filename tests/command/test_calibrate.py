@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from dtensor_ring.command import stopwatch
 from dtensor_ring.command.calibrate import mesh_of_hosts
-from dtensor_ring.command.calibrate_kernels import Problem, TileTensors, mask_of_form, tile_calls
+from dtensor_ring.command.calibrate_kernels import (
+    CalibratedProblem,
+    TileTensors,
+    mask_of_form,
+    tile_calls,
+)
 from dtensor_ring.command.calibrate_links import BYTES, link_points
 from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE
 from dtensor_ring.command.machine_tables import curves_of, numbers_of
@@ -184,7 +189,7 @@ def _check_uneven() -> None:
 
 def test_flops_of_tiles() -> None:
     """FLOPs are those of visible pairs, counted one by one."""
-    problem = Problem((2, 1), 8, torch.float32)
+    problem = CalibratedProblem((2, 1), 8, torch.float32)
     for form in FORMS:
         mask = mask_of_form(form, 64)
         seen = torch.ones(64, 64, dtype=torch.bool)

@@ -19,7 +19,7 @@ from dtensor_ring.planning.route import Hop
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.simulate.machine import Links, Machine
-from dtensor_ring.simulate.problem import Problem
+from dtensor_ring.simulate.problem import SimulatedProblem
 from dtensor_ring.transport.rotation import LARGE
 
 Process = Generator[Any, Any, None]
@@ -105,7 +105,9 @@ class Stream:
 class Oracle:
     """All ranks of one attention."""
 
-    def __init__(self, problem: Problem, strategy: Strategy, machine: Machine, segments: bool):
+    def __init__(
+        self, problem: SimulatedProblem, strategy: Strategy, machine: Machine, segments: bool
+    ):
         self.problem, self.strategy, self.machine = problem, strategy, machine
         self.sizes, self.segments = problem.sizes, segments
         size, mask = problem.world_size, FULL if problem.mask is None else problem.mask

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dtensor_ring import Mask, Slices
 from dtensor_ring.planning.strategy import Strategy, every_strategy, why_not
-from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose import choose, chosen_strategy
 from dtensor_ring.simulate.machine import Curve, Machine
+from dtensor_ring.simulate.simulated_attention import simulate_attention
 from tests.simulate.machines import links, round_machine
 
 MASKS = {"causal": Mask.causal(), "window": Mask.sliding(100), "full": Mask.full()}

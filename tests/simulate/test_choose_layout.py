@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dtensor_ring import Mask, choose_layout
-from dtensor_ring.simulate.attention import simulate_attention
 from dtensor_ring.simulate.choose import choose
+from dtensor_ring.simulate.simulated_attention import simulate_attention
 from tests.forced import machine_for
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(7)

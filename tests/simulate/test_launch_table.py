@@ -10,7 +10,7 @@ from dtensor_ring import Mask, Slices
 from dtensor_ring.balanced.balanced import layout_for
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.planning.mask import as_documents
-from dtensor_ring.planning.plan import checked_slices, plan, ring_inputs
+from dtensor_ring.planning.plan import checked_slices, plan, plan_inputs
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.launch_table import launch_table
@@ -41,7 +41,7 @@ def test_table_is_that_of_plans(seen: str, strategy: str) -> None:
         layout = layout_for(name, None if slices else mask, 96, size, documents, slices)
         way = as_strategy(strategy, size)
         cut = checked_slices(mask, size, (96, 96), documents, slices=slices)
-        inputs = ring_inputs((layout, layout), size, (96, 96), cut, way)
+        inputs = plan_inputs((layout, layout), size, (96, 96), cut, way)
         for has_segments in (True, False):
             table = launch_table(inputs, transfers_of(inputs, way.route), batch, has_segments)
             for rank in range(0, size, way.heads):

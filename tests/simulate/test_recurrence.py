@@ -12,7 +12,7 @@ import torch
 from dtensor_ring import Mask, Slices, TransferPolicy
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
 from dtensor_ring.simulate.machine import FORMS, Curve, KernelSpeed, Links, Machine
-from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import RingTimes, has_segments
 
 simpy = pytest.importorskip("simpy")
@@ -66,7 +66,7 @@ def bounds(draw: Random, seq_len: int, rows: int) -> list[list[int]]:
     return [row() for _ in range(rows)]
 
 
-def problem(draw: Random, largest: int) -> tuple[Problem, Strategy]:
+def problem(draw: Random, largest: int) -> tuple[SimulatedProblem, Strategy]:
     size = draw.choice([size for size in SIZES if size <= largest])
     seq_len = size * draw.choice((2, 6, 8)) if draw.random() < 0.8 else draw.choice((1, 7, 50))
     layout = draw.choice(LAYOUTS) if seq_len % size == 0 else draw.choice(("zigzag", "contiguous"))

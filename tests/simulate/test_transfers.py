@@ -9,7 +9,7 @@ import pytest
 from dtensor_ring import Mask
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, as_documents
-from dtensor_ring.planning.plan import checked_slices, ring_inputs
+from dtensor_ring.planning.plan import checked_slices, plan_inputs
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import Strategy
@@ -69,7 +69,7 @@ def test_arrays_are_the_hops_of_routes(seen: str, route: str) -> None:
 
 def check(layout: Layout, mask: Mask, documents: Documents | None, size: int, route: str) -> None:
     slices = checked_slices(mask, size, (96, 96), documents)
-    inputs = ring_inputs((layout, layout), size, (96, 96), slices, Strategy(route=route))
+    inputs = plan_inputs((layout, layout), size, (96, 96), slices, Strategy(route=route))
     contents: Contents = {}
     found = list(hops(transfers_of(inputs, route), contents))
     assert found == list(hops(PlannedTransfers(inputs, route), {}))

@@ -11,7 +11,7 @@ import torch
 from dtensor_ring import Contiguous, Mask, Striped, ZigZag, compare_strategies
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.quantised.blocks import dequantise, quantise_keys, quantise_values
+from dtensor_ring.quantised.block_scales import dequantise, quantise_keys, quantise_values
 from dtensor_ring.transport import quantised_rotation
 from dtensor_ring.transport.quantised_rotation import (
     BLOCK_SIZE,

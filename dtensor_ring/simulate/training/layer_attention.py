@@ -9,12 +9,12 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.simulate.attention import timeline_of
 from dtensor_ring.simulate.choose import chosen_strategy
 from dtensor_ring.simulate.comparison import rank_costs
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
+from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.simulate.timeline import Timeline
 from dtensor_ring.simulate.training.collectives import strided
 from dtensor_ring.simulate.training.layer_seconds import PartSeconds
@@ -130,7 +130,7 @@ def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> Attenti
     return AttentionSeconds(*forward, *backward, _held(problem, strategy), found)
 
 
-def _strategy(spec: str, problem: Problem, machine: Machine) -> Strategy:
+def _strategy(spec: str, problem: SimulatedProblem, machine: Machine) -> Strategy:
     """Return the strategy that a spec names, or the fastest one for "auto".
 
     Raises:
@@ -145,7 +145,7 @@ def _strategy(spec: str, problem: Problem, machine: Machine) -> Strategy:
     return strategy
 
 
-def _held(problem: Problem, strategy: Strategy) -> int:
+def _held(problem: SimulatedProblem, strategy: Strategy) -> int:
     """Return the bytes that the last rank holds of others, which with a causal mask receives most.
 
     Its backward holds more than its forward.

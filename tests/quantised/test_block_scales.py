@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring.quantised import blocks
-from dtensor_ring.quantised.blocks import (
+from dtensor_ring.quantised import block_scales
+from dtensor_ring.quantised.block_scales import (
     FORMATS,
     Quantised,
     dequantise,
@@ -108,7 +108,7 @@ def test_the_rotation_is_hadamards_matrices(head_dim: int) -> None:
             for n in widths
         )
     )
-    torch.testing.assert_close(blocks._hadamard(torch.eye(head_dim)), expected)
+    torch.testing.assert_close(block_scales._hadamard(torch.eye(head_dim)), expected)
 
 
 def test_the_rotation_halves_the_error_of_int8_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_rotation_halves_the_error_of_int8_keys(monkeypatch: pytest.MonkeyPa
         return (found - key).square().mean().sqrt().item()
 
     rotated = error()
-    monkeypatch.setattr(blocks, "_hadamard", lambda x: x)
+    monkeypatch.setattr(block_scales, "_hadamard", lambda x: x)
     assert rotated <= 0.5 * error()
 
 

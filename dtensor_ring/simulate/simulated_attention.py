@@ -12,7 +12,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.problem import Problem, problem_of
+from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import RingTimes
 from dtensor_ring.simulate.timeline import Timeline
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
@@ -93,7 +93,7 @@ def simulate_attention(
 
 
 def timeline_of(
-    problem: Problem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
+    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
 ) -> Timeline:
     """Return the times of a problem by one strategy that can run it.
 

@@ -115,7 +115,8 @@ def test_a_difference_is_named_though_only_a_hash_was_sent() -> None:
         ranks[0].call(ONE)
         ranks[1].call(OTHER)
         failures = [rank.failure() for rank in ranks]
-        assert all(rank.sizes[2] == FEW for rank in ranks)
+        # A rank that is told first need not have sent its third record.
+        assert {size for rank in ranks for size in rank.sizes[2:]} == {FEW}
     # One may be told by the closed connection of the other, which was first.
     text = next(failed.text for failed in failures if "they differ" in failed.text)
     assert "scale: 0.5 on rank 0, 0.25 on rank 1" in text or "0.25 on rank 1, 0.5 on rank" in text

@@ -30,7 +30,7 @@ from dtensor_ring.simulate.schedule import (
     sum_traffic,
 )
 from dtensor_ring.simulate.simulated_attention import timeline_of
-from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
+from dtensor_ring.simulate.sizes import TensorSizes
 from dtensor_ring.transport.quantised_rotation import packet_size
 from dtensor_ring.transport.rotation import goes_apart
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
@@ -256,26 +256,27 @@ def compare_strategies(
         [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
     """
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    sizes, _ = tensor_sizes(heads, head_dim, batch, dtype, policy)
     allowed = None if max_held is None else as_count("max_held", max_held)
-    rows = []
+    timed_on = None if machine is None else as_machine(machine)
+    problem = problem_of(
+        *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
+        slices=slices,
+        layout=layout,
+        batch=batch,
+        dtype=dtype,
+        policy=policy,
+    )
+    sizes, rows = problem.sizes, []
     for strategy in _strategies(strategies, num_ranks):
         reason = why_not(strategy, *sizes.heads)
         if reason is not None:
             rows.append(StrategyCost(strategy.spec, reason))
             continue
-        asked = layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
+        # The layout of the problem, as one that belongs to a batch takes time to make.
+        asked = problem.layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
         cost = _cost(describe_schedule(*asked), strategy, sizes)
-        if machine is not None:
-            problem = problem_of(
-                *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
-                slices=slices,
-                layout=layout,
-                batch=batch,
-                dtype=dtype,
-                policy=policy,
-            )
-            times = timeline_of(problem, strategy, as_machine(machine))
+        if timed_on is not None:
+            times = timeline_of(problem, strategy, timed_on)
             cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
         rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
@@ -303,9 +304,6 @@ def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
 
 def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> StrategyCost:
     """Return the cost of a strategy on the busiest rank."""
-    # Boundaries or slices by row give the number of rows.
-    rows = len(schedule.documents or schedule.slices or ())
-    sizes = sizes._replace(batch=max(sizes.batch, rows))
     layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
     all_to_alls: list[AllToAllPlan | None] = [None] * size
     if strategy.heads > 1:  # else there is no all-to-all

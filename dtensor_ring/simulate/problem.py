@@ -10,7 +10,7 @@ from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
 from dtensor_ring.planning.plan import PlanInputs, checked_slices, plan_inputs
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.transport import TransferPolicy
@@ -42,6 +42,19 @@ class SimulatedProblem(NamedTuple):
     dtype: str
     num_parts: int | None = None
     kernel: str | None = None
+
+    def able(self, spec: Strategy | str) -> Strategy:
+        """Return a strategy, given as one or by its spec.
+
+        Raises:
+            ValueError: if the spec is unknown or does not fit the axis, or there are too few heads.
+            TypeError: if the spec is not a string.
+        """
+        strategy = as_strategy(spec, self.world_size)
+        reason = why_not(strategy, *self.sizes.heads)
+        if reason is not None:
+            raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
+        return strategy
 
     def inputs(self, strategy: Strategy) -> PlanInputs:
         """Return what the plans of all ranks begin with."""

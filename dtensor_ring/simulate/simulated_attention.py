@@ -9,7 +9,7 @@ import torch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.slices import Slices
-from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
@@ -85,11 +85,7 @@ def simulate_attention(
         policy=policy,
         kernel=kernel,
     )
-    chosen = as_strategy(strategy, problem.world_size)
-    reason = why_not(chosen, *problem.sizes.heads)
-    if reason is not None:
-        raise ValueError(f"the strategy {chosen.spec!r} cannot run this attention: {reason}")
-    return timeline_of(problem, chosen, as_machine(machine), keeps_spans=True)
+    return timeline_of(problem, problem.able(strategy), as_machine(machine), keeps_spans=True)
 
 
 def timeline_of(

@@ -26,7 +26,6 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, pack, strides
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.route import Transfer
 from dtensor_ring.quantised.block_scales import (
     BLOCK_SIZE,
     FORMATS,
@@ -37,7 +36,7 @@ from dtensor_ring.quantised.block_scales import (
     quantise_values,
 )
 from dtensor_ring.transport.rotation import Packet, ShardRotation
-from dtensor_ring.transport.transport import P2P, Transport
+from dtensor_ring.transport.transport import Transport
 
 # The format of each dtype that a policy may name.
 BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
@@ -191,10 +190,6 @@ class QuantisedRotation(ShardRotation):
         hops = self._plan.shards + self._plan.sums
         room = max([self._size(x.cols) for hop in hops for x in hop.sends + hop.receives])
         return self._transport.allocate(room, self._shard[0].device)
-
-    def _messages(self, transfer: Transfer, packet: Packet, sender: int) -> list[P2P]:
-        flats = packet.messages(is_apart=False)
-        return [P2P(x, transfer.peer, source=transfer.source) for x in flats if x.numel()]
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         whole: Any = self._own if source == self._rank else self._resident[source]

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import plan
-from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.choose import chosen_strategy
 from dtensor_ring.simulate.comparison import rank_costs
-from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
 from dtensor_ring.simulate.simulated_attention import timeline_of
@@ -124,25 +123,11 @@ def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> Attenti
         kernel=asked.kernel,
     )
     machine = strided(asked.machine, mesh.tp)
-    strategy = _strategy(asked.strategy, problem, machine)
+    is_auto = asked.strategy == AUTO
+    strategy = chosen_strategy(problem, machine) if is_auto else problem.able(asked.strategy)
     found = timeline_of(problem, strategy, machine, keeps_spans=mesh.cp <= MAX_SPANNED)
     forward, backward = (_split(x) for x in (found.forward, found.backward))
     return AttentionSeconds(*forward, *backward, _held(problem, strategy), found)
-
-
-def _strategy(spec: str, problem: SimulatedProblem, machine: Machine) -> Strategy:
-    """Return the strategy that a spec names, or the fastest one for "auto".
-
-    Raises:
-        ValueError: if there are too few heads for it.
-    """
-    if spec == AUTO:
-        return chosen_strategy(problem, machine)
-    strategy = as_strategy(spec, problem.world_size)
-    reason = why_not(strategy, *problem.sizes.heads)
-    if reason is not None:
-        raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
-    return strategy
 
 
 def _held(problem: SimulatedProblem, strategy: Strategy) -> int:

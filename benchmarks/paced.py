@@ -1,4 +1,4 @@
-"""A kernel that computes nothing, and takes as long as one on a core of its own would.
+"""A kernel that computes nothing and waits as long as a real one takes on a free core.
 
 Four ranks on two cores slow each other down as no ranks of a real machine do: whoever waits for a
 message leaves the others a core. With this kernel they do not, so their messages can be measured.
@@ -49,7 +49,7 @@ class PacedKernel(Kernel):
 
 
 def seconds(q: Tensor, k: Tensor, launch: Launch, flops: int) -> float:
-    """The time of a tile, with so many FLOPs for each visible pair and number of a head."""
+    """Return the seconds of a tile: `flops` for each visible pair and each number of a head."""
     area = Tile((0, q.shape[2]), (0, k.shape[2]), launch.mask).area
     return LAUNCH + flops * area * q.shape[1] * q.shape[3] / RATES[form_of(launch.mask)]
 

@@ -9,7 +9,7 @@ without hosts. With ``--quick`` it measures a few small cases and writes to ``ou
 ``--again FILE`` simulates again what a file has, and ``--write`` replaces the tables of
 docs/simulator.md. Leave the machine alone meanwhile.
 
-Ranks that have no core of their own get a kernel that computes nothing, see paced.py.
+Where ranks outnumber cores, the kernel waits instead of computing, see paced.py.
 """
 
 import argparse
@@ -208,7 +208,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
 
 
 def calibrated(case: Case, watch: Stopwatch) -> Machine:
-    """Calibrate a place, whose ranks are on one host, or each on a host of its own."""
+    """Calibrate a place: all ranks on one host, or one rank on each host."""
     shape = (1, case.world_size) if case.rate is None else (case.world_size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(BETWEEN, INSIDE))
     problem = CalibratedProblem(CALIBRATED_HEADS, HEAD_DIM, torch.float32, case.kernel)
@@ -320,10 +320,10 @@ ON_PAGE = f"""
 `benchmarks/simulator.py` calibrates 2 and 4 ranks of one machine, and 2 and 4 hosts (network
 namespaces) on links of three rates. Then it measures attentions that no calibration saw: causal,
 windows, documents and full, of 8 query and 2 or 8 key heads, forward and with backward, by every
-strategy that differs. Ranks that have no core of their own get a kernel that waits as long as one
-on a core would: else a rank that waits for a message would leave its core to others, which ranks of
-a real machine do not. Errors are without sign. A choice is right within {CLOSE:.0%} of the fastest
-strategy; regret is what it takes over that one, forward and backward.
+strategy that differs. Where ranks outnumber cores, the kernel waits as long as a real one takes on
+a free core: with real kernels, a rank that waits for a message would give its core to another rank,
+which no real machine does. Errors are without sign. A choice is right within {CLOSE:.0%} of the
+fastest strategy; regret is what it takes over that one, forward and backward.
 """
 """The text of the page before its tables."""
 

@@ -122,7 +122,7 @@ class TileTensors(NamedTuple):
 
     @classmethod
     def random(cls, problem: CalibratedProblem, num_rows: int, device: torch.device) -> TileTensors:
-        """Return random tensors with so many queries and keys."""
+        """Return random tensors with `num_rows` queries and as many keys."""
         return cls(
             *(problem.random(device, num_rows, is_key) for is_key in (False, False, True, True))
         )

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.dtensor.annotation import Annotation, annotation_of
@@ -38,6 +37,11 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.machine import Machine
+
+try:
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+except ImportError:  # torch 2.11 has another name for it
+    from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
 
 _LOG = logging.getLogger("dtensor_ring")
 

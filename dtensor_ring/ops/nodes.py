@@ -125,8 +125,13 @@ def _op(name: str) -> Any:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the autocast dtype of a device type, `None` if autocast is off."""
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    is_on = _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 def cast(x: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 from dtensor_ring.compute.merge_triton import offset_of, plain
 
 # The most numbers of a program that quantises a block: 64 of each of its 512 threads.
-MAX_BITS = tl.constexpr(15)
 MAX_NUMBERS = 1 << 15
 
 # The most numbers and tokens of a program that dequantises, whose tokens need not be a block.
@@ -223,11 +222,11 @@ def _rotated(x, dims, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DI
     in one bit; the last channels, whose matrix is too narrow, have none and stay.
     """
     share = tl.where(dims < HEAD_DIM, 1.0, 0.0)
-    for bit in tl.static_range(MAX_BITS):
+    for bit in tl.static_range(15):
         if (2 << bit) <= HEAD_DIM:
             share = tl.where(dims < HEAD_DIM - HEAD_DIM % (2 << bit), (2 << bit) ** -0.5, share)
     x *= share
-    for bit in tl.static_range(MAX_BITS):
+    for bit in tl.static_range(15):
         if (2 << bit) <= HEAD_DIM:
             partner = _partner(x, bit, BLOCK_ROWS, BLOCK_DIMS)
             sums = partner + tl.where((dims >> bit) & 1 == 0, x, -x)

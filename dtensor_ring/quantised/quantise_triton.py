@@ -187,6 +187,7 @@ def _dequantise(
     at = offset_of(strides[1], batch, head, rows)[:, None] * UNIT + dims
     numbers = tl.load(data + at, mask=is_here, other=0.0).to(tl.float32)
     # Tokens of one block share a row of scales.
+    # pyrefly: ignore[bad-assignment]
     num_scales: tl.constexpr = 1 if BLOCK_SIZE % BLOCK_ROWS == 0 else BLOCK_ROWS
     first = tile * BLOCK_ROWS + tl.arange(0, num_scales)
     blocks, is_block = first // BLOCK_SIZE, (first < num_tokens)[:, None]
@@ -238,7 +239,7 @@ def _rotated(x, dims, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DI
 
 
 @triton.jit
-def _partner(x, bit: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIMS: tl.constexpr):
+def _partner(x, bit, BLOCK_ROWS: tl.constexpr, BLOCK_DIMS: tl.constexpr):
     """Return for each channel the number of the one whose number differs in a bit."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.reshape(bits, (BLOCK_ROWS * BLOCK_DIMS // (2 << bit), 2, 1 << bit))
@@ -257,11 +258,12 @@ def _signs(dims):
 
 
 @triton.jit
-def _largest(x, axis: tl.constexpr):
+def _largest(x, axis):
     """Return the largest absolute number of an axis, or a NaN if there is one."""
     # As integers: the bits of a NaN are larger than those of all numbers.
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    return tl.max(bits, axis, keep_dims=True).to(tl.float32, bitcast=True)
+    largest = tl.max(bits, axis, keep_dims=True)
+    return largest.to(tl.float32, bitcast=True)  # pyrefly: ignore[missing-attribute]
 
 
 @triton.jit

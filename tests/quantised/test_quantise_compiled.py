@@ -77,8 +77,7 @@ SHARDS = KEYS | VALUES
 ALWAYS = [
     ("sm_80", "128", "_quantise"),
     ("sm_90", "values 192 fp8", "_quantise"),
-    ("sm_90", "fp8", "_dequantise"),
-    ("sm_100", "512", "_quantise"),
+    ("sm_100", "fp8", "_dequantise"),
     ("gfx942", "values 72", "_dequantise"),
 ]
 REPEATED = [(x, name, kernel) for x in ARCHITECTURES for name in SHARDS for kernel in KERNELS]

@@ -67,24 +67,23 @@ class Case:
 
 CASES = {
     "": Case(),
-    "fp8": Case(format="fp8"),
     "blocks of 64": Case((1, 2, 70, 64), "fp8", 64),
-    "blocks of 5": Case(block_size=5),
+    "blocks of 5": Case((1, 1, 12, 16), block_size=5),
     "blocks of 1": Case((1, 1, 3, 16), "fp8", 1),
     "80 channels": Case((1, 2, 21, 80)),
     "128 channels, head-major": Case((1, 1, 70, 128), block_size=64, order=HEAD_MAJOR),
     "192 channels, float16": Case((1, 1, 37, 192), "fp8", dtype=F16),
-    "576 channels": Case((1, 1, 17, 576), order=HEAD_MAJOR),
+    "576 channels": Case((1, 1, 5, 576), order=HEAD_MAJOR),
     "5 channels, float32": Case((1, 2, 17, 5), dtype=F32),
     "1 channel, float64": Case((2, 1, 17, 1), "fp8", dtype=F64),
     "one token": Case((1, 2, 1, 8)),
     "no token": Case((1, 2, 0, 8)),
-    "some of a longer": Case(first=5, order=HEAD_MAJOR, dtype=F32),
-    "every other number": Case(last_stride=2),
-    "huge": Case(factor=1e36, dtype=F32),
-    "tiny": Case(factor=1e-37, dtype=F32),
-    "bad": Case(bad=(torch.nan, torch.inf, -torch.inf)),
-    "bad fp8": Case(format="fp8", bad=(torch.inf,), block_size=64),
+    "some of a longer": Case((1, 2, 17, 8), first=5, order=HEAD_MAJOR, dtype=F32),
+    "every other number": Case((1, 2, 17, 8), "fp8", last_stride=2),
+    "huge": Case((1, 1, 17, 8), factor=1e36, dtype=F32),
+    "tiny": Case((1, 1, 17, 8), factor=1e-37, dtype=F32),
+    "infinite": Case((1, 2, 17, 8), bad=(torch.inf,)),
+    "bad": Case((1, 2, 17, 8), "fp8", bad=(torch.nan, torch.inf, -torch.inf)),
 }
 LARGE = {
     "long": Case((2, 8, 4133, 128), block_size=64),
@@ -188,9 +187,31 @@ def test_what_fits() -> None:
     assert not fits(65, 257)
 
 
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="builds for CPUs make no fake CUDA tensors"
+)
+
+
 @needs_triton
+@needs_cuda_build
 @every_kind
-@pytest.mark.skipif(torch.version.cuda is None, reason="builds for CPUs make no fake CUDA tensors")
+@pytest.mark.parametrize(("has_triton", "head_dim"), [(False, 8), (True, 576)])
+def test_what_plain_pytorch_serves(
+    kind: str, has_triton: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_scales, "has_triton", lambda: has_triton)
+    with FakeTensorMode(), torch.device("cuda"):
+        x = torch.empty(1, 1, 70, head_dim)
+        assert not block_scales._has_kernel(x, 64)
+        q = KINDS[kind](x, FORMATS["fp8"])
+        assert q.data.is_cuda
+        if not has_triton:
+            assert dequantise(q, BF16).is_cuda
+
+
+@needs_triton
+@needs_cuda_build
+@every_kind
 def test_old_gpus_have_no_fp8(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with FakeTensorMode(), torch.device("cuda"):

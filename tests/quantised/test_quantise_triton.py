@@ -51,7 +51,7 @@ class Case:
     bad: tuple[float, ...] = ()
     """Numbers that are none."""
 
-    def tensor(self) -> Tensor:
+    def tensor(self, device: str = "cpu") -> Tensor:
         batch, heads, num_tokens, head_dim = self.shape
         longer = batch, heads, num_tokens + self.first, head_dim * self.last_stride
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class Case:
         numbers *= self.factor
         numbers[:, -1, self.first : self.first + len(self.bad), 0] = torch.tensor(self.bad)
         x = empty(torch.empty(0, dtype=self.dtype), longer, self.order).copy_(numbers)
-        return x[:, :, self.first :, :: self.last_stride]
+        return x.to(device)[:, :, self.first :, :: self.last_stride]
 
 
 CASES = {
@@ -95,7 +95,7 @@ def check(case: Case, kind: str, device: str) -> None:
     """Compare bytes, scales and what comes back; of blocks with an error only that it stays."""
     x = case.tensor()
     how = FORMATS[case.format], case.block_size
-    expected, found = KINDS[kind](x, *how), by_kernel(KINDS[kind], x.to(device), *how)
+    expected, found = KINDS[kind](x, *how), by_kernel(KINDS[kind], case.tensor(device), *how)
     assert found.data.stride() == empty(x, x.shape, TOKEN_MAJOR).stride(), "as packets have it"
     again = by_kernel(dequantise, found, F32).cpu()
     wanted = dequantise(expected, F32)

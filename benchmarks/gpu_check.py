@@ -31,6 +31,7 @@ from gpu_steps.machine import Finding, Machine
 from gpu_steps.messages import messages
 from gpu_steps.over_ranks import agreement, differing, hops, right, speed
 from gpu_steps.public import public
+from gpu_steps.quantising import eight_bits
 from gpu_steps.skips import skips
 from gpu_steps.suite import sanitized, suite
 from gpu_steps.tiles import tiles
@@ -52,6 +53,7 @@ ALONE = {
     "installed": Planned("versions, and kernels that run", 5, installed),
     "public": Planned("public calls: autocast, compiled, CUDA graphs, no waits", 60, public),
     "bandwidth": Planned("how fast parts are merged", 10, bandwidth),
+    "eight_bits": Planned("keys and values in eight bits: speed, rings", 20, eight_bits),
     "bound": Planned("the tiles of 8 x 8k tokens by kernel, arrivals there", 40, bound),
     "tiles": Planned("tiles next to one launch", 20, tiles),
     "messages": Planned("a rank's messages to itself, beside attention", 20, messages),

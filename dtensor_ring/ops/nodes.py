@@ -130,9 +130,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if is_on else None
 
 
-@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
+
+
+# Torch 2.11 cannot trace it. `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_traced(x: Tensor) -> bool:

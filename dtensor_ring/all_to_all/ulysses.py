@@ -73,7 +73,10 @@ class HeadExchange:
         (runs, key_runs), (seq_len, key_seq_len) = self._sides(call, query.shape[0])
         # Keys with another length or layout need an exchange of their own.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
-        self._args = self._args_of(place, runs, seq_len), self._args_of(place, key_runs, key_seq_len)
+        self._args = (
+            self._args_of(place, runs, seq_len),
+            self._args_of(place, key_runs, key_seq_len),
+        )
         batch = call.batch
         self._mask_options = {
             "mask_tensors": MaskTensors(batch.cu_seqlens, batch.key_cu_seqlens, batch.slices),

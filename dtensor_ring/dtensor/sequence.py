@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor import varlen_attention as _varlen  # noqa: F401 - registers its rules
-from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
+from dtensor_ring.dtensor.annotation import (
+    UNANNOTATED,
+    annotate,
+    annotation_of,
+    axis_group,
+    group_of,
+)
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
 from dtensor_ring.dtensor.gather import gathered, whole_of
 from dtensor_ring.dtensor.sdpa import install_sdpa
@@ -252,7 +258,7 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
             f"the axis {here}, so the order of its tokens belongs to a batch: pass the Balanced "
             "layout of this one, layout=..."
         )
-    return given or here.assumed().layout
+    return given or here.assumed(UNANNOTATED).layout
 
 
 def canonical(dim: int, name: str, x: Tensor) -> int:

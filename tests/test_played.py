@@ -21,7 +21,7 @@ from dtensor_ring.transport import rotation
 from dtensor_ring.transport.transport import DEFAULT_POLICY, P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring
-from tests.tiles import GPU, HUB
+from tests.tiles import GPU, HUB, sized
 
 CAUSAL, WINDOW = Mask.causal(), Mask.sliding(40)
 SEQ_LEN = 512
@@ -99,7 +99,7 @@ def test_ring_of_large_messages(batch: int, name: str, monkeypatch: pytest.Monke
 
 def check_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks against dense attention; skips what the kernel cannot."""
-    case = replace(case, dtype=played.dtype)
+    case = sized(played.kernel, replace(case, dtype=played.dtype))
     kernel, ring = named_kernel(played.kernel), case.ring
     is_of_gpu = played.kernel in GPU + HUB
     problem = ring.problem(

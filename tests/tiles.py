@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ GPU = ("flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash")
 """Kernels that need one."""
 HUB = ("hub:kernels-community/flash-attn3", "hub:kernels-community/flash-attn2")
 """Those that are downloaded."""
+
+SMALLEST = {"flash_attn4": 32}
+"""Head dims below which a kernel serves nothing."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,15 @@ CASES = (
         for name, option in OPTIONS.items()
     }
 )
+
+
+AnyCase = TypeVar("AnyCase", bound=Any)
+
+
+def sized(kernel: str, case: AnyCase) -> AnyCase:
+    """The case with head dims that are large enough for a kernel."""
+    smallest = SMALLEST.get(kernel, 0)
+    return replace(case, head_dims=tuple(max(x, smallest) for x in case.head_dims))
 
 
 def assert_near(actual: Tensor, expected: Tensor, eps: float, what: str) -> None:

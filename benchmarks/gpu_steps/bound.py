@@ -24,7 +24,7 @@ from gpu_steps.machine import Finding, Machine
 from gpu_steps.tables import AIMS, name_of
 from gpu_steps.traces import seconds_by_kind
 
-NUM_PARTS = (None, 4, 8)
+NUM_PARTS = (2, None, 8)
 PUBLISHED = {
     "flash_attn2": "flash attention 2",
     "cuda_flash": "flash attention 2",

@@ -16,9 +16,9 @@ from gpu_steps.graphs import captured, no_waiting
 from gpu_steps.machine import Finding, Machine
 
 EXPOSED = 0.1
-"""Of messages beside a tile, at most: an aim."""
+"""Of a message beside a tile, at most: an aim."""
 FILLED = 0.4
-"""Of a tile's time, which messages beside it take alone."""
+"""Of a tile's time, which the message beside it takes alone."""
 
 
 def messages(machine: Machine) -> Iterator[Finding]:
@@ -33,7 +33,7 @@ def messages(machine: Machine) -> Iterator[Finding]:
         seconds = median_seconds(hop, machine.repeats)
         yield Finding("message to itself, GB/s", f"{sent.nbytes / seconds / 1e9:.0f}")
         for kernel in best_kernels(machine.device):
-            yield _beside(machine, kernel, hop, seconds)
+            yield _beside(machine, kernel, transport, sent.nbytes / seconds)
 
 
 def _replayed(hop: Callable[[], object], sent: Tensor, received: Tensor) -> Finding:
@@ -70,32 +70,34 @@ def _arrives(
     return Finding(what, "arrived" if is_right else "is not what was sent", is_wrong=not is_right)
 
 
-def _beside(machine: Machine, kernel: str, hop: Callable[[], object], alone: float) -> Finding:
-    """How much longer a tile takes with messages in flight, as a part of the messages.
+def _beside(machine: Machine, kernel: str, transport: Transport, rate: float) -> Finding:
+    """How much longer a tile takes with a message in flight, as a part of the message.
 
-    The kernel is told of it or not: flash attention 3 leaves multiprocessors to it if it knows.
+    The kernel is told of it or not: flash attention 3 leaves multiprocessors to it if it knows. A
+    message to itself is copied at `rate`, in bytes per second, so this one is large.
     """
     attention = Attention(kernel, 1, machine.side, Contiguous(), Mask.full(), device=machine.device)
     _, query, key, value = attention.inputs()
     scores, stream = scores_of(attention), torch.cuda.Stream()
 
-    def tile(num_messages: int, in_flight: bool) -> None:
+    def tile(hop: Callable[[], object] | None, in_flight: bool) -> None:
         launch = Launch(WHOLE, WHOLE, attention.mask, in_flight=in_flight)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(num_messages):
+        if hop is not None:
+            with torch.cuda.stream(stream):
                 hop()
         KERNELS[kernel].forward(query, key, value, launch, scores)
         torch.cuda.current_stream().wait_stream(stream)
 
-    free = median_seconds(partial(tile, 0, False), machine.repeats)
-    # A message to itself is a copy of some microseconds: one alone would be lost in the noise.
-    count = max(1, round(FILLED * free / alone))
+    free = median_seconds(partial(tile, None, False), machine.repeats)
+    sent = torch.zeros(max(1, int(FILLED * free * rate)), dtype=torch.uint8, device=machine.device)
+    hop = partial(_hop, transport, sent, torch.empty_like(sent))
+    alone = median_seconds(hop, machine.repeats)
     untold, told = (
-        median_seconds(partial(tile, count, is_told), machine.repeats) for is_told in (False, True)
+        median_seconds(partial(tile, hop, is_told), machine.repeats) for is_told in (False, True)
     )
-    parts = [(loaded - free) / (count * alone) for loaded in (untold, told)]
+    parts = [(loaded - free) / alone for loaded in (untold, told)]
     aim = f"at most {EXPOSED:.0%} exposed" if parts[1] > EXPOSED else ""
-    what = f"tile of {kernel} beside messages of {1e3 * count * alone:.2f} ms"
+    what = f"tile of {kernel} beside a message of {1e3 * alone:.2f} ms"
     found = f"{1e3 * free:.2f} ms alone, {1e3 * told:.2f} ms with it; exposed is {parts[1]:.0%}"
     return Finding(what, f"{found}, {parts[0]:.0%} if the kernel does not know", aim)

@@ -28,6 +28,10 @@ from dtensor_ring.compute.memory import (
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
 from dtensor_ring.planning.demand import Cols
 
+# Partials of 16 bits that are kept on a GPU. Next to two, a ring of 8 ranks is 5 % faster forward
+# there, and needs the memory of two more queries; docs/speed.md has the figures.
+ON_GPUS = 4
+
 
 class Partials:
     """Partial results of a tensor `(B, N, L, H)`, one from each launch.
@@ -42,8 +46,8 @@ class Partials:
         shape: shape of the tensor.
         dtype: dtype of the result.
         order: memory order of the result, which is dense.
-        room: the largest number of partials to keep. `None` keeps partials as long as this takes no
-            more memory than adding each one to a float32 tensor immediately.
+        room: the largest number of partials to keep. `None` keeps `ON_GPUS` of 16 bits on a GPU,
+            else one.
     """
 
     def __init__(
@@ -105,10 +109,9 @@ class Partials:
     def _num_kept(self) -> int:
         if self._room is not None:
             return self._room
-        # Two narrow partials and the wide tensor take as much memory as one partial, the wide
-        # tensor and the result. CPUs gain nothing from more room: they merge in place, in one pass.
+        # CPUs gain nothing from more room: they merge in place, in one pass.
         is_narrow = self._dtype != self._wide
-        return 2 if is_narrow and self._partials[0].x.is_cuda else 1
+        return ON_GPUS if is_narrow and self._partials[0].x.is_cuda else 1
 
     @property
     def _size(self) -> int:

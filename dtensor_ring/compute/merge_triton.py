@@ -18,9 +18,10 @@ from dtensor_ring.compute.memory import Accumulation, Partial, Region
 MAX_ROWS = 32
 MAX_NUMBERS = 4096
 
-# Registers that the partials and the result may fill, in bytes: 176 of 255 in each thread. The
-# others hold offsets and weights. More would spill to memory.
-REGISTER_BYTES = 88 * 1024
+# Registers that the partials and the result may fill, in bytes: 128 of 255 in each thread. The
+# others hold offsets and weights. With more, too few threads fit a multiprocessor: 8 partials are
+# merged at 3.1 TB/s on an H200, and at 3.7 TB/s within this bound.
+REGISTER_BYTES = 64 * 1024
 
 # The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
 MAX_UNIT = 8

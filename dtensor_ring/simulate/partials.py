@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dtensor_ring.compute.accumulate import ON_GPUS
 from dtensor_ring.compute.merge import MAX_PARTIALS
 
 
@@ -36,7 +37,7 @@ class KeptPartials:
     ) -> None:
         self._size, self._is_wide = size, is_wide
         self._most = MAX_PARTIALS if on_gpu else np.inf
-        self._num_kept = num_kept or (2 if on_gpu and not is_wide else 1)
+        self._num_kept = num_kept or (ON_GPUS if on_gpu and not is_wide else 1)
         self._rows = np.zeros_like(size)
         self._count = np.zeros_like(size)
         self._has_total = np.zeros(size.shape, dtype=bool)

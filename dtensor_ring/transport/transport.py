@@ -315,8 +315,8 @@ class TransferPolicy:
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
         num_parts: the number of partial outputs, or partial gradients of the query, that are kept
             until one pass merges them. Each is as large as the query. On GPUs more of them save
-            time, up to one per rank. The default takes about the memory of a float32 sum: two of
-            16 bits on a GPU, else one.
+            time, up to one per rank, and fewer save memory. The default is four of 16 bits on a
+            GPU, else one; docs/speed.md has what 2, 4 and 8 take on an H200.
         transport: what moves all messages of the axis: `None` for its process group, or
             `"symmetric"` for copy engines within one host, by PyTorch's symmetric memory. No GPU
             has measured the second yet; docs/speed.md says what it needs.

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("num_parts", "gigabytes", "launches"),
-    [(None, (1.2, 2.2), (5.5, 18)), (4, (0.85, 1.85), (4, 16.5)), (8, (0.6, 1.6), (3, 15.5))],
-    ids=["by default", "of 4 parts", "of 8 parts"],
+    [(2, (1.2, 2.2), (5.5, 18)), (None, (0.85, 1.85), (4, 16.5)), (8, (0.6, 1.6), (3, 15.5))],
+    ids=["of 2 parts", "by default", "of 8 parts"],
 )
 def test_bytes_and_launches_beside_the_kernels(
     num_parts: int | None, gigabytes: tuple[float, float], launches: tuple[float, float]

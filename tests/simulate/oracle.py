@@ -38,7 +38,7 @@ class Kept:
 
     def full(self) -> bool:
         count = len(self.rows) + self.total
-        room = self.room or (2 if self.on_gpu and not self.is_wide else 1)
+        room = self.room or (4 if self.on_gpu and not self.is_wide else 1)
         return count >= 2 and (sum(self.rows) >= room * self.size or (self.on_gpu and count >= 8))
 
     def merge(self) -> tuple[int, int]:

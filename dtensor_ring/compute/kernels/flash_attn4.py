@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 # Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.
 NEEDED = "return_lse", "max_seqlen_q"
 
+# The smallest head dim whose gradients were found right.
+SMALLEST = 32
+
+# Its compiler fails where two threads of a process compile at once.
+_COMPILER = Lock()
+
 # The oldest beta of version 4.0.0 that has the gradient of a softcap.
 OLDEST_BETA = 28
 
@@ -37,6 +44,8 @@ class FlashAttn4(VarlenKernel):
     Tensors are `(B, L, N, H)`, the diagonal is aligned bottom-right, and `None` means an unbounded
     side. We accept the head dims that both kinds of GPU support in forward and backward, with
     softcap. On Hopper, gradients of grouped-query need one head dim for query, key and value.
+    Gradients of head dims 8 and 16 are wrong there (4.0.0b36 on an H200), those of 32 and more are
+    right.
     """
 
     name = "flash_attn4"
@@ -49,14 +58,17 @@ class FlashAttn4(VarlenKernel):
         if (problem.head_dim, problem.value_head_dim) == LATENT:
             grouped = "it takes head dims of 192 and 128 without grouped-query only"
             return gpu_limits(problem) or (grouped if problem.grouped else None)
-        return gpu_limits(problem) or one_head_dim(problem, 128)
+        small = f"its gradients are wrong below a head dim of {SMALLEST}, got {problem.head_dim}"
+        is_small = problem.head_dim < SMALLEST
+        return gpu_limits(problem) or one_head_dim(problem, 128) or (small if is_small else None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
         from flash_attn.cute.interface import _flash_attn_fwd
 
         # Outside of autograd, lse is returned only on request.
         more = {**lengths(band.segments, q.device), **_options(band)}
-        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
+        with _COMPILER:
+            out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
         return out, lse
 
     def attend_backward(
@@ -64,17 +76,10 @@ class FlashAttn4(VarlenKernel):
     ) -> Gradients:
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        dq, dk, dv, *_ = _flash_attn_bwd(
-            q,
-            k,
-            v,
-            saved.out,
-            saved.grad_out,
-            saved.lse,
-            **lengths(band.segments, q.device),
-            **_options(band),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        more = {**lengths(band.segments, q.device), **_options(band)}
+        more["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        with _COMPILER:
+            dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, saved.out, saved.grad_out, saved.lse, **more)
         return dq, dk, dv
 
 

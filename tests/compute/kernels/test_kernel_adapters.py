@@ -14,7 +14,7 @@ from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.test_played import RINGS, Played, check_ring
-from tests.tiles import CASES, GPU, HUB, TILES, Case, check_tile
+from tests.tiles import CASES, GPU, HUB, TILES, Case, check_tile, sized
 
 __all__ = ["packages"]  # a fixture
 
@@ -37,6 +37,7 @@ def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
 def test_tile(name: str, case: Case) -> None:
     if case.dtype == torch.float64:
         pytest.skip("lse is float32")
+    case = sized(name, case)
     check_tile(supporting(name, case), case, "cpu")
 
 
@@ -55,6 +56,7 @@ def test_tile_of_the_hub(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", OF_SEGMENTS)
 @pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
 def test_segments(name: str, case: SegmentsCase) -> None:
+    case = sized(name, case)
     check_segments(supporting(name, case), case, "cpu")
 
 

@@ -10,7 +10,7 @@ from dtensor_ring.compute.kernels.registry import able_kernel
 from dtensor_ring.compute.kernels.varlen import bottom_right
 from tests.dense import dense_attention, visible
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
-from tests.tiles import CASES, CAUSAL, FULL, GPU, TILES, Case, assert_near, check_tile
+from tests.tiles import CASES, CAUSAL, FULL, GPU, TILES, Case, assert_near, check_tile, sized
 
 
 def marked(names: list[str]) -> pytest.MarkDecorator:
@@ -39,6 +39,7 @@ def served(kernel: Kernel, case: Case | SegmentsCase) -> tuple[Kernel, str]:
 @every_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_tile(kernel: Kernel, case: Case) -> None:
+    case = sized(kernel.name, case)
     able, device = served(kernel, case)
     check_tile(able, case, device)
 
@@ -51,6 +52,7 @@ def test_long_square() -> None:
 @every_kernel_of_segments
 @pytest.mark.parametrize("case", PACKED.values(), ids=list(PACKED))
 def test_segments(kernel: Kernel, case: SegmentsCase) -> None:
+    case = sized(kernel.name, case)
     able, device = served(kernel, case)
     check_segments(able, case, device)
 

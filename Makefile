@@ -25,7 +25,7 @@ demo: $(VENV)/.installed ## train a small Hugging Face model over a ring of CPU 
 test: $(VENV)/.installed ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we test
+test-oldest: $(OLDEST)/.installed ## run the tests with the oldest torch that we allow
 	$(OLDEST)/bin/python -m pytest $(ARGS)
 
 # The libraries by their names, without our bounds: also what we do not allow yet. The package comes

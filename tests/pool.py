@@ -157,9 +157,12 @@ def starting() -> Any:
 
 
 def settle() -> None:
-    """Make this process a worker: one thread, and any warning is an error."""
+    """Make this process a worker: one thread, few instructions, and any warning is an error."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    # Else inductor compiles for each of them, and that of torch 2.11 starts Python, to find out.
+    for name in ("_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
     warnings.filterwarnings("ignore", ".* that dtensor_ring was tested with")

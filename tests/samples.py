@@ -150,6 +150,7 @@ OLDEST = {
         "test_every_rank_raises_and_the_ring_still_works[plain-2]",
     ],
     "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own", "test_tag"],
+    "dtensor/test_choice.py": ["test_a_graph_for_all_lengths", "test_compiled"],
     "dtensor/test_dtensor.py": [
         "test_compiled[cp, tp: DTensor sinks]",
         "test_compiled[dp, cp: window]",

@@ -48,6 +48,13 @@ def test_what_is_pinned_was_tested(name: str) -> None:
     assert pins["transformers"] == ".".join(map(str, extreme))
 
 
+def test_the_oldest_torch_that_is_allowed_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (allowed,) = (x for x in project["dependencies"] if x.startswith("torch"))
+    pins = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    assert f"{allowed.replace('>=', '==')}.0" in pins
+
+
 def test_the_page_of_models_is_of_the_newest() -> None:
     page, pins = ((ROOT / x).read_text() for x in ("docs/models.md", "constraints.txt"))
     (pin,) = re.findall(r"(?m)^transformers==(.*)", pins)

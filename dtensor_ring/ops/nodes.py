@@ -134,7 +134,7 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-# Torch 2.11 cannot trace it. `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
+# That of torch 2.11 cannot be traced. `torch.compiler.assume_constant_result` would load dynamo.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

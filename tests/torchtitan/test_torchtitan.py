@@ -203,8 +203,15 @@ def test_documents_matter(trainings: Trainings) -> None:
 
 
 COMPILE = ("--compile.enable",)
-# What Inductor makes of experts is its own business.
-COMPILED = {"llama3": COMPILE, "gpt_oss": (*COMPILE, "--compile.backend=aot_eager")}
+AOT = (*COMPILE, "--compile.backend=aot_eager")
+COMPILED = [
+    pytest.param("llama3", AOT, id="llama3"),
+    # Inductor makes of nodes what it does in test_huggingface and tests/ops/test_compile.
+    pytest.param("llama3", COMPILE, id="llama3, inductor", marks=pytest.mark.repeats),
+    # What Inductor makes of experts is its own business.
+    pytest.param("gpt_oss", AOT, id="gpt_oss", marks=pytest.mark.repeats),
+]
+BRIEF = "--training.steps=2"
 CHECKPOINTING = [
     pytest.param((), 1, id="selective", marks=pytest.mark.repeats),  # as test_compiled
     pytest.param((FULL,), 2, id="full"),
@@ -214,18 +221,18 @@ CHECKPOINTING = [
 
 @pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING)
 def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
-    _check_calls(trainings.run(Run("llama3", 2, flags)), forward)
+    _check_calls(trainings.run(Run("llama3", 2, (*flags, BRIEF))), forward)
 
 
 def test_override_of_checkpointing(trainings: Trainings) -> None:
     both = (*_layout(), "parallel_plans.torchtitan.ring_checkpointing")
-    _check_calls(trainings.run(Run("llama3", 2, (*CP, *both), stock=True)), forward=1)
+    _check_calls(trainings.run(Run("llama3", 2, (*CP, BRIEF, *both), stock=True)), forward=1)
 
 
-@pytest.mark.parametrize("family", ["llama3", pytest.param("gpt_oss", marks=pytest.mark.repeats)])
-def test_compiled(trainings: Trainings, family: str) -> None:
+@pytest.mark.parametrize(("family", "flags"), COMPILED)
+def test_compiled(trainings: Trainings, family: str, flags: tuple[str, ...]) -> None:
     """Each step has other documents, and none compiles again."""
-    report = trainings.run(Run(family, 2, COMPILED[family]))
+    report = trainings.run(Run(family, 2, flags))
     _check(report, trainings.reference(family))
     _check_calls(report, forward=1)
     assert report.num_graphs[0] > 0

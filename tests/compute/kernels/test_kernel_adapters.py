@@ -35,14 +35,17 @@ def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
 
 
 def in_turn(cases: Iterable[str], always: Iterable[str] = ()) -> list[Any]:
-    """Case by case, each kernel: every third pair, and what is for all, comes in every run."""
+    """Case by case, each kernel: every third of them in turn, and cudnn, which serves few cases."""
+    turns = {name: turn for turn, name in enumerate(x for x in GPU if x != "cudnn")}
     return [
         pytest.param(
             *(case, name),
             id=f"{case}-{name}",
-            marks=() if case in always or (number + turn) % 3 == 0 else pytest.mark.repeats,
+            marks=()
+            if case in always or name not in turns or (number + turns[name]) % 3 == 0
+            else pytest.mark.repeats,
         )
-        for (number, case), (turn, name) in product(enumerate(cases), enumerate(GPU))
+        for (number, case), name in product(enumerate(cases), GPU)
     ]
 
 

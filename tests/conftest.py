@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.pool import Pool
 from tests.samples import SAMPLES, sampled
@@ -31,11 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # alone takes one 8 seconds. What earlier runs left on disk is not used.
     folder = TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
+    config.add_cleanup(gc.unfreeze)  # what is frozen at the end looks like a leak to nanobind
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
+    if not config.option.all_cases:  # they are others in each run
+        settings.register_profile("half", max_examples=50)
+        settings.load_profile("half")
+    if config.option.decode_cases is None:
+        config.option.decode_cases = 2000 if config.option.all_cases else 1000
     if config.option.fuzz_cases is None:
-        config.option.fuzz_cases = 30  # the same in every run
+        # The same in every run.
+        config.option.fuzz_cases = 30 if config.option.all_cases else 15
     elif config.option.fuzz_seed is None:
         config.option.fuzz_seed = randrange(2**32)
 
@@ -47,11 +56,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-cases", type=int, help="by layout and ranks, 25 times: 30, or drawn again"
+        "--fuzz-cases",
+        type=int,
+        help="by layout and ranks, 25 times: 15, 30 of all cases, or drawn again",
     )
     parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=300, help="calls with strange arguments")
-    parser.addoption("--decode-cases", type=int, default=2000, help="random decode calls")
+    parser.addoption(
+        "--decode-cases", type=int, help="random decode calls: 1000, or 2000 of all cases"
+    )
     parser.addoption("--pool-steps", type=int, default=2000, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
     parser.addoption(
@@ -97,6 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.filterwarnings("default"))  # packages have theirs
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage looks at what tests made, not at all that was imported: a second."""
+    gc.freeze()
 
 
 def _is_marked(item: pytest.Item, mark: str) -> bool:

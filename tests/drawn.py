@@ -131,6 +131,11 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
     )
 
 
+def examples(number: int) -> int:
+    """So many of a hypothesis test with `--all-cases`, and half as many without."""
+    return number * settings().max_examples // 100
+
+
 def different(
     strategy: st.SearchStrategy[Case], wanted: int, seed: int | None = None
 ) -> list[Case]:

@@ -37,6 +37,7 @@ def test_benchmark_of_the_loss(folder: Path) -> None:
     assert costs[0]["logits"] > 1, "they were counted"
 
 
+@pytest.mark.repeats  # it draws keys for seconds
 def test_benchmark_of_decoding(folder: Path) -> None:
     measurements = measured("decode", folder)["measurements"]
     assert [m["case"]["world_size"] for m in measurements] == [2, 2]

@@ -63,11 +63,11 @@ def launched(
 
 
 def test_demo(tmp_path: Path, launched: Callable[..., str]) -> None:
-    options = ("--steps", 3, "--seq-len", 64, "--layout", "striped", "--out", tmp_path)
-    printed = launched("train_hf", *options)
+    options = ("--steps", 2, "--batch", 1, "--seq-len", 64, "--layout", "striped")
+    printed = launched("train_hf", *options, "--out", tmp_path)
     runs = [json.loads((tmp_path / name).read_text()) for name in ("ring.json", "stock.json")]
     losses = [run["losses"] for run in runs]
-    assert [len(curve) for curve in losses] == [3, 3]
+    assert [len(curve) for curve in losses] == [2, 2]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
     assert f"{losses[0][-1]:.6f}" in printed
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
 from tests.test_examples import ALONE, TORCHRUN
 from tests.test_pages import CODE
 from tests.test_public import ROOT
@@ -34,19 +35,28 @@ def printed_steps(folder: Path, *launch: str, before: str = "") -> dict[str, flo
     page = (ROOT / "docs/failures.md").read_text()
     assert all(f"{name}={value}" in page for name, value in OWN_STORE.items())
     script.write_text(before + CODE.findall(page)[-1][0])
-    run = subprocess.run(
+    printed, errors = run(script, *launch)
+    steps = re.findall(r"^step (\d): loss (.*)$", printed, re.MULTILINE)
+    assert len(steps) == len(dict(steps)), printed
+    assert ("after the second checkpoint" in errors) == bool(before), errors
+    return {step: float(loss) for step, loss in steps}
+
+
+def run(script: Path, *launch: str) -> tuple[str, str]:
+    """What a script prints and its errors, as it is or launched by a module."""
+    if not launch:  # in a process that need not import torch again
+        (alone,) = run_script(script, cwd=script.parent, env=ALONE | OWN_STORE)
+        return alone.printed, alone.errors
+    done = subprocess.run(
         [sys.executable, *launch, str(script)],
-        cwd=folder,
+        cwd=script.parent,
         env=os.environ | ALONE | OWN_STORE,
         timeout=200,
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0, run.stderr
-    steps = re.findall(r"^step (\d): loss (.*)$", run.stdout, re.MULTILINE)
-    assert len(steps) == len(dict(steps)), run.stdout
-    assert ("after the second checkpoint" in run.stderr) == bool(before), run.stderr
-    return {step: float(loss) for step, loss in steps}
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_restart(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 from tests.dense import visible
-from tests.drawn import documents_of, masks
+from tests.drawn import documents_of, examples, masks
 from tests.rings import Ring
 
 Pairs = torch.Tensor
@@ -99,7 +99,7 @@ def seen_of_tile(tile: Tile) -> str:
     return str((rows_of(tile), cols_of(tile), tile.mask, None))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(data=st.data(), layout=st.sampled_from([Contiguous(), Striped(), ZigZag()]))
 def test_what_is_scored(data: st.DataObject, layout: Contiguous | Striped | ZigZag) -> None:
     world_size, batch_size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))

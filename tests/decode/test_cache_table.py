@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.planning.run_table import MARKED, RunTable
+from tests.drawn import examples
 
 LAYOUTS = [Contiguous(), ZigZag(), BlockCyclic(3)]
 
@@ -92,7 +93,7 @@ def check(table: CacheTable, owners: list[int]) -> None:
             assert turn == table.runs_from(rank, begin)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(turns(), st.integers(1, 5), st.integers(1, 7))
 def test_a_table_holds_what_was_appended(done: list[Turn], world_size: int, block: int) -> None:
     table, owners, num_dealt = CacheTable.empty(world_size, block), [], 0
@@ -113,7 +114,7 @@ def test_a_table_holds_what_was_appended(done: list[Turn], world_size: int, bloc
         assert table != table.append(1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 30), st.data())
 def test_single_tokens_go_in_blocks_to_the_shortest(
     world_size: int, block: int, prompt: int, data: st.DataObject

@@ -40,7 +40,14 @@ CASES: dict[str, tuple[tuple[Placement, ...], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = ("cp, tp, full, grouped", "replicate, cp")
+"""Both are over axes and with options of others; a replicated axis is in test_dtensor, too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.repeats if name in REPEATED else ()) for name in CASES],
+)
 def test_dense_result(pool: Pool, name: str) -> None:
     pool.run(4, _check_case, *CASES[name])
 

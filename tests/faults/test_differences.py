@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,9 +13,11 @@ from tests.faults.calls import WAYS, Ending, make
 from tests.faults.differences import DIFFERENCES, Difference
 from tests.faults.worlds import Fate, Worlds
 
-COMPILED = ["mask: sliding 4, causal", "documents: other boundaries", "dtype: bfloat16, float32"]
-COMPILED += ["batch", "layout", "scale", "backward skipped", "other order, two shapes", "no call"]
+COMPILED = ["mask: sliding 4, causal", "dtype: bfloat16, float32", "backward skipped"]
+COMPILED += ["other order, two shapes", "no call"]
 """The differences that are compiled, which takes its time."""
+SELDOM_COMPILED = ["documents: other boundaries", "batch", "layout", "scale"]
+"""They are named in the same record, which is sent the same way."""
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
@@ -54,19 +56,35 @@ def test_ranks_that_are_no_neighbours(worlds: Worlds, name: str) -> None:
     check(worlds, DIFFERENCES[name], ("plain",) * 4, True, "contiguous", 4)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", DIFFERENCES)
+def in_turn(names: Iterable[str]) -> list[Any]:
+    """Each name in training or, the next one, in inference; the other of the two repeats
+    test_plain."""
+    return [
+        pytest.param(
+            *(name, training),
+            id=f"{name}-{'training' if training else 'inference'}",
+            marks=() if training == (number % 2 == 0) else pytest.mark.repeats,
+        )
+        for (number, name), training in product(enumerate(names), (True, False))
+    ]
+
+
+@pytest.mark.parametrize(("name", "training"), in_turn(DIFFERENCES))
 def test_dtensors(worlds: Worlds, name: str, training: bool) -> None:
     check(worlds, DIFFERENCES[name], ("DTensors",) * 2, training, "zigzag", 2)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", [x for x in DIFFERENCES if DIFFERENCES[x].suits_sdpa])
+@pytest.mark.parametrize(
+    ("name", "training"), in_turn(x for x in DIFFERENCES if DIFFERENCES[x].suits_sdpa)
+)
 def test_sdpa(worlds: Worlds, name: str, training: bool) -> None:
     check(worlds, DIFFERENCES[name], ("SDPA",) * 2, training, "zigzag", 2)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [*COMPILED, *(pytest.param(name, marks=pytest.mark.repeats) for name in SELDOM_COMPILED)],
+)
 def test_compiled(worlds: Worlds, name: str) -> None:
     check(worlds, DIFFERENCES[name], ("compiled",) * 2, True, "contiguous", 2)
 

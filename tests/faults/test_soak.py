@@ -10,7 +10,8 @@ from tests.faults.soak import GROWTH, Tally
 HELD = dict.fromkeys(GROWTH, 100.0)
 
 
-def test_soak() -> None:
+def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CALLS_OF_ROUND", 20)
     tally = soak.soak(0, num_cases=3)
     assert not tally.wrong
     counts = dict(tally.counts)

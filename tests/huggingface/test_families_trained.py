@@ -179,7 +179,11 @@ def beside_tensor_parallelism(family: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral, short window"])
+@pytest.mark.parametrize(
+    "family",
+    # As in test_trainer_steps.
+    [pytest.param("Llama", marks=pytest.mark.repeats), "Mistral, short window"],
+)
 def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
     for errors in pool.run(4, beside_tensor_parallelism, family):
         assert largest(errors) < 1e-5, errors

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Mask, Slices
+from tests.drawn import examples
 from tests.planning.builders import KINDS, Built, check
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_builders_show_what_they_say(kind: Callable[[], st.SearchStrategy[Built]]) -> None:
-    settings(deadline=None, max_examples=200)(given(kind())(check))()
+    settings(deadline=None, max_examples=examples(200))(given(kind())(check))()
 
 
 def test_ranges_that_move_along_are_few_slices() -> None:

@@ -27,6 +27,7 @@ from dtensor_ring.planning.run_table import RunTable, shard_table
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.sweep import SortedDemand, WaveletMatrix
 from tests.columns import cols_of, indices_of, union
+from tests.drawn import examples
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
 from tests.slices import shown, slices
@@ -137,7 +138,7 @@ def one_by_one(last_hops: LastHop) -> list[tuple[int, int, int]]:
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(rings() | cross_rings(), st.sampled_from([1, 30, 2**20]))
 def test_demand_is_what_is_visible(ring: Ring, block: int) -> None:
     expected = everything(TableDemand(table_of(ring)))
@@ -175,7 +176,7 @@ def narrow_bands(draw: st.DrawFn, seq_lens: tuple[int, int]) -> Slices:
     return Slices.of_tables(rows)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 30, 2**20]))
 def test_demand_of_sides_that_are_sharded_differently(
     data: st.DataObject, world_size: int, block: int

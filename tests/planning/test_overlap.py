@@ -11,6 +11,7 @@ from dtensor_ring import Mask, Slices
 from dtensor_ring.planning import slices as overlap
 from dtensor_ring.planning.slice_tables import UNBOUNDED
 from dtensor_ring.planning.slices import find_overlap
+from tests.drawn import examples
 from tests.slices import shown
 
 SEQ_LENS = 9, 12
@@ -19,7 +20,7 @@ BOUNDS = st.just(UNBOUNDED) | st.integers(-12, 12)
 ROWS = st.tuples(*RANGES, BOUNDS, BOUNDS).map(lambda x: (*x[0], *x[1], *x[2:]))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.lists(ROWS, max_size=6), st.integers(1, 4))
 def test_overlaps_are_found(rows: list[tuple[int, ...]], chunk: int) -> None:
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from dtensor_ring.planning.layout import Run
 from dtensor_ring.planning.slices import UNBOUNDED, Slices
 from dtensor_ring.planning.tile import query_slices_of
+from tests.drawn import examples
 from tests.slices import shown, tables
 
 SEQ_LEN = 24
 runs = st.builds(Run, st.integers(0, 9), st.integers(1, 5), st.integers(1, 3))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(runs, tables((SEQ_LEN, SEQ_LEN)))
 def test_query_slices_show_what_slices_show(run: Run, table: np.ndarray) -> None:
     ordered = Slices.of_tables([table]).tables[0]

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.slices import rows_of
+from tests.drawn import examples
 from tests.planning.test_plan import cross_rings, rings
 from tests.rings import Ring
 from tests.slices import shown
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(rings() | cross_rings())
 def test_slices_show_what_is_visible(ring: Ring) -> None:
     documents, key_documents = (

@@ -27,6 +27,7 @@ from dtensor_ring.planning.tile import (
     query_slices_of,
     shard_tiles,
 )
+from tests.drawn import examples
 from tests.slices import shown, slices
 
 Pairs = set[tuple[int, int]]
@@ -63,7 +64,7 @@ def check(tiles: list[Tile], expected: Pairs) -> None:
         assert not bounded_left_only or num_rows <= num_cols
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, 9), st.integers(0, 9), bounds, bounds)
 def test_band_tiles(num_rows: int, num_cols: int, left: int | None, right: int | None) -> None:
     expected = band((0, num_rows), (0, num_cols), left, right)
@@ -106,7 +107,7 @@ tile_grids = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tile_grids, st.integers(1, 3))
 def testcoalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
     """Squares of a grid: causal ones on the diagonal, full ones below it."""
@@ -186,7 +187,7 @@ def test_tiles_in_a_packet() -> None:
     assert packed_tiles([], Cols()) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), st.integers(1, 3))
 def test_shard_tiles(data: st.DataObject, stride: int) -> None:
     """Two shards of a few runs each, under any slices."""

@@ -14,6 +14,7 @@ from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.route import ROUTES, Hop, Transfer
 from tests.columns import indices_of
+from tests.drawn import examples
 from tests.layouts import LAYOUTS
 from tests.planning.test_demand import demand_of, table_of
 from tests.planning.test_plan import cross_rings, rings
@@ -24,7 +25,7 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(rings() | cross_rings())
 def test_nothing_moves_that_nobody_sees(route: str, ring: Ring) -> None:
     plans, ranks = replace(ring, strategy=route).plans(), range(ring.world_size)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
+from tests.scripts import run_script
 from tests.test_public import ROOT
 from tests.titan import Report, Run, arguments, make_assets, save_seed, train
 
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torch
 TOLERANCE = 1e-5
 VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
 ACCUMULATE = ("--training.local_batch_size=2", "--training.global_batch_size=4")
+TYPECHECK = "--debug.spmd_typechecking"
 PIPELINE = ("--parallelism.pipeline_parallel_schedule=1F1B",)
 FULL, NO = "activation-checkpoint:full", "activation-checkpoint:none"
 NO_GRAPHS = "--training.disable_cuda_graphs"
@@ -117,11 +118,19 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "pipeline": (Run("llama3", 4, (*_degrees(pp=2), *PIPELINE)), {}),
     "full dtensor": (Run("llama3", 2, _backend("full_dtensor")), {}),
     "partial dtensor": (Run("llama3", 4, (*_degrees(tp=2), *_backend("partial_dtensor"))), {}),
+    "partial dtensor, replicas": (
+        Run("llama3", 4, (*_degrees(replicas=2), *_backend("partial_dtensor"))),
+        {"dp": 2},
+    ),
     "partial dtensor, one axis": (Run("llama3", 2, _backend("partial_dtensor")), {}),
     "not checkpointed": (Run("llama3", 2, (NO,)), {}),
     "checkpointed": (Run("llama3", 2, (FULL,)), {}),
     "accumulated": (Run("llama3", 2, ACCUMULATE), {}),
-    "typechecked": (Run("llama3", 4, (*_degrees(tp=2), "--debug.spmd_typechecking")), {}),
+    "typechecked": (Run("llama3", 4, (*_degrees(tp=2), TYPECHECK)), {}),
+    "typechecked, accumulated": (
+        Run("llama3", 4, (*_degrees(tp=2), TYPECHECK, *ACCUMULATE)),
+        {},
+    ),
     "qwen3": (Run("qwen3", 2), {}),
     "gpt_oss": (Run("gpt_oss", 2), {}),
     "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
@@ -140,26 +149,39 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
         Run("gpt_oss", 2, (*CP, *_layout(), *_backend("full_dtensor")), stock=True),
         {},
     ),
+    "override, full dtensor, strategies": (
+        Run(
+            *("gpt_oss", 2, (*CP, *_layout(strategy=BY_KIND), *_backend("full_dtensor"))),
+            stock=True,
+        ),
+        {},
+    ),
 }
 
 
 REPEATED = {
     "ring of 1": "nothing travels",
     "ring of 2": 'as "balanced" and "override"',
-    "two groups of 2": 'as "gpt_oss, strategies", and its groups as in tests/all_to_all',
+    "two groups of 2": "groups are in tests/all_to_all, strategies in the last case",
     "contiguous": 'as "override, contiguous"',
     "striped": "as test_stock_entry_point",
-    "batches": 'as "replicas", and sharded as test_stock_entry_point',
-    "heads": 'as "typechecked"',
-    "full dtensor": 'as "override, full dtensor"',
-    "partial dtensor, one axis": 'as "partial dtensor"',
+    "batches": 'as "partial dtensor, replicas", and sharded as test_stock_entry_point',
+    "replicas": 'as "partial dtensor, replicas"',
+    "heads": 'as "typechecked, accumulated"',
+    "full dtensor": 'as "override, full dtensor, strategies"',
+    "partial dtensor": 'as "partial dtensor, replicas" and "typechecked, accumulated"',
+    "partial dtensor, one axis": 'as "partial dtensor, replicas"',
+    "accumulated": 'as "typechecked, accumulated"',
+    "typechecked": 'as "typechecked, accumulated"',
     "not checkpointed": "counted by test_rings_of_a_step",
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',
     "qwen3": "its attention is that of llama3",
-    "gpt_oss": 'as "gpt_oss, strategies"',
-    "gpt_oss, heads": 'as "typechecked" and "gpt_oss, strategies"',
+    "gpt_oss": 'as "override, full dtensor, strategies"',
+    "gpt_oss, heads": 'as "typechecked, accumulated" and "override, full dtensor, strategies"',
+    "gpt_oss, strategies": 'as "override, full dtensor, strategies"',
     "override": 'as "override, contiguous" and "balanced"',
     "override, pipeline": 'as "pipeline" and "override, contiguous"',
+    "override, full dtensor": 'as "override, full dtensor, strategies"',
 }
 """What other cases combine with something else."""
 TRAININGS = [
@@ -181,8 +203,15 @@ def test_documents_matter(trainings: Trainings) -> None:
 
 
 COMPILE = ("--compile.enable",)
-# What Inductor makes of experts is its own business.
-COMPILED = {"llama3": COMPILE, "gpt_oss": (*COMPILE, "--compile.backend=aot_eager")}
+AOT = (*COMPILE, "--compile.backend=aot_eager")
+COMPILED = [
+    pytest.param("llama3", AOT, id="llama3"),
+    # Inductor makes of nodes what it does in test_huggingface and tests/ops/test_compile.
+    pytest.param("llama3", COMPILE, id="llama3, inductor", marks=pytest.mark.repeats),
+    # What Inductor makes of experts is its own business.
+    pytest.param("gpt_oss", AOT, id="gpt_oss", marks=pytest.mark.repeats),
+]
+BRIEF = "--training.steps=2"
 CHECKPOINTING = [
     pytest.param((), 1, id="selective", marks=pytest.mark.repeats),  # as test_compiled
     pytest.param((FULL,), 2, id="full"),
@@ -192,18 +221,18 @@ CHECKPOINTING = [
 
 @pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING)
 def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
-    _check_calls(trainings.run(Run("llama3", 2, flags)), forward)
+    _check_calls(trainings.run(Run("llama3", 2, (*flags, BRIEF))), forward)
 
 
 def test_override_of_checkpointing(trainings: Trainings) -> None:
     both = (*_layout(), "parallel_plans.torchtitan.ring_checkpointing")
-    _check_calls(trainings.run(Run("llama3", 2, (*CP, *both), stock=True)), forward=1)
+    _check_calls(trainings.run(Run("llama3", 2, (*CP, BRIEF, *both), stock=True)), forward=1)
 
 
-@pytest.mark.parametrize("family", ["llama3", pytest.param("gpt_oss", marks=pytest.mark.repeats)])
-def test_compiled(trainings: Trainings, family: str) -> None:
+@pytest.mark.parametrize(("family", "flags"), COMPILED)
+def test_compiled(trainings: Trainings, family: str, flags: tuple[str, ...]) -> None:
     """Each step has other documents, and none compiles again."""
-    report = trainings.run(Run(family, 2, COMPILED[family]))
+    report = trainings.run(Run(family, 2, flags))
     _check(report, trainings.reference(family))
     _check_calls(report, forward=1)
     assert report.num_graphs[0] > 0
@@ -226,36 +255,21 @@ def test_resuming_on_another_ring(trainings: Trainings, tmp_path: Path) -> None:
     _check(resumed, trainings.reference("llama3"), first=3)
 
 
-STARTUP = """
-import sys
-sys.path.insert(0, {root!r})
+ENTRY = """
+import runpy
 from examples.torchtitan_cpu import install
 install()
+runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
 """
 
 
 def test_stock_entry_point(trainings: Trainings, tmp_path: Path) -> None:
     """`python -m torchtitan.train`, which has to be set to the CPU first, with our names."""
-    (tmp_path / "sitecustomize.py").write_text(STARTUP.format(root=str(ROOT)))
+    script = tmp_path / "train.py"
+    script.write_text(ENTRY)
     run = Run("llama3", 2, (*_layout("striped"), "--training.steps=2"))
-    command = [sys.executable, "-m", "torchtitan.train", *arguments(run, trainings.folder)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    place |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            **pipes,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        printed, _ = rank.communicate(timeout=120)
-        assert rank.returncode == 0, printed
+    for rank in run_script(script, *arguments(run, trainings.folder), ranks=2, cwd=tmp_path):
+        printed = rank.printed + rank.errors
         assert "layout='striped'" in printed
         assert printed.count("grad_norm") == 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,9 +34,28 @@ def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
     return able
 
 
-@pytest.mark.parametrize("name", GPU)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_tile(name: str, case: Case) -> None:
+def in_turn(cases: Iterable[str], always: Iterable[str] = ()) -> list[Any]:
+    """Case by case, each kernel: every third of them in turn, and cudnn, which serves few cases."""
+    turns = {name: turn for turn, name in enumerate(x for x in GPU if x != "cudnn")}
+    return [
+        pytest.param(
+            *(case, name),
+            id=f"{case}-{name}",
+            marks=()
+            if case in always or name not in turns or (number + turns[name]) % 3 == 0
+            else pytest.mark.repeats,
+        )
+        for (number, case), name in product(enumerate(cases), GPU)
+    ]
+
+
+@pytest.mark.parametrize(("case", "name"), in_turn(CASES, always=TILES))
+def test_tile(name: str, case: str) -> None:
+    """Each kernel has each tile, and each option in one of the shapes."""
+    check_case(name, CASES[case])
+
+
+def check_case(name: str, case: Case) -> None:
     if case.dtype == torch.float64:
         pytest.skip("lse is float32")
     case = sized(name, case)
@@ -50,7 +71,7 @@ def test_tile(name: str, case: Case) -> None:
     ],
 )
 def test_tile_of_the_hub(name: str, case: Case) -> None:
-    test_tile(name, case)
+    check_case(name, case)
 
 
 @pytest.mark.parametrize("name", OF_SEGMENTS)
@@ -95,10 +116,10 @@ def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
         torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
 
 
-OF_RINGS = [(name, case) for case in RINGS for name in GPU] + [(name, "zigzag") for name in HUB]
+OF_RINGS = [*in_turn(RINGS), *(pytest.param("zigzag", name, id=f"zigzag-{name}") for name in HUB)]
 
 
-@pytest.mark.parametrize(("name", "ring"), OF_RINGS)
+@pytest.mark.parametrize(("ring", "name"), OF_RINGS)
 def test_ring(name: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_kernel(name).__class__, "missing", lambda self: None)
     check_ring(RingCase(RINGS[ring]), Played(name, "cpu", torch.float32), monkeypatch)

@@ -89,10 +89,11 @@ def check_ways(family: str, ways: tuple[str, ...]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A few families in most ways, or all of them in all."""
+    """One family in all ways and others in some, or all of them in all."""
     ways = tuple(WAYS)
     some = "sampled beams", "assisted", "left padded", "chunked prefill"
-    cases: list[Any] = [("Llama", 2, ways), ("Gemma 3", 3, ways), ("DeepSeek-V3", 3, some)]
+    windowed = ways if metafunc.config.getoption("--all-cases") else some
+    cases: list[Any] = [("Llama", 2, ways), ("Gemma 3", 3, windowed), ("DeepSeek-V3", 3, some)]
     cases += [("gpt-oss", 2, some), ("Llama 4", 3, some)]
     if metafunc.config.getoption("--all-generations"):
         cases = [(*case, ways) for case in product(CAUSAL, (2, 3))]
@@ -147,7 +148,12 @@ def check_all_turns(layout: str, families: tuple[str, ...]) -> None:
 MORE = ("Gemma 2", "Mistral, short window")
 
 
-def test_turns_equal_one_forward(pool: Pool, layout: str, world_size: int) -> None:
+def test_turns_equal_one_forward(
+    pool: Pool, request: pytest.FixtureRequest, layout: str, world_size: int
+) -> None:
+    """Every second family over four ranks and the others over two, or all over both."""
     families = (*CHOSEN, *MORE)
-    turned = families[::-1] if world_size > 2 else families  # others have padding then
+    if not any(map(request.config.getoption, ("--all-cases", "--all-generations"))):
+        families = families[world_size <= 2 :: 2]
+    turned = families[::-1] if world_size > 2 else families
     pool.run(world_size, check_all_turns, layout, turned)

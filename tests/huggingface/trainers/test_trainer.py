@@ -142,14 +142,19 @@ class Case:
 
 
 # Where replicas share a last batch that is not full, `Trainer` itself weights its rows otherwise.
+CHECKPOINTING = (("activation_checkpointing", True),)
 CASES = [
-    Case(1, 2, "striped", 3),
     Case(2, 2, "zigzag", 4),
-    Case(1, 2, "zigzag", 3, is_streamed=True),
     Case(2, 2, "contiguous", 4, is_streamed=True),
-    Case(1, 1, "zigzag", 3),
     Case(1, 2, "balanced", 3),
-    Case(1, 2, "contiguous", 3, options=(("activation_checkpointing", True),)),
+    Case(1, 2, "striped", 3, options=CHECKPOINTING),
+]
+"""Each layout, replicas or none, rows and a stream of them at least once."""
+REPEATED = [
+    Case(1, 2, "striped", 3),
+    Case(1, 2, "zigzag", 3, is_streamed=True),
+    Case(1, 1, "zigzag", 3),  # nothing travels
+    Case(1, 2, "contiguous", 3, options=CHECKPOINTING),
 ]
 Found = tuple[dict[str, float], list[torch.Tensor]]
 """Figures, and predictions."""
@@ -174,7 +179,11 @@ def ring_runs(folder: str, case: Case) -> list[Found]:
     return runs
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.repeats) for case in REPEATED)],
+    ids=str,
+)
 def test_trains_evaluates_and_resumes_as_one_process(
     pool: Pool, tmp_path: Path, case: Case
 ) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.families import SMALL, VOCABULARY, small_model
 from tests.huggingface.trainers.test_trainer import counted
 
-NUM_ROWS, BATCH, STEPS = 32, 4, 10
+NUM_ROWS, BATCH, STEPS, RESUMED = 32, 4, 6, 3
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
 UNLIKE = "step_time"
 """Of a log: what a clock says, beside what `counted` knows."""
@@ -109,9 +109,9 @@ def config_of(run: Run, folder: str, batch: int, **options: Any) -> Any:
         "max_steps": STEPS,
         "logging_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": 5,
+        "eval_steps": RESUMED,
         "save_strategy": "steps" if run.saves else "no",
-        "save_steps": 5,
+        "save_steps": RESUMED,
         "learning_rate": 0.05,
         "optim": "sgd",
         "lr_scheduler_type": "constant",

@@ -224,6 +224,7 @@ DIFFERENCES = {
     "heads": {"num_heads": (8, 4)},
     "layout after": {"to": "contiguous"},
     "ranks that share the heads": {"heads": 1},
+    "kv_dtype": {"kv_dtype": torch.int8},
 }
 
 

@@ -171,7 +171,7 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     return rank_costs(
         plans[-1],
         all_to_all_plan(*where),
-        TensorSizes((4, 2), (32, 32), BATCH, 4, *(torch.float32,) * 2),
+        TensorSizes((4, 2), (32, 32), BATCH, *(torch.float32,) * 3),
     )
 
 
@@ -264,7 +264,8 @@ def _check_messages(policy: TransferPolicy) -> None:
             out.backward(torch.empty_like(out))
     (plan,) = [x for x in ring.plans() if x.rank == 1]
     sizes = TensorSizes(
-        *((4, 2), (64, 64), 2, 2, policy.dtype_of_keys(torch.bfloat16), torch.float32)
+        *((4, 2), (64, 64), 2, torch.bfloat16),
+        *(policy.dtype_of_keys(torch.bfloat16), torch.float32),
     )
     forward, backward = rank_costs(plan, None, sizes)
     assert step.messages == replace(forward + backward, held=backward.held)

@@ -241,7 +241,7 @@ def report(console: Console, runs: list[Trained]) -> None:
 
 def trainings(is_short: bool, kv_dtypes: tuple[str | None, ...], weights: Path) -> list[Trained]:
     """Train with each of them; the first run keeps its weights."""
-    size = (NUM_LAST, 256) if is_short else (300, 2048)
+    size = (NUM_LAST, 256) if is_short else (300, 1024)
     todo = [
         Training(kv_dtype, *size, None if number else str(weights))
         for number, kv_dtype in enumerate(kv_dtypes)

@@ -1,22 +1,40 @@
 """Measure the error of attention at keys and values of eight bits, for docs/numerics.md.
 
 The experiment of flash attention 3's paper (Shah et al., 2024, arXiv 2407.08608): numbers from
-N(0, 1) + N(0, 100) * Bernoulli(0.001), head dim 128. Errors are the root of the mean squared
-error against float64. Run ``python -m benchmarks.eight_bits``; ``--write`` puts the table into the
-page. It takes a minute or two on two cores.
+N(0, 1) + N(0, 100) * Bernoulli(0.001), head dim 128; and keys and values of the demo's model after
+300 steps. Errors are the root of the mean squared error against float64. Run ``python -m
+benchmarks.eight_bits``; ``--write`` puts the tables into the page. With ``--train`` the model is
+also trained with keys and values that travel in eight bits; then ``--write`` writes the card with
+the losses, too. A training takes a few minutes on two cores, all else a minute; with ``--quick``
+there are few steps of short sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 
+from benchmarks.harness import origin, publish, spawn, table_of
+from benchmarks.trained import (
+    NUM_LAST,
+    WORLD_SIZE,
+    Trained,
+    Training,
+    attended_by,
+    train,
+)
 from docs.marked import table_row, write_part
 from dtensor_ring.quantised.block_scales import (
     FORMATS,
@@ -33,9 +51,38 @@ MARKERS = (
 )
 SHAPE = 1, 4, 2048, 128
 CHANCES = {"outliers": 0.001, "normal": 0.0}
+SUM_MARKERS = (
+    "<!-- sums of gradients: written by benchmarks/eight_bits.py -->\n",
+    "<!-- end of sums of gradients -->\n",
+)
+LOSS_MARKERS = (
+    "<!-- losses: written by benchmarks/eight_bits.py -->\n",
+    "<!-- end of losses -->\n",
+)
 BLOCK_SIZES = 32, 64, 128
+NUM_RANKS = 8
+KV_DTYPES = None, "int8", "fp8"
 
 Pair = tuple[Tensor, Tensor]
+
+
+class Sample(NamedTuple):
+    """What attends to what.
+
+    Attributes:
+        name: of the numbers.
+        tensors: query, key and value `(B, N, S, H)` in float64.
+        is_causal: whether the mask is causal, else there is none.
+    """
+
+    name: str
+    tensors: list[Tensor]
+    is_causal: bool = False
+
+    def attend(self, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output with these keys and values."""
+        options = {"is_causal": self.is_causal, "enable_gqa": True}
+        return F.scaled_dot_product_attention(self.tensors[0], key, value, **options)
 
 
 def drawn(chance: float) -> list[Tensor]:
@@ -86,41 +133,149 @@ def ours(format: Format, block_size: int, key: Tensor, value: Tensor) -> Pair:
     return dequantise(keys, torch.float64), dequantise(values, torch.float64)
 
 
-def table() -> Iterator[str]:
-    """The lines of the table, in Markdown."""
-    yield table_row("numbers", "format", "rounded", "keys", "values", "both")
-    yield table_row(*["---"] * 3, *["---:"] * 3)
-    for name, chance in CHANCES.items():
-        query, key, value = drawn(chance)
-        exact = F.scaled_dot_product_attention(query, key, value)
+def table(trained: list[Tensor]) -> Iterator[str]:
+    """Yield the lines of the table, in Markdown.
 
-        def error(*pair: Tensor, query: Tensor = query, exact: Tensor = exact) -> str:
-            found = F.scaled_dot_product_attention(query, *pair)
-            return f"{(found - exact).square().mean().sqrt().item():.1e}"
-
+    Args:
+        trained: query, key and value of the trained model.
+    """
+    yield table_row("numbers", "format", "rounded", "keys", "values", "both", "relative")
+    yield table_row(*["---"] * 3, *["---:"] * 4)
+    samples = [Sample(name, drawn(chance)) for name, chance in CHANCES.items()]
+    for sample in (*samples, Sample("trained", trained, is_causal=True)):
+        _, key, value = sample.tensors
         near = key.bfloat16().double(), value.bfloat16().double()
-        yield _row(name, "bfloat16", "", error, (key, value), near)
+        yield _row(sample, "bfloat16", "", near)
         for format in FORMATS.values():
             for title, rounded in settings(format):
-                yield _row(name, format.name, title, error, (key, value), rounded(key, value))
+                yield _row(sample, format.name, title, rounded(key, value))
 
 
-def _row(
-    name: str, format: str, title: str, error: Callable[..., str], exact: Pair, rounded: Pair
-) -> str:
-    (key, value), (near_key, near_value) = exact, rounded
-    errors = error(near_key, value), error(key, near_value), error(near_key, near_value)
-    return table_row(name, format, title, *errors)
+def _row(sample: Sample, format: str, title: str, rounded: Pair) -> str:
+    _, key, value = sample.tensors
+    near_key, near_value = rounded
+    exact = sample.attend(key, value)
+    pairs = (near_key, value), (key, near_value), rounded
+    errors = [_rms(sample.attend(*pair) - exact) for pair in pairs]
+    shown = (f"{x:.1e}" for x in (*errors, errors[-1] / _rms(exact)))
+    return table_row(sample.name, format, title, *shown)
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def table_of_sums() -> Iterator[str]:
+    """Yield the lines of a table: errors of gradient sums that are rounded at each hop."""
+    yield table_row("numbers", "sums on the way", "dk", "dv")
+    yield table_row("---", "---", "---:", "---:")
+    for name, chance in CHANCES.items():
+        shares, exact = gradient_shares(drawn(chance))
+        for title, rounded in ways_of_sums():
+            sums = summed(shares, rounded)
+            errors = (_rms(x - y) / _rms(y) for x, y in zip(sums, exact, strict=True))
+            yield table_row(name, title, *(f"{x:.1e}" for x in errors))
+
+
+def ways_of_sums() -> Iterator[tuple[str, Callable[..., Pair]]]:
+    """Each way to round sums of key and value gradients, with its name."""
+    yield "float32", lambda *pair: pair
+    yield "bfloat16", lambda *pair: tuple(x.bfloat16().float() for x in pair)
+    for format in FORMATS.values():
+        yield f"{format.name}, blocks of 64", partial(ours, format, 64)
+
+
+def summed(shares: list[Pair], rounded: Callable[..., Pair]) -> Pair:
+    """Return the sums over ranks: rounded at each hop but when the owner adds its own share."""
+    own, *others = shares
+    total = rounded(*(x.float() for x in others[0]))
+    for share in others[1:]:
+        total = rounded(*(x.float() + y for x, y in zip(total, share, strict=True)))
+    key, value = (x.double() + y for x, y in zip(total, own, strict=True))
+    return key, value
+
+
+def gradient_shares(tensors: list[Tensor]) -> tuple[list[Pair], Pair]:
+    """Return gradients of keys and values in bfloat16 by the rank of queries; their exact sums."""
+    query, *given = tensors
+    generator = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(query.shape, generator=generator).double()
+    pair, length = [x.detach().requires_grad_() for x in given], query.shape[2]
+    shares = []
+    for begin, end in pairwise(range(0, length + 1, length // NUM_RANKS)):
+        out = F.scaled_dot_product_attention(query[:, :, begin:end], *pair)
+        shares.append(torch.autograd.grad(out, pair, grad_out[:, :, begin:end]))
+    dk, dv = (torch.stack(x).sum(0) for x in zip(*shares, strict=True))
+    # As kernels return them.
+    return [(key.bfloat16(), value.bfloat16()) for key, value in shares], (dk, dv)
+
+
+def table_of_losses(runs: list[Trained]) -> Iterator[str]:
+    """Yield the lines of a table: losses of trainings, the first of which is compared with."""
+    first, *_ = runs
+    yield table_row("keys and values travel as", "loss at the end", "difference")
+    yield table_row("---", "---:", "---:")
+    for run in runs:
+        difference = f"{100 * (run.last / first.last - 1):+.2f} %" if run is not first else ""
+        yield table_row(run.training.kv_dtype or "float32", f"{run.last:.4f}", difference)
+
+
+def report(console: Console, runs: list[Trained]) -> None:
+    """Print the losses, in Markdown."""
+    first, asked = runs[0], runs[0].training
+    console.print(
+        f"\nThe model of the demo in float32, {WORLD_SIZE} ranks of one thread, {asked.num_steps} "
+        f"steps of two sequences of {asked.seq_len} bytes.\nThe loss at the end is the mean of the "
+        f"last {NUM_LAST} steps, in nats a byte; then the largest difference\nof the losses of a "
+        "step from the first run, and the seconds that a run took.\n"
+    )
+    numbers = "loss at the end", "relative", "largest difference", "seconds"
+    table = table_of(["keys and values travel as"], numbers)
+    for run in runs:
+        apart = max(abs(x - y) for x, y in zip(run.losses, first.losses, strict=True))
+        relative = run.last / first.last - 1
+        cells = f"{run.last:.4f}", f"{relative:+.2%}", f"{apart:.4f}", f"{run.seconds:.0f}"
+        table.add_row(run.training.kv_dtype or "float32", *cells)
+    console.print(table)
+
+
+def trainings(is_short: bool, kv_dtypes: tuple[str | None, ...], weights: Path) -> list[Trained]:
+    """Train with each of them; the first run keeps its weights."""
+    size = (NUM_LAST, 256) if is_short else (300, 1024)
+    todo = [
+        Training(kv_dtype, *size, None if number else str(weights))
+        for number, kv_dtype in enumerate(kv_dtypes)
+    ]
+    # In new processes each: an axis is configured once.
+    found = [x for one in todo for x in spawn(WORLD_SIZE, train, [one])]
+    return [Trained(Training(**x["training"]), x["losses"], x["seconds"]) for x in found]
 
 
 def main() -> None:
-    """Print the table, or replace that of the page."""
+    """Print the tables, or replace those of the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace the table in the page")
-    if parser.parse_args().write:
-        write_part(PAGE, *MARKERS, table())
-    else:
-        print(*table(), sep="\n")
+    parser.add_argument("--write", action="store_true", help="replace the tables in the page")
+    parser.add_argument("--train", action="store_true", help="train with eight bits, too")
+    parser.add_argument("--quick", action="store_true", help="train little; writes nothing")
+    arguments = parser.parse_args()
+    command = " ".join(["python -m benchmarks.eight_bits", *sys.argv[1:]])
+    about, write = origin() | {"command": command}, arguments.write and not arguments.quick
+    kv_dtypes = KV_DTYPES if arguments.train else KV_DTYPES[:1]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights.pt"
+        runs = trainings(arguments.quick, kv_dtypes, weights)
+        trained = attended_by(weights, runs[0].training.seq_len)
+    parts = {MARKERS: table(trained), SUM_MARKERS: table_of_sums()}
+    if arguments.train:
+        parts[LOSS_MARKERS] = table_of_losses(runs)
+        measured = {"runs": [asdict(run) for run in runs]}
+        title = "Training with keys and values in eight bits"
+        publish("eight_bits", title, not write, about, measured, partial(report, runs=runs))
+    for markers, lines in parts.items():
+        if write:
+            write_part(PAGE, *markers, lines)
+        else:
+            print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

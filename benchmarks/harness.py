@@ -1,5 +1,7 @@
 """What the benchmarks share: the processes, the tensors, and how results are kept."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -13,13 +15,11 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from baselines import Stages
-from network import Hosts
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order
 from dtensor_ring.ops.options import Call, flatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
+
+if TYPE_CHECKING:  # they are found only where a benchmark is started as a script
+    from baselines import Stages
+    from network import Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_HEADS, HEAD_DIM = 8, 64

@@ -4,8 +4,9 @@
 
 Hosts are network namespaces of this machine (see network.py), with one process of one thread each.
 Three links: as fast as they get, one that moves a shard in four fifths of the time that a step
-computes, and one on which that takes many times as long. With ``--quick`` the sequence is short and
-the results go to ``out``.
+computes, and one on which that takes many times as long. With ``--eight-bits`` keys and values
+travel as bfloat16, as int8 and as e4m3 instead, on links that move a shard of bfloat16 in 1, 4 and
+15 times what a step computes. With ``--quick`` the sequence is short and the results go to ``out``.
 """
 
 import argparse
@@ -30,7 +31,11 @@ from ring import Case, our_ring, random_inputs, shards_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from dtensor_ring import TransferPolicy
+
 HIDDEN, SLOW = 0.8, 15
+SLOW_FOR_EIGHT_BITS = 1, 4, 15
+EIGHT_BITS = "int8", "fp8"
 COMPUTE, EXPOSED = ("tile", "merge"), ("send", "wait", "send sums", "wait for sums")
 NUM_PROFILED = 6
 PORT = 29512
@@ -91,11 +96,12 @@ def work(rank: int, folder: Path, address: str) -> None:
     mesh = init_device_mesh("cpu", (case.world_size,))
     group, shards = mesh.get_group(), shards_of(case, random_inputs(case), rank)
     ours = our_ring(case, shards, group)
-    contenders = {
-        "ring": ours,
-        "gather": torch_ring(mesh, shards, stub=False, rotation="allgather"),
-        "bare": transfers(group, *shards[2:]),
-    }
+    contenders = {"ring": ours, "bare": transfers(group, *shards[2:])}
+    if case.dtype == "bfloat16":
+        for name in EIGHT_BITS:
+            contenders[name] = our_ring(case, shards, group, TransferPolicy(kv_dtype=name))
+    else:
+        contenders["gather"] = torch_ring(mesh, shards, stub=False, rotation="allgather")
     with torch.no_grad():
         seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
         spans = [spans_of(ours, group) for _ in range(NUM_PROFILED)][1:]  # the first warms up
@@ -124,7 +130,8 @@ def spans_of(stages: Stages, group: dist.ProcessGroup) -> list[Span]:
 
 def measure(network: Hosts, case: Case, compute: float, slowness: float) -> Measurement:
     """On links on which a hop takes so much of the seconds that a step computes."""
-    message = 2 * NUM_HEADS * HEAD_DIM * 4 * case.seq_len / case.world_size
+    itemsize = getattr(torch, case.dtype).itemsize
+    message = 2 * NUM_HEADS * HEAD_DIM * itemsize * case.seq_len / case.world_size
     rate = message / (slowness * compute) if slowness else None
     network.limit(rate)
     with tempfile.TemporaryDirectory() as name:
@@ -148,6 +155,34 @@ def run(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
         hidden = measure(network, case, compute, HIDDEN)
         slow = measure(network, replace(case, repeats=2), compute, SLOW / (world_size - 1))
         return [fast, hidden, slow]
+
+
+def run_eight_bits(world_size: int, seq_len: int, repeats: int) -> list[Measurement]:
+    """On a fast link first, then on slow ones; tensors are bfloat16."""
+    with hosts(world_size) as network:
+        case = Case(world_size, seq_len, "bfloat16", "B, L, N, H", False, repeats)
+        fast = measure(network, case, 0, 0)
+        compute, case = fast.spent("forward", COMPUTE) / world_size, replace(case, repeats=3)
+        return [fast, *(measure(network, case, compute, x) for x in SLOW_FOR_EIGHT_BITS)]
+
+
+def table_of_eight_bits(measurements: list[Measurement]) -> Table:
+    names = ("ring", *EIGHT_BITS)
+    headings = ("limit", "MB/s", "step ms", "hop ms", *(f"{name} ms" for name in names))
+    result = table_of(("hosts", "what"), (*headings, *(f"ring/{name}" for name in EIGHT_BITS)))
+    for m in measurements:
+        for stage, what in enumerate(("forward", "backward")):
+            hop = median(m.alone("bare", stage)) / (m.world_size - 1)
+            times = {name: m.alone(name, stage) for name in names}
+            limit = f"{m.slowness:.1f}", f"{(m.bytes_per_second or 0) / 1e6:.1f}"
+            step = m.spent(what, COMPUTE) / m.world_size
+            result.add_row(
+                *(str(m.world_size), what, *(limit if m.slowness else "--")),
+                *(f"{1e3 * x:.1f}" for x in (step, hop)),
+                *(f"{1e3 * median(times[name]):.0f}" for name in names),
+                *(f"{median_ratio(times['ring'], times[name]):.3f}" for name in EIGHT_BITS),
+            )
+    return result
 
 
 def table(measurements: list[Measurement]) -> Table:
@@ -212,8 +247,20 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     console.print(table(measurements))
 
 
+def report_eight_bits(console: Console, measurements: list[Measurement]) -> None:
+    """Print what was measured with keys and values in eight bits, in Markdown."""
+    console.print(
+        f"\nCausal, zigzag, bfloat16, batch 1, {NUM_HEADS} heads of {HEAD_DIM}, gloo. The limit is "
+        "what a hop of bfloat16 takes\nof what a step computes, forward. Then milliseconds: what a "
+        "step computes; a bare hop; and as a whole the\nring with keys and values as they are, in "
+        "int8 and in e4m3. Backward also sends the sums of their\ngradients, as float32.\n"
+    )
+    console.print(table_of_eight_bits(measurements))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--eight-bits", action="store_true", help="keys and values in eight bits")
     parser.add_argument("--quick", action="store_true", help="a short sequence, on two hosts")
     parser.add_argument("--hosts", type=int, nargs="+", help="by default 2, and 4 on 4 cores")
     arguments = parser.parse_args()
@@ -222,10 +269,16 @@ def main() -> None:
     about, measurements = origin(), []
     try:
         for world_size in numbers:
-            measurements += run(world_size, 2048 if quick else 8192, 2 if quick else 7)
+            measure_all = run_eight_bits if arguments.eight_bits else run
+            measurements += measure_all(world_size, 2048 if quick else 8192, 2 if quick else 7)
     except RuntimeError as error:
         sys.exit(f"{Path(__file__).name}: {error}")
     measured = {"measurements": [asdict(m) for m in measurements]}
+    if arguments.eight_bits:
+        show = partial(report_eight_bits, measurements=measurements)
+        title = "Keys and values in eight bits between hosts"
+        publish("hosts_eight_bits", title, quick, about, measured, show)
+        return
     show = partial(report, measurements=measurements)
     folder = publish("hosts", "The ring between hosts", quick, about, measured, show)
     draw(measurements, folder / "hosts.png")

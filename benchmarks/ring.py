@@ -43,6 +43,7 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import in_order
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 MAX_SECONDS = 250
 """For the repeats of a case, unless two take longer: some processors are slow at bfloat16."""
@@ -105,12 +106,17 @@ def shards_of(case: Case, whole: list[Tensor], rank: int) -> list[Tensor]:
     return [in_order(x, ORDERS[case.order], x.dtype) for x in shards]
 
 
-def our_ring(case: Case, shards: list[Tensor], group: dist.ProcessGroup) -> Stages:
+def our_ring(
+    case: Case,
+    shards: list[Tensor],
+    group: dist.ProcessGroup,
+    policy: TransferPolicy = DEFAULT_POLICY,
+) -> Stages:
     """Our op under a causal mask."""
     call = Call(
         Batch(),
         Scores(Mask.causal(), default_scale(HEAD_DIM)),
-        Place("zigzag", "ring", case.seq_len, case.seq_len, group.group_name),
+        Place("zigzag", "ring", case.seq_len, case.seq_len, group.group_name, policy),
     )
     return op_stages(shards, call)
 

@@ -10,8 +10,8 @@ from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.transport.quantised_rotation import ROTATIONS
-from dtensor_ring.transport.rotation import ShardRotation, SumRotation
+from dtensor_ring.transport.quantised_rotation import shard_rotation
+from dtensor_ring.transport.rotation import SumRotation
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
 
 Sums = tuple[GradientSum, GradientSum]
@@ -26,11 +26,11 @@ def ring_forward(
     scores: Scores,
     transport: Transport,
     policy: TransferPolicy = DEFAULT_POLICY,
+    rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
     running = RunningOutput(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
-    rotation = ROTATIONS.get(policy.kv_dtype, ShardRotation)
-    with rotation(transport, plan, shard, policy.kv_dtype) as shards:
+    with shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards:
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
@@ -49,14 +49,14 @@ def ring_backward(
     scores: Scores,
     transport: Transport,
     policy: TransferPolicy = DEFAULT_POLICY,
+    rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the local query, key and value."""
     grad_query = GradientSum(query, policy.num_parts)
     grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     sum_dtype = policy.sum_dtype(shard[0].dtype)
-    rotation = ROTATIONS.get(policy.kv_dtype, ShardRotation)
     with (
-        rotation(transport, plan, shard, policy.kv_dtype) as shards,
+        shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards,
         SumRotation(transport, plan, shard, sum_dtype) as sums,
     ):
         for step in plan.steps:

@@ -144,6 +144,12 @@ class Case:
     policy: TransferPolicy = DEFAULT_POLICY
 
     @property
+    def trades(self) -> bool:
+        """Whether it exchanges tokens for heads itself: then each rank has to get a head."""
+        heads = as_strategy(self.ring.strategy, self.ring.world_size).heads
+        return 1 < heads <= self.heads[0]
+
+    @property
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
@@ -232,10 +238,12 @@ class Case:
         )
 
     def _dequantised(self, whole: Tensor, quantise: Callable[..., Quantised]) -> Tensor:
-        """Keys or values as all ranks see them: rounded shard by shard."""
+        """Keys or values as all ranks see them: each shard rounded by its owner."""
         result = torch.full_like(whole, torch.nan)
-        for rank in range(self.ring.world_size):
-            own = self.ring.positions(rank, of_keys=True)
+        # By the op alone, with tokens of a group, each of its ranks rounds all of them.
+        ring = replace(self.ring, strategy="ring") if self.trades else self.ring
+        for rank in range(ring.world_size):
+            own = ring.positions(rank, of_keys=True)
             how = BY_DTYPE[self.policy.kv_dtype], quantised_rotation.BLOCK_SIZE
             rounded = quantise(local(whole, own), *how)
             result[:, :, own] = dequantise(rounded, self.dtype)

@@ -276,7 +276,7 @@ def traced(trace: Trace) -> Iterator[None]:
     with (
         fake_gpu(trace) if trace.is_batched else nullcontext(),
         # Indices of columns would be fake, too.
-        patch.object(memory, "_listed", lambda cols: [x for at in cols.spans for x in range(*at)]),
+        patch.object(memory, "listed", lambda cols: [x for at in cols.spans for x in range(*at)]),
         # The checks of real operations know no group but real ones.
         patch.multiple(dist, P2POp=lambda what, flat, **_: (what, flat), batch_isend_irecv=batch),
         patch.multiple(torch.cuda, Stream=SideStream, stream=trace.on),

@@ -21,7 +21,8 @@ from tests.test_public import ROOT
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
 WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
-LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run", "decode.run")
+LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
+LAYERS += ("all_to_all.rounded_keys", "decode.run")
 LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "extension", "command")
@@ -249,7 +250,6 @@ TABLES |= {
     "ADDED",
     "FORMATS",
     "BY_DTYPE",
-    "ROTATIONS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

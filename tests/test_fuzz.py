@@ -52,14 +52,8 @@ class Setting:
             whole = whole.chunk(num_replicas)[replica]
         # Tokens that the attention exchanges are sharded as without: the op alone has them of a
         # group.
-        ring = replace(case.ring, strategy="ring") if trades(case) else case.ring
+        ring = replace(case.ring, strategy="ring") if case.trades else case.ring
         return local(whole, ring.positions(ring_rank, of_keys))
-
-
-def trades(case: Case) -> bool:
-    """Whether the attention exchanges tokens for heads itself: then each rank has to get a head."""
-    heads = as_strategy(case.ring.strategy, case.ring.world_size).heads
-    return 1 < heads <= case.heads[0]
 
 
 SETTINGS = [Setting(1, 1), Setting(2, 2), Setting(3, 3), Setting(4, 4), Setting(4, 2)]
@@ -149,7 +143,7 @@ def played_results(case: Case, setting: Setting) -> list[list[Tensor]]:
 
 def num_copies(case: Case) -> int:
     """How many ranks have the same tokens, and all heads: those of a group, by the op alone."""
-    return 1 if trades(case) else as_strategy(case.ring.strategy, case.ring.world_size).heads
+    return 1 if case.trades else as_strategy(case.ring.strategy, case.ring.world_size).heads
 
 
 def _attend(
@@ -157,7 +151,7 @@ def _attend(
 ) -> Any:
     """`(out, lse)` of a rank's shards, by the op, with exchanges around it where heads suffice."""
     call = case.call(sinks, group_name)
-    if trades(case):
+    if case.trades:
         return ulysses_attention(query, key, value, call)
     return ring_op(query, key, value, *flatten(call))
 

@@ -97,3 +97,36 @@ def test_the_summary_is_that_of_all_rows() -> None:
         expected = [max(errors) / error for errors, error in zip(rings, kernel, strict=True)]
         # The errors of the page have two digits.
         assert [float(x) for x in ratios] == pytest.approx(expected, rel=0.1)
+
+
+def _rows_of(begin: str) -> list[list[str]]:
+    """The rows of a table of the summary, without its heading."""
+    _, part, _ = parts(SUMMARY.read_text(), f"<!-- {begin}", f"<!-- end of {begin.split(':')[0]}")
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_eight_bits_have_the_errors_that_are_said() -> None:
+    """Rotation and means help where there are outliers, and int8 is better, also in training."""
+    found = {tuple(row[:3]): float(row[5]) for row in _rows_of("eight bits: written")}
+    for numbers in ("outliers", "normal", "trained"):
+        int8, fp8 = (found[numbers, x, "`kv_dtype`, blocks of 64"] for x in ("int8", "fp8"))
+        assert found[numbers, "bfloat16", ""] < int8 < fp8
+        assert int8 < found[numbers, "int8", "blocks of 64, as they are"]
+    assert found["outliers", "int8", "`kv_dtype`, blocks of 64"] <= 2.0e-3
+
+
+def test_sums_of_gradients_are_not_in_eight_bits_for_a_reason() -> None:
+    sums = {tuple(row[:2]): [float(x) for x in row[2:]] for row in _rows_of("sums of gradients: w")}
+    for numbers in ("outliers", "normal"):
+        for format in ("int8", "fp8"):
+            rounded, narrow = sums[numbers, f"{format}, blocks of 64"], sums[numbers, "bfloat16"]
+            assert all(x > 2 * y for x, y in zip(rounded, narrow, strict=True))
+
+
+def test_training_in_eight_bits_ends_where_it_did() -> None:
+    """To half a percent."""
+    losses = {row[0]: row[1:] for row in _rows_of("losses: written")}
+    for format in ("int8", "fp8"):
+        assert abs(float(losses[format][1].removesuffix(" %"))) <= 0.5
+        assert abs(float(losses[format][0]) / float(losses["float32"][0]) - 1) <= 0.005

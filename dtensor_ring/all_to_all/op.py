@@ -16,6 +16,7 @@ from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_shard_of
+from dtensor_ring.all_to_all.rounded_keys import empty_rounded, run_rounded
 from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
@@ -29,7 +30,7 @@ from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
-from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.plan import KeyOwners, checked_slices
 from dtensor_ring.planning.ranges import length
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.slices import Slices
@@ -76,6 +77,9 @@ class AllToAllArgs(NamedTuple):
         mask_tensors: the boundaries or slices of the attention.
         key_seq_len: the attention's global key length in tokens. `None` if the exchange is not
             part of an attention; then `mask` is ignored.
+        kv_dtype: the dtype of 8 bits in which the last two tensors, keys and values, travel; see
+            Note [Rounded once]. `None` if they travel as they are. If there are several groups,
+            the last of the results is what travels on between them, `Call.rounded`.
     """
 
     batch_runs: BatchRuns
@@ -93,6 +97,7 @@ class AllToAllArgs(NamedTuple):
     is_compiled: bool = False
     mask_tensors: MaskTensors = MaskTensors()
     key_seq_len: Length | None = None
+    kv_dtype: torch.dtype | None = None
 
     @classmethod
     def of_tokens(
@@ -264,9 +269,13 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
         # Within the context: an error of this rank is reported to the others.
         args.check_attention(len(tensors[0]))
         plan = args.plan(tensors, layouts)
-        heads, shapes = tuple(args.num_heads), tuple(map(TensorShape.of, tensors))
-        messages = messages_of(plan, heads, args.num_key_heads, shapes, args.is_back)
-        return run_all_to_all(tensors, messages, transport, Label("exchange", 0, rank))
+        heads, label = (tuple(args.num_heads), args.num_key_heads), Label("exchange", 0, rank)
+        if args.kv_dtype is not None:
+            seq_len: Any = args.seq_len  # the plan was made with it
+            owners = KeyOwners(layouts[1], args.heads, args.group.size(), seq_len)
+            return run_rounded(tensors, args.kv_dtype, plan, owners, heads, transport, label)
+        messages = messages_of(plan, *heads, tuple(map(TensorShape.of, tensors)), args.is_back)
+        return run_all_to_all(tensors, messages, transport, label)
 
 
 torch.library.impl(ALL_TO_ALL, "CompositeExplicitAutograd")(forward)
@@ -281,10 +290,13 @@ def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     group = args.group
     num_tokens = args.tokens_after(group.rank(), group.size())
     # Compilers rely on the strides, so they must be those of `run_all_to_all`.
-    return [
+    results = [
         empty(x, (x.shape[0], heads, num_tokens, x.shape[3]), TOKEN_MAJOR)
         for x, heads in zip(tensors, args.heads_after(group.rank()), strict=True)
     ]
+    if args.kv_dtype is not None and args.heads < group.size():
+        results.append(empty_rounded(results[-2:], args.kv_dtype, args.heads))
+    return results
 
 
 def checked_all_to_all(
@@ -346,6 +358,7 @@ def _all_to_all_record(
         "device": device,
         "batch": batch,
         "dtypes": ", ".join(str(dtype) for _, dtype in dims),
+        "kv_dtype": args.kv_dtype,
         "head dims": [head_dim for head_dim, _ in dims],
         "heads": list(args.num_heads),
         "key heads": args.num_key_heads,
@@ -365,7 +378,10 @@ def _all_to_all_record(
 
 
 class _AllToAllFunction(_SingleLevelFunction):
-    """The autograd node of an exchange. It is linear: its backward is the reverse exchange."""
+    """The autograd node of an exchange. It is linear: its backward is the reverse exchange.
+
+    Gradients pass straight through the rounding to eight bits.
+    """
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, options: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -379,6 +395,7 @@ class _AllToAllFunction(_SingleLevelFunction):
             batch_runs=BatchRuns(),
             mask_tensors=MaskTensors(),  # the forward call has checked it
             key_seq_len=None,
+            kv_dtype=None,
             is_back=not args.is_back,
             num_tokens=tensors[0].shape[2],
             forward_call=0 if args.forward_call else forward_call,
@@ -389,7 +406,7 @@ class _AllToAllFunction(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         given = [i for i, grad in enumerate(grads) if grad is not None]
-        results: list[Any] = [None] * len(grads)
+        results: list[Any] = [None] * len(ctx.args.num_heads)
         if given:
             args = ctx.args._replace(
                 batch_runs=BatchRuns(*ctx.saved_tensors),

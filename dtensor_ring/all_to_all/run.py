@@ -12,13 +12,14 @@ in `dtensor_ring/transport/rotation.py`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.all_to_all.plan import AllToAllPlan, TokenSplit
+from dtensor_ring.all_to_all.plan import AllToAllPlan
 from dtensor_ring.compute.memory import TOKEN_MAJOR, columns, empty, pack, strides, unpack
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
@@ -36,16 +37,24 @@ def aligned(num_bytes: int) -> int:
 
 
 class TensorShape(NamedTuple):
-    """The facts of a tensor `(B, N, L, H)` that decide the bytes of one token of one head."""
+    """The facts of a tensor `(B, N, rows, H)` that decide the bytes of one row of one head.
+
+    Attributes:
+        batch: rows of the batch.
+        head_dim: the last dimension.
+        itemsize: bytes of a number.
+        block_size: tokens of a row, 1 but for scales by block: see `arrived_rows`.
+    """
 
     batch: int
     head_dim: int
     itemsize: int
+    block_size: int = 1
 
     @classmethod
-    def of(cls, x: Tensor) -> TensorShape:
+    def of(cls, x: Tensor, block_size: int = 1) -> TensorShape:
         """Return the facts of a tensor."""
-        return cls(x.shape[0], x.shape[3], x.itemsize)
+        return cls(x.shape[0], x.shape[3], x.itemsize, block_size)
 
 
 class TensorPart(NamedTuple):
@@ -148,7 +157,7 @@ def _packed(split: Split, shapes: Sequence[TensorShape], begin: int) -> list[Cop
     copies = []
     # Wide dtypes come first, so each part is aligned for its dtype without gaps.
     for part in sorted(split.parts, key=lambda part: -shapes[part.number].itemsize):
-        batch, head_dim, itemsize = shapes[part.number]
+        batch, head_dim, itemsize, _ = shapes[part.number]
         shape = batch, length(part.heads), len(part.cols), head_dim
         end = begin + prod(shape) * itemsize
         copies.append(Copy(split.peer, part, shape, (begin, end)))
@@ -220,23 +229,42 @@ def messages_of(
 
     own = heads(plan.rank)
     here = tuple((0, length(span)) for span in own)
+    arrived = [arrived_rows(plan, shape.block_size) for shape in shapes]
+    sides = [
+        [(x.peer, [x.cols.blocks(shape.block_size) for shape in shapes]) for x in plan.sends],
+        [(x.peer, [rows[i] for rows, _ in arrived]) for i, x in enumerate(plan.receives)],
+    ]
     directions = [
-        [_split(tokens, heads(tokens.peer)) for tokens in plan.sends],
-        [_split(tokens, here) for tokens in plan.receives],
+        [_split(peer, rows, heads(peer)) for peer, rows in sides[0]],
+        [_split(peer, rows, here) for peer, rows in sides[1]],
     ]
     leaving, coming = reversed(directions) if is_back else directions
-    num_tokens = plan.num_tokens[0 if is_back else 1]
+    num_rows = [plan.num_tokens[0]] * len(shapes) if is_back else [total for _, total in arrived]
+    counts = num_heads if is_back else map(length, own)
     results = tuple(
-        (shape.batch, count, num_tokens, shape.head_dim)
-        for shape, count in zip(shapes, num_heads if is_back else map(length, own), strict=True)
+        (shape.batch, count, rows, shape.head_dim)
+        for shape, count, rows in zip(shapes, counts, num_rows, strict=True)
     )
     return _messages_of(plan.rank, leaving, coming, shapes, results)
 
 
-def _split(tokens: TokenSplit, heads: tuple[Span, ...]) -> Split:
-    """Return these tokens of all tensors, each tensor with its span of heads."""
-    parts = (TensorPart(number, tokens.cols, span) for number, span in enumerate(heads))
-    return Split(tokens.peer, tuple(parts))
+def arrived_rows(plan: AllToAllPlan, block_size: int) -> tuple[list[Cols], int]:
+    """Return the rows that each source sends, and their number, if a row has so many tokens.
+
+    Tokens come in the order of their positions. Blocks of tokens are counted in the whole shard of
+    their source, and those of one source follow those of the sources before it.
+    """
+    if block_size == 1:
+        return [x.cols for x in plan.receives], plan.num_tokens[1]
+    counts = [-(-len(x.cols) // block_size) for x in plan.receives]
+    ends = list(accumulate(counts, initial=0))
+    return [Cols((span,)) for span in pairwise(ends)], ends[-1]
+
+
+def _split(peer: int, rows: Sequence[Cols], heads: Sequence[Span]) -> Split:
+    """Return these rows and heads of each tensor."""
+    parts = (TensorPart(i, *part) for i, part in enumerate(zip(rows, heads, strict=True)))
+    return Split(peer, tuple(parts))
 
 
 def _messages_of(

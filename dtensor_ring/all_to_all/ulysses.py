@@ -27,6 +27,7 @@ from dtensor_ring.ops.options import Call, Length, Place, flatten, group_named
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
+from dtensor_ring.transport.transport import eight_bits_of, for_rounded
 
 
 def ulysses_heads(strategy: str, group_name: str) -> int:
@@ -59,6 +60,7 @@ class HeadExchange:
     def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
         place: Any = call.place
         self._is_traced = is_traced(query)
+        self._kv_dtype = eight_bits_of(place.policy)
         self._num_heads, self._lengths = (
             (query.shape[1], key.shape[1]),
             (query.shape[2], key.shape[2]),
@@ -135,14 +137,25 @@ class HeadExchange:
                 args = self._args[side]._replace(
                     num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
                 )
+                if keys and tensors[-1] is keys[-1] and not is_back:
+                    args = args._replace(kv_dtype=self._kv_dtype)
                 if side == 0 and not is_back:  # check now what the ring op would refuse later
                     args = args._replace(**self._mask_options)
                 results += all_to_all_op(list(tensors), *flatten_all_to_all(args))
         return results
 
-    def with_own_sinks(self, call: Call) -> Call:
-        """Return the call on this rank's heads."""
-        sinks = call.scores.sinks
+    def inner(self, call: Call, rounded: Tensor | None) -> Call:
+        """Return the call on this rank's heads.
+
+        Args:
+            call: the call on all heads.
+            rounded: keys and values in eight bits, if they travel on between groups.
+        """
+        sinks, place = call.scores.sinks, call.place
+        if rounded is not None:
+            call = call._replace(rounded=rounded)
+        elif self._kv_dtype is not None:  # nothing is rounded twice, see Note [Rounded once]
+            call = call._replace(place=place._replace(policy=for_rounded(place.policy)))
         if sinks is None:
             return call
         return call._replace(scores=call.scores._replace(sinks=sinks[self._span]))
@@ -178,9 +191,10 @@ def ulysses_attention(
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks)
     exchange = HeadExchange(call, query, key)
-    query, key, value = exchange.to_heads([query], [key, value])
-    out, lse = ring_op(query, key, value, *flatten(exchange.with_own_sinks(call)))
-    exchanged = RingTensors(query, key, value, out, lse)
+    query, key, value, *others = exchange.to_heads([query], [key, value])
+    rounded = others[0] if others else None
+    out, lse = ring_op(query, key, value, *flatten(exchange.inner(call, rounded)))
+    exchanged = RingTensors(query, key, value, out, lse, rounded)
     if not with_lse:
         (out,) = exchange.to_tokens([out])
         return out, None
@@ -206,6 +220,7 @@ class RingTensors(NamedTuple):
     value: Tensor
     out: Tensor
     lse: Tensor
+    rounded: Tensor | None = None
 
 
 def _memory_of(lse: Tensor) -> Any:
@@ -236,14 +251,15 @@ def ulysses_backward(
     kept = getattr(_memory_of(lse), "dtensor_ring_kept", None)
     if kept is None:
         like_query = [*grads, query, out, lse.unsqueeze(-1)]
-        *like_query, key, value = exchange.to_heads(like_query, [key, value])
-        *grads, query, out, lse = like_query
-        kept = RingTensors(query, key, value, out, _rows(lse))
+        found = exchange.to_heads(like_query, [key, value])
+        num = len(like_query)
+        (*grads, query, out, lse), (key, value, *others) = found[:num], found[num:]
+        kept = RingTensors(query, key, value, out, _rows(lse), *others)
     else:
         grads = exchange.to_heads(grads, [])
     grad_rows = None if grad_lse is None else _rows(grads[1])
     *results, grad_sinks = ring_backward_op(
-        grads[0], grad_rows, *kept, *flatten(exchange.with_own_sinks(call))
+        grads[0], grad_rows, *kept[:-1], *flatten(exchange.inner(call, kept.rounded))
     )
     results = exchange.to_tokens(results[:1], results[1:])
     if sinks is not None:

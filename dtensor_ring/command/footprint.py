@@ -219,9 +219,8 @@ class Footprint(Storages):
 
 def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
     query, key, value = unit_stride(query, key, value)
-    ring_forward(
-        query, (key, value), plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy
-    )
+    how = plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy, call.rounded
+    ring_forward(query, (key, value), *how)
 
 
 def _backward(
@@ -229,18 +228,16 @@ def _backward(
 ) -> None:
     grad_out, query, key, value = unit_stride(saved.grad_out, query, key, value)
     saved = replace(saved, grad_out=grad_out)
-    policy = call.place.policy
-    ring_backward(
-        saved, query, (key, value), plan, ShapeKernel(), call.scores, NullTransport(), policy
-    )
+    how = plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy, call.rounded
+    ring_backward(saved, query, (key, value), *how)
 
 
 def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
     """Return the messages of one loop: backward sends keys and values again, and gradients."""
     policy, num_heads, dims = call.place.policy, key.shape[1], (key.shape[3], value.shape[3])
     dtypes = policy.dtype_of_keys(key.dtype), policy.sum_dtype(key.dtype)
-    sizes = TensorSizes((0, num_heads), dims, key.shape[0], key.itemsize, *dtypes)
-    shards, sums = ring_costs(plan, sizes, num_heads)
+    sizes = TensorSizes((0, num_heads), dims, key.shape[0], key.dtype, *dtypes)
+    shards, sums = ring_costs(plan, sizes, num_heads, call.rounded is not None)
     return shards if is_forward else shards + sums
 
 
@@ -249,9 +246,9 @@ def _all_to_all_cost(tensors: list[Tensor], *options: Any) -> Cost:
     args = unflatten_all_to_all(options)
     plan, x = args.plan(tensors, args.layouts()), tensors[0]
     heads = 0, args.num_key_heads
-    sizes = TensorSizes(heads, (0, 0), x.shape[0], x.itemsize, x.dtype, x.dtype)
+    sizes = TensorSizes(heads, (0, 0), x.shape[0], *[x.dtype] * 3)
     shapes = [(count, x.shape[3]) for count, x in zip(args.num_heads, tensors, strict=True)]
-    return all_to_all_cost(plan, sizes, shapes, args.is_back)
+    return all_to_all_cost(plan, sizes, shapes, args.is_back, args.kv_dtype)
 
 
 def _sum_cost(local: Tensor, group_name: str, *_: Any) -> Cost:

@@ -116,6 +116,11 @@ class Numbers:
         self._dtype, self._lists = dtype, lists
         self._copies: dict[torch.device, tuple[Tensor, ...]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the lists and of one copy, in bytes; lists have 8 for a number."""
+        return 1000 + 16 * sum(map(len, self._lists))
+
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return each list as a tensor on the device."""
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -234,15 +239,16 @@ def _index(cols: Cols, device: torch.device) -> Tensor:
     numbers = _INDICES.get(cols)
     if numbers is None:
         # Two threads may both get here; either result serves.
-        numbers = _INDICES[cols] = Numbers(torch.int64, _listed(cols))
+        numbers = _INDICES[cols] = Numbers(torch.int64, listed(cols))
     return numbers.on(device)[0]
 
 
-def _listed(cols: Cols) -> Tensor:
+def listed(cols: Cols) -> Tensor:
     """Return the index of every column, int64."""
-    firsts, ends = torch.tensor(cols.spans, device="cpu").T
+    spans = torch.tensor(cols.spans, dtype=torch.int64, device="cpu")
+    firsts, ends = spans.view(len(cols.spans), 2).T
     # The index of a column is its place among the packed columns, plus all gaps before its span.
-    gaps = firsts - torch.tensor(cols.offsets[:-1], device="cpu")
+    gaps = firsts - torch.tensor(cols.offsets[:-1], dtype=torch.int64, device="cpu")
     return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)
 
 

@@ -38,6 +38,7 @@ _SCHEMA_TYPES = {
     "bool": "bool",
     "float": "float",
     "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
     "torch.dtype | str | None": "ScalarType?",  # a policy has the dtype of a name
 }
 
@@ -232,11 +233,16 @@ def _length_source(layout: Layout, seq_len: int) -> str:
 
 
 class Call(NamedTuple):
-    """The options of a ring call: all arguments but query, key and value."""
+    """The options of a ring call: all arguments but query, key and value.
+
+    If an all-to-all brought keys and values in eight bits, `rounded` are those, which travel on;
+    see Note [Rounded once].
+    """
 
     batch: Batch
     scores: Scores
     place: Place
+    rounded: Tensor | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -63,9 +63,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         warn_of_tiles(plan, request)
         announce(call, request, plan, kernel.name, key, value)
         query, key, value = loadable(query, key, value)
-        out, lse = ring_forward(
-            query, (key, value), plan, kernel, call.scores, transport, call.place.policy
-        )
+        how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
+        out, lse = ring_forward(query, (key, value), *how)
     if request.world_size > 1:
         group_state_of(call.group).remember(lse)
     return out, lse
@@ -92,9 +91,8 @@ def backward(
         kernel = call.select(query, value, request.slices, grad_lse is not None)
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
-        grads = ring_backward(
-            saved, query, (key, value), plan, kernel, call.scores, transport, call.place.policy
-        )
+        how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
+        grads = ring_backward(saved, query, (key, value), *how)
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
 

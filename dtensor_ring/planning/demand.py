@@ -75,6 +75,8 @@ class Cols:
         >>> Cols(((0, 4), (10, 12), (13, 14))).blocks(4)
         Cols(spans=((0, 1), (2, 4)))
         """
+        if size == 1:
+            return self
         if size not in self._blocks:
             self._blocks[size] = Cols.union((a // size, -(-b // size)) for a, b in self.spans)
         return self._blocks[size]

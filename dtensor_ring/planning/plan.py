@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
 from dtensor_ring.planning.layout import Joined, Layout, Run
 from dtensor_ring.planning.lru import cached_bytes
@@ -44,6 +46,57 @@ class Step:
     tiles: tuple[Tile, ...]
 
 
+class KeyOwners(NamedTuple):
+    """Whose keys the ranks of a ring have after an all-to-all: those of all ranks of their group.
+
+    Attributes:
+        layout: how keys are sharded before it.
+        heads: ranks of a group.
+        world_size: ranks of the axis.
+        seq_len: global length of the keys, in tokens.
+    """
+
+    layout: Layout
+    heads: int
+    world_size: int
+    seq_len: int
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return self.world_size // self.heads
+
+    def columns(self, rank: int) -> list[np.ndarray]:
+        """Return the columns that each rank of a group owned, in the shard that the group has.
+
+        >>> from dtensor_ring import ZigZag
+        >>> [x.tolist() for x in KeyOwners(ZigZag(), 2, 4, 8).columns(0)]
+        [[0, 3], [1, 2]]
+        """
+        first = rank // self.heads * self.heads
+        owned = [self._positions(x) for x in range(first, first + self.heads)]
+        whole = np.sort(np.concatenate(owned))
+        return [np.searchsorted(whole, x) for x in owned]
+
+    def block_table(self, rank: int, size: int) -> np.ndarray:
+        """Return the block of each column of a group's shard, `(T,)`.
+
+        Blocks of `size` tokens are counted in the shard of their owner, and those of one owner
+        follow those of the ranks before it.
+        """
+        columns = self.columns(rank)
+        table, end = np.empty(sum(map(len, columns)), dtype=np.int64), 0
+        for of_owner in columns:
+            table[of_owner] = end + np.arange(len(of_owner)) // size
+            end += -(-len(of_owner) // size)
+        return table
+
+    def _positions(self, rank: int) -> np.ndarray:
+        runs = self.layout.runs(rank, self.world_size, self.seq_len)
+        each = (run.start + run.stride * np.arange(run.length) for run in runs)
+        return np.concatenate([np.empty(0, dtype=np.int64), *each])
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The work of one rank: its steps, and its messages, one hop for each step.
@@ -65,6 +118,7 @@ class Plan:
 
     Attributes:
         num_local: numbers of query and of key tokens on this rank.
+        owners: whose keys an all-to-all brought; `None` without one.
     """
 
     rank: int
@@ -72,6 +126,7 @@ class Plan:
     shards: tuple[Hop, ...]
     sums: tuple[Hop, ...]
     num_local: tuple[int, int]
+    owners: KeyOwners | None = None
 
     @property
     def num_steps(self) -> int:
@@ -147,7 +202,10 @@ def plan(
     inputs = plan_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
     group, member = divmod(rank, strategy.heads)
     planned = _planned(ROUTES[strategy.route](group, inputs.demand), inputs)
-    return planned if strategy.heads == 1 else _among(planned, member, strategy.heads)
+    if strategy.heads == 1:
+        return planned
+    owners = KeyOwners(key_layout or layout, strategy.heads, world_size, seq_lens[1])
+    return _among(planned, member, owners)
 
 
 class PlanInputs(NamedTuple):
@@ -195,12 +253,12 @@ def layout_of_groups(layout: Layout, strategy: Strategy) -> Layout:
     return layout if strategy.heads == 1 else Joined(layout, strategy.heads)
 
 
-def _among(planned: Plan, member: int, heads: int) -> Plan:
+def _among(planned: Plan, member: int, owners: KeyOwners) -> Plan:
     """Turn the plan of a group into the plan of one member, with ranks counted along the axis."""
 
     def on_axis(group: int) -> int:
         # Ranks have the same heads only if they have the same number within their groups.
-        return group * heads + member
+        return group * owners.heads + member
 
     def moved(side: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(Transfer(on_axis(x.source), x.cols, on_axis(x.peer)) for x in side)
@@ -210,7 +268,7 @@ def _among(planned: Plan, member: int, heads: int) -> Plan:
         for hops in (planned.shards, planned.sums)
     )
     steps = tuple(replace(step, source=on_axis(step.source)) for step in planned.steps)
-    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local)
+    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local, owners)
 
 
 def checked_slices(

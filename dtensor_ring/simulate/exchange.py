@@ -10,6 +10,7 @@ from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.simulate.clock import Clock
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.problem import SimulatedProblem
+from dtensor_ring.transport.transport import QUANTISED
 
 
 class ExchangedBytes(NamedTuple):
@@ -46,10 +47,11 @@ class Exchange:
         # Query and key heads of each member.
         self.member_heads = np.array([sizes.heads_of(shard) for shard in shards]).T
         (query, key), (head_dim, value_dim) = self.member_heads, sizes.head_dims
-        token = sizes.batch * sizes.itemsize
-        # Bytes of a token, for the heads of each member.
-        self._inputs = token * (query * head_dim + key * (head_dim + value_dim))
-        self._output = token * query * value_dim
+        # Bytes of a token, for the heads of each member, without scales.
+        queries, self._output = (sizes.batch * sizes.itemsize * query * x for x in sizes.head_dims)
+        keys = sizes.batch * key * (head_dim + value_dim)
+        rounded = sizes.kv_itemsize if sizes.kv_dtype in QUANTISED else sizes.itemsize
+        self._inputs, self._grads = (queries + keys * x for x in (rounded, sizes.itemsize))
         hosts = np.arange(size).reshape(-1, heads) // machine.ranks_per_host
         is_apart = hosts[:, :, None] != hosts[:, None, :]
         is_other = ~np.eye(heads, dtype=bool)
@@ -64,7 +66,8 @@ class Exchange:
                 output, or its gradient.
             is_back: whether heads are given for tokens.
         """
-        found = self.amounts(self._inputs if of_inputs else self._output, is_back)
+        inputs = self._grads if is_back else self._inputs
+        found = self.amounts(inputs if of_inputs else self._output, is_back)
         sent, received = found.sent.sum(0), found.received.sum(0)
         moves = (sent > 0) | (received > 0)
         clock.at("exchange", 0)

@@ -12,16 +12,21 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
-from dtensor_ring.planning.route import Hop
+from dtensor_ring.planning.route import Hop, Transfer
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
-# The size of some columns of a shard.
-Size = Callable[[Cols], int]
+# The size of what a transfer moves.
+Size = Callable[[Transfer], int]
+
+
+def num_columns(transfer: Transfer) -> int:
+    """Return the number of columns of a transfer."""
+    return len(transfer.cols)
 
 
 class Traffic(NamedTuple):
-    """The messages of one rank; sizes are in columns, or as the `size` of columns counts them.
+    """The messages of one rank; sizes are in columns, or as the `size` of transfers counts them.
 
     Attributes:
         sent: size of all messages that the rank sends.
@@ -40,7 +45,7 @@ class Traffic(NamedTuple):
     owned: tuple[int, ...]
 
 
-def shard_traffic(plan: Plan, size: Size = len) -> Traffic:
+def shard_traffic(plan: Plan, size: Size = num_columns) -> Traffic:
     """Return the messages of keys and values, as `ShardRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
@@ -55,7 +60,7 @@ def shard_traffic(plan: Plan, size: Size = len) -> Traffic:
     return _traffic(plan.rank, plan.shards, most, size)
 
 
-def sum_traffic(plan: Plan, size: Size = len) -> Traffic:
+def sum_traffic(plan: Plan, size: Size = num_columns) -> Traffic:
     """Return the messages of gradient sums, as `SumRotation` moves them."""
     resident: dict[int, Cols] = {}
     most = 0
@@ -76,16 +81,16 @@ def sum_traffic(plan: Plan, size: Size = len) -> Traffic:
     return _traffic(plan.rank, plan.sums, most, size)
 
 
-def largest_packet(plan: Plan, size: Size = len) -> int:
+def largest_packet(plan: Plan, size: Size = num_columns) -> int:
     """Return the size of a buffer that any message of the plan fits into."""
     hops = plan.shards + plan.sums
-    return max((size(x.cols) for hop in hops for x in hop.sends + hop.receives), default=0)
+    return max((size(x) for hop in hops for x in hop.sends + hop.receives), default=0)
 
 
 def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int, size: Size) -> Traffic:
-    sent = [size(x.cols) for hop in hops for x in hop.sends]
-    received = [size(x.cols) for hop in hops for x in hop.receives]
-    owned = tuple(size(x.cols) for hop in hops for x in hop.sends if x.source == rank)
+    sent = [size(x) for hop in hops for x in hop.sends]
+    received = [size(x) for hop in hops for x in hop.receives]
+    owned = tuple(size(x) for hop in hops for x in hop.sends if x.source == rank)
     return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers, owned)
 
 

@@ -19,7 +19,7 @@ class TensorSizes(NamedTuple):
         heads: number of query heads, and of key and value heads.
         head_dims: head dim of queries and keys, and of values.
         batch: rows of the batch.
-        itemsize: bytes of a number of query, key and value.
+        dtype: dtype of query, key and value.
         kv_dtype: dtype of keys and values in messages; one of 8 bits has scales.
         sum_dtype: dtype of key and value gradient sums in messages.
     """
@@ -27,9 +27,14 @@ class TensorSizes(NamedTuple):
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     batch: int
-    itemsize: int
+    dtype: torch.dtype
     kv_dtype: torch.dtype
     sum_dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of query, key and value."""
+        return self.dtype.itemsize
 
     @property
     def kv_itemsize(self) -> int:
@@ -91,7 +96,7 @@ def tensor_sizes(
         heads=(query, key),
         head_dims=(dim, dim),
         batch=as_count("batch", batch),
-        itemsize=kind.itemsize,
+        dtype=kind,
         kv_dtype=policy.dtype_of_keys(kind),
         sum_dtype=policy.sum_dtype(kind),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
-from dtensor_ring.compute.memory import TOKEN_MAJOR, pack, strides
+from dtensor_ring.compute.memory import TOKEN_MAJOR, Numbers, listed, pack, strides
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.plan import KeyOwners, Plan, Step
+from dtensor_ring.planning.route import Transfer
 from dtensor_ring.quantised.block_scales import (
     BLOCK_SIZE,
     FORMATS,
@@ -42,28 +45,83 @@ from dtensor_ring.transport.transport import Transport
 BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
 
 
+class Blocks(NamedTuple):
+    """The blocks of columns of shards.
+
+    Attributes:
+        size: columns of a block.
+        owners: whose columns a shard has, in whose shards blocks are counted; `None` if it has
+            one owner.
+    """
+
+    size: int
+    owners: KeyOwners | None = None
+
+    def touched(self, source: int, cols: Cols) -> Cols:
+        """Return the numbers of the blocks that these columns touch.
+
+        >>> Blocks(64).touched(0, Cols(((0, 4), (100, 170))))
+        Cols(spans=((0, 3),))
+        """
+        if self.owners is None:
+            return cols.blocks(self.size)
+        return _places(self, source, cols)[0]
+
+    def places(self, source: int, cols: Cols, device: torch.device) -> Tensor:
+        """Return the place of each column's block among those touched."""
+        return _places(self, source, cols)[1].on(device)[0]
+
+
+@cached_bytes(2**26, lambda found: 1000 + 150 * len(found[0].spans) + found[1].num_bytes)
+def _places(blocks: Blocks, source: int, cols: Cols) -> tuple[Cols, Numbers]:
+    """Return the blocks that columns touch, and the place of each column's among them."""
+    numbers = listed(cols)
+    if blocks.owners is None:
+        of_columns = numbers // blocks.size
+    else:
+        of_columns = torch.from_numpy(blocks.owners.block_table(source, blocks.size))[numbers]
+    touched, places = of_columns.unique(return_inverse=True)
+    return Cols.union((x, x + 1) for x in touched.tolist()), Numbers(torch.int64, places)
+
+
 class PacketSize(NamedTuple):
     """How many bytes a packet has.
 
     Attributes:
         column: bytes of a column.
         block: bytes of the scales of a block of columns, 0 without any.
+        blocks: which columns are a block.
     """
 
     column: int
     block: int = 0
+    blocks: Blocks = Blocks(1)
 
-    def __call__(self, cols: Cols) -> int:
-        """Return the bytes of a packet of these columns.
+    def __call__(self, transfer: Transfer) -> int:
+        """Return the bytes of a packet that is sent or received.
 
-        >>> PacketSize(256, 8)(Cols(((0, 4), (100, 170))))
+        >>> PacketSize(256, 8, Blocks(64))(Transfer(0, Cols(((0, 4), (100, 170))), 1))
         18968
         """
-        num_blocks = len(cols.blocks(BLOCK_SIZE)) if self.block else 0
-        return len(cols) * self.column + num_blocks * self.block
+        source, cols, _ = transfer
+        return self.of(len(cols), len(self.blocks.touched(source, cols)) if self.block else 0)
+
+    def of(self, num_columns: int, num_blocks: int) -> int:
+        """Return the bytes of columns with the scales of so many blocks."""
+        return num_columns * self.column + num_blocks * self.block
+
+    def of_shard(self, num_tokens: int) -> int:
+        """Return the bytes of all tokens of an owner."""
+        return self.of(num_tokens, -(-num_tokens // self.blocks.size))
 
 
-def packet_size(dtype: torch.dtype, batch: int, heads: int, head_dims: Sequence[int]) -> PacketSize:
+def packet_size(
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    head_dims: Sequence[int],
+    owners: KeyOwners | None = None,
+) -> PacketSize:
     """Return the size of packets of keys and values.
 
     Args:
@@ -71,6 +129,7 @@ def packet_size(dtype: torch.dtype, batch: int, heads: int, head_dims: Sequence[
         batch: rows of the batch.
         heads: heads of keys and values.
         head_dims: head dims of keys and of values.
+        owners: in whose shards blocks are counted; `None` for those of the source.
     """
     column = batch * heads * sum(head_dims) * dtype.itemsize
     format = BY_DTYPE.get(dtype)
@@ -78,35 +137,79 @@ def packet_size(dtype: torch.dtype, batch: int, heads: int, head_dims: Sequence[
         return PacketSize(column)
     kinds = zip(("keys", "values"), head_dims, strict=True)
     whole = sum(num_bytes((batch, heads, 1, dim), format, BLOCK_SIZE, kind) for kind, dim in kinds)
-    return PacketSize(column, whole - column)
+    return PacketSize(column, whole - column, Blocks(BLOCK_SIZE, owners))
+
+
+def quantised_pair(shard: Pair, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+    """Quantise the keys and values of a whole shard to an 8-bit dtype.
+
+    Raises:
+        ValueError: if the device cannot convert to the dtype, or the head dim is 0.
+    """
+    key, value = shard
+    why_not = _why_no_numbers(dtype, key.device)
+    if why_not is not None:
+        raise ValueError(
+            f"keys and values on {key.device.type} cannot travel as {dtype}: {why_not}; use "
+            'TransferPolicy(kv_dtype="int8"), or leave kv_dtype out'
+        )
+    how = BY_DTYPE[dtype], BLOCK_SIZE
+    return quantise_keys(key, *how), quantise_values(value, *how)
+
+
+@cache
+def _why_no_numbers(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return what a device says if it cannot convert to a dtype; `None` if it can."""
+    try:
+        torch.zeros(1, device=device).to(dtype).float()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 class QuantisedPacket(Packet):
     """Columns of quantised keys and values, and the scales of the blocks that they touch.
 
     Args:
+        source: whose shard it is.
         cols: the columns, counted in the whole shard.
         parts: the keys and the values.
-        buffer: the uint8 tensor that holds all of it; `None` for the owner's whole shard.
+        blocks: which columns of shards are a block.
+        buffer: the uint8 tensor that holds all of it; `None` for a rank's own whole shard.
     """
 
     def __init__(
-        self, cols: Cols, parts: tuple[Quantised, Quantised], buffer: Tensor | None = None
+        self,
+        source: int,
+        cols: Cols,
+        parts: tuple[Quantised, Quantised],
+        blocks: Blocks,
+        buffer: Tensor | None = None,
     ) -> None:
         super().__init__(cols, (parts[0].data, parts[1].data), buffer)
-        self._parts, self._blocks = parts, cols.blocks(BLOCK_SIZE)
+        self._source, self._parts, self._blocks = source, parts, blocks
+        self._touched = blocks.touched(source, cols)
 
     @classmethod
-    def of(cls, shard: Pair, dtype: torch.dtype) -> QuantisedPacket:
-        """Quantise a whole shard to an 8-bit dtype."""
-        key, value = shard
-        how = BY_DTYPE[dtype], BLOCK_SIZE
-        parts = quantise_keys(key, *how), quantise_values(value, *how)
-        return cls(Cols.union([(0, key.shape[2])]), parts)
+    def of(cls, source: int, shard: Pair, dtype: torch.dtype) -> QuantisedPacket:
+        """Quantise a whole shard of one owner to an 8-bit dtype."""
+        cols, parts = Cols.union([(0, shard[0].shape[2])]), quantised_pair(shard, dtype)
+        return cls(source, cols, parts, Blocks(parts[0].block_size))
 
-    def empty_in(self, buffer: Tensor, cols: Cols) -> QuantisedPacket:
-        """Return a packet of other columns of the shard, in a buffer; its content is undefined."""
-        blocks, offset = cols.blocks(BLOCK_SIZE), 0
+    @classmethod
+    def lying_in(
+        cls, buffer: Tensor, source: int, like: Pair, dtype: torch.dtype, blocks: Blocks
+    ) -> QuantisedPacket:
+        """Return the packet of a whole shard that a buffer holds; `like` has its shapes."""
+        key, value = (x[:, :, :0] for x in like)
+        none = cls(source, Cols(), quantised_pair((key, value), dtype), blocks)
+        found = none.empty_in(buffer, source, Cols.union([(0, like[0].shape[2])]))
+        found.buffer = None  # no other packet may have it
+        return found
+
+    def empty_in(self, buffer: Tensor, source: int, cols: Cols) -> QuantisedPacket:
+        """Return a packet of other columns, in a buffer; its content is undefined."""
+        blocks, offset = self._blocks.touched(source, cols), 0
         made: tuple[dict[str, Any], ...] = {}, {}
         for number, name, x in self._tensors():
             batch, heads, _, dim = x.shape
@@ -116,7 +219,7 @@ class QuantisedPacket(Packet):
             made[number][name] = flat.as_strided(shape, strides(shape, TOKEN_MAJOR))
             offset = end
         key, value = (replace(q, **x) for q, x in zip(self._parts, made, strict=True))
-        return QuantisedPacket(cols, (key, value), buffer)
+        return QuantisedPacket(source, cols, (key, value), self._blocks, buffer)
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +228,7 @@ class QuantisedPacket(Packet):
 
     def take(self, whole: QuantisedPacket) -> None:
         """Copy the columns of this packet from one that has them among its own."""
-        cols, blocks = self.cols.within(whole.cols), self._blocks.within(whole._blocks)
+        cols, blocks = self.cols.within(whole.cols), self._touched.within(whole._touched)
         for (_, name, to), (_, _, x) in zip(self._tensors(), whole._tensors(), strict=True):
             if name == "data":  # copied as bytes: few kernels know all dtypes of 8 bits
                 pack(to.view(torch.uint8), x.view(torch.uint8), cols)
@@ -134,7 +237,7 @@ class QuantisedPacket(Packet):
 
     def dequantised(self, dtype: torch.dtype) -> Pair:
         """Return keys and values in the dtype of the kernels."""
-        key, value = (dequantise(self._from_block(q), dtype) for q in self._parts)
+        key, value = (dequantise(self._by_token(q), dtype) for q in self._parts)
         return key, value
 
     def messages(self, is_apart: bool) -> list[Tensor]:
@@ -149,57 +252,80 @@ class QuantisedPacket(Packet):
         found = [x for x in each if x[2] is not None]
         return sorted(found, key=lambda x: -x[2].itemsize)
 
-    def _from_block(self, q: Quantised) -> Quantised:
-        """Return the tensors so that blocks are counted from the first column of the packet."""
-        spans = [(first * BLOCK_SIZE, end * BLOCK_SIZE) for first, end in self._blocks.spans]
-        at = self.cols.within(Cols.union(spans))
-        if at.spans in ((), ((0, len(at)),)):
+    def _by_token(self, q: Quantised) -> Quantised:
+        """Return keys or values with scales of whole blocks, or else with scales by token."""
+        spans, (size, owners) = self.cols.spans, self._blocks
+        begins_with_block = len(spans) == 1 and spans[0][0] % size == 0
+        if not spans or (owners is None and begins_with_block):
             return q
-        # The packet begins within a block, or has gaps: each column gets scales of its own.
-        own: dict[str, Any] = {x: self._by_column(getattr(q, x), at) for x in ("scales", "means")}
+        # The packet begins within a block, has gaps, or the blocks of several owners alternate.
+        places = self._blocks.places(self._source, self.cols, q.data.device)
+        by_block = {"scales": q.scales, "means": q.means}
+        own: dict[str, Any] = {
+            name: None if x is None else x.index_select(2, places) for name, x in by_block.items()
+        }
         return replace(q, block_size=1, **own)
-
-    def _by_column(self, x: Tensor | None, at: Cols) -> Tensor | None:
-        if x is None:
-            return None
-        made = x.new_empty(*x.shape[:2], len(at), x.shape[3])
-        pack(made, x.repeat_interleave(BLOCK_SIZE, 2), at)
-        return made
 
 
 class QuantisedRotation(ShardRotation):
-    """Moves keys and values in a dtype of 8 bits; see Note [Quantised keys and values]."""
+    """Moves keys and values in a dtype of 8 bits; see Note [Quantised keys and values].
 
-    def __init__(self, transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any = None) -> None:
-        self._own = QuantisedPacket.of(shard, kv_dtype)
-        of_kernels = self._own.dequantised(shard[0].dtype)
+    Args:
+        transport: moves the messages.
+        plan: the plan of this rank.
+        shard: keys and values of this rank.
+        kv_dtype: the dtype of 8 bits.
+        rounded: keys and values as their owners rounded them, if an all-to-all brought them, see
+            Note [Rounded once]. Then `shard` are those, dequantised.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        shard: Pair,
+        kv_dtype: Any = None,
+        rounded: Tensor | None = None,
+    ) -> None:
+        owners = None if rounded is None else plan.owners
+        if rounded is None:
+            self._own = QuantisedPacket.of(plan.rank, shard, kv_dtype)
+            of_kernels = self._own.dequantised(shard[0].dtype)
+        else:
+            blocks, of_kernels = Blocks(BLOCK_SIZE, owners), shard
+            self._own = QuantisedPacket.lying_in(rounded, plan.rank, shard, kv_dtype, blocks)
         super().__init__(transport, plan, of_kernels, kv_dtype)
         batch, heads, _, head_dim = shard[0].shape
-        self._size = packet_size(kv_dtype, batch, heads, (head_dim, shard[1].shape[3]))
+        self._size = packet_size(kv_dtype, batch, heads, (head_dim, shard[1].shape[3]), owners)
 
     def _kv(self, step: Step) -> Pair:
         packet: Any = self._resident.get(step.source)
         return self._shard if packet is None else packet.dequantised(self._shard[0].dtype)
 
-    def _packet(self, cols: Cols) -> Packet:
+    def _packet(self, source: int, cols: Cols) -> Packet:
         if not self._idle:
             self._idle.append(self._allocate())
-        return self._own.empty_in(self._idle.pop(), cols)
+        return self._own.empty_in(self._idle.pop(), source, cols)
 
     def _allocate(self) -> Tensor:
         hops = self._plan.shards + self._plan.sums
-        room = max([self._size(x.cols) for hop in hops for x in hop.sends + hop.receives])
+        room = max([self._size(x) for hop in hops for x in hop.sends + hop.receives])
         return self._transport.allocate(room, self._shard[0].device)
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         whole: Any = self._own if source == self._rank else self._resident[source]
         if whole.cols == cols and whole.buffer is not None:
             return whole  # it goes on as it came
-        packet: Any = self._packet(cols)
+        packet: Any = self._packet(source, cols)
         with label("pack"):
             packet.take(whole)
         return packet
 
 
-# What moves keys and values in each dtype; `ShardRotation` does in all others.
-ROTATIONS: dict[Any, type[ShardRotation]] = dict.fromkeys(BY_DTYPE, QuantisedRotation)
+def shard_rotation(
+    transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any, rounded: Tensor | None
+) -> ShardRotation:
+    """Return what moves keys and values in a dtype, see `QuantisedRotation`."""
+    if kv_dtype in BY_DTYPE:
+        return QuantisedRotation(transport, plan, shard, kv_dtype, rounded)
+    return ShardRotation(transport, plan, shard, kv_dtype)

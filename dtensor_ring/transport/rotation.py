@@ -185,8 +185,8 @@ class Rotation:
             self._transport.free(buffer)
         self._resident, self._idle = {}, []
 
-    def _packet(self, cols: Cols) -> Packet:
-        """Return a packet for these columns in an idle buffer; allocate one if there is none."""
+    def _packet(self, source: int, cols: Cols) -> Packet:
+        """Return a packet for columns of a source in an idle buffer; allocate if there is none."""
         if not self._idle:
             self._idle.append(self._allocate())
         return Packet.within(self._idle.pop(), self._like, cols, self._dtype)
@@ -203,7 +203,7 @@ class Rotation:
         resident = self._resident[source]
         if resident.cols == cols:
             return resident
-        packet = self._packet(cols)
+        packet = self._packet(source, cols)
         with label("pack"):
             packet.fill(resident.pair, cols.within(resident.cols))
         return packet
@@ -211,7 +211,7 @@ class Rotation:
     def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
         """Start a hop, with one packet for each of its sends."""
         self._sent = outgoing
-        self._arriving = [(x.source, self._packet(x.cols)) for x in hop.receives]
+        self._arriving = [(x.source, self._packet(x.source, x.cols)) for x in hop.receives]
         receives = [
             message
             for x, (_, packet) in zip(hop.receives, self._arriving, strict=True)
@@ -303,7 +303,7 @@ class ShardRotation(Rotation):
             lying = Packet.lying(self._shard, cols)
             if lying is not None:
                 return lying
-        packet = self._packet(cols)
+        packet = self._packet(source, cols)
         with label("pack"):
             packet.fill(self._shard, cols)
         return packet
@@ -350,5 +350,5 @@ class SumRotation(Rotation):
         # The first rank after a source starts its sum; later ranks add to the sum that arrived.
         is_new = step.source not in self._resident
         if is_new:
-            self._resident[step.source] = self._packet(step.cols)
+            self._resident[step.source] = self._packet(step.source, step.cols)
         return self._resident[step.source], is_new

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Lock
 from typing import NamedTuple, Protocol, cast
@@ -308,8 +308,8 @@ class TransferPolicy:
             ranks attend to the same rounded keys and values, a rank to its own, too, also where
             nothing is sent; gradients pass straight through the rounding. docs/numerics.md has
             the errors. The field has the dtype: `torch.int8`, or `torch.float8_e4m3fn`. The
-            all-to-all of "ulysses" sends keys and values unrounded, and rounds them after it.
-            Decoding ignores this: caches do not travel.
+            all-to-all of "ulysses" sends them so, too; another narrower dtype serves its ring
+            among groups only. Decoding ignores this: caches do not travel.
         grad_dtype: dtype of the sums of key and value gradients. `torch.bfloat16` halves their
             bytes and rounds them at each hop; docs/rounding.md has the errors. float16 overflows
             beyond 65,504. The sums of float64 tensors travel as float64 where this is float32.
@@ -370,6 +370,17 @@ class TransferPolicy:
 
 # The dtypes of 8 bits in which keys and values may travel.
 QUANTISED = tuple(format.dtype for format in FORMATS.values())
+
+
+def eight_bits_of(policy: TransferPolicy) -> torch.dtype | None:
+    """Return the dtype of 8 bits in which keys and values travel; `None` if it has more bits."""
+    dtype = cast("torch.dtype | None", policy.kv_dtype)  # a name became a dtype
+    return dtype if dtype in QUANTISED else None
+
+
+def for_rounded(policy: TransferPolicy) -> TransferPolicy:
+    """Return the policy for keys and values that are rounded to eight bits already."""
+    return policy if eight_bits_of(policy) is None else replace(policy, kv_dtype=None)
 
 
 def _dtype_of(name: str) -> torch.dtype:

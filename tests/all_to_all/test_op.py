@@ -178,8 +178,9 @@ def _opcheck() -> None:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         case = Case(RunTable([[(0, 24)]]), ZigZag(), 1, 1, 24)
         inputs = [x.requires_grad_() for x in case.before(0)]
-        args = case.args(dist.group.WORLD.group_name)
-        torch.library.opcheck(all_to_all_op, (inputs, *flatten_all_to_all(args)))
+        for kv_dtype in (None, torch.int8):
+            args = case.args(dist.group.WORLD.group_name, kv_dtype=kv_dtype)
+            torch.library.opcheck(all_to_all_op, (inputs, *flatten_all_to_all(args)))
 
 
 WRONG = {
@@ -224,6 +225,7 @@ DIFFERENCES = {
     "heads": {"num_heads": (8, 4)},
     "layout after": {"to": "contiguous"},
     "ranks that share the heads": {"heads": 1},
+    "kv_dtype": {"kv_dtype": torch.int8},
 }
 
 

@@ -9,7 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Slices, Striped, ZigZag
+from dtensor_ring import (
+    Balanced,
+    BlockCyclic,
+    Contiguous,
+    Mask,
+    Slices,
+    Striped,
+    TransferPolicy,
+    ZigZag,
+)
 from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_backward
 from dtensor_ring.planning.run_table import RunTable
 from tests.dense import largest
@@ -76,6 +85,12 @@ CASES = {
         ),
         "ulysses:2",
     ),
+    **{
+        f"eight bits, {strategy}": case(
+            Ring(ZigZag(), 4, 24, CAUSAL), strategy, policy=TransferPolicy(kv_dtype="int8")
+        )
+        for strategy in ("ulysses", "ulysses:2")
+    },
     "bfloat16": case(Ring(ZigZag(), 8, 32, CAUSAL), "ulysses", dtype=torch.bfloat16),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from dtensor_ring import (
     Mask,
     RingError,
     SequenceAxis,
+    TransferPolicy,
     ring_attention,
     sequence_runs,
     shard_sequence,
@@ -33,6 +35,37 @@ def test_one_node_for_each_exchange_and_five_batches_compile_once(pool: Pool) ->
     for graphs, worst in pool.run(2, _compiled):
         assert graphs == [forward, backward] * 2
         assert worst < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "on_mesh"), [(2, "ulysses", False), (4, "ulysses:2", True)]
+)
+def test_eight_bits_are_as_many_nodes(pool: Pool, size: int, strategy: str, on_mesh: bool) -> None:
+    """What is rounded is within the nodes; compiled results are those of eager ones, to the bit."""
+    forward, backward = (["exchange", f"ring_attention{x}", "exchange"] for x in ("", "_backward"))
+    for graphs, are_equal in pool.run(size, _compiled_in_eight_bits, strategy, on_mesh):
+        assert graphs == [forward, backward]
+        assert are_equal
+
+
+def _compiled_in_eight_bits(strategy: str, on_mesh: bool) -> tuple[list[list[str]], bool]:
+    """Our ops in each graph, of shards or of DTensors, and whether results are the eager ones."""
+    graphs: list[list[str]] = []
+    compiled = torch.compile(ring_attention, backend=capturing(graphs), fullgraph=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = TransferPolicy(kv_dtype="int8")
+    axis = SequenceAxis(mesh, "zigzag", strategy=strategy, policy=policy)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, heads, 32, 4) for heads in (4, 2, 2)]
+    mine, results = axis.positions(32), []
+    shards = [axis.shard(x, 2) if on_mesh else x[:, :, mine].contiguous() for x in whole]
+    inputs = [x.detach().requires_grad_() for x in shards]
+    for attend in (ring_attention, compiled):
+        out = attend(*inputs) if on_mesh else attend(*inputs, mesh=mesh)
+        loss = (out.to_local() if on_mesh else out).square().sum()
+        found = (out, *torch.autograd.grad(loss, inputs))
+        results.append([x.to_local() if on_mesh else x for x in found])
+    return graphs, all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 UNEQUAL = RunTable([[(0, 6)], [(6, 3)], [(9, 1)], [(10, 6)]])

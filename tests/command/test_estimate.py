@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring import Contiguous, Mask, ZigZag, describe_schedule
 from dtensor_ring.all_to_all.plan import all_to_all_plan
+from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.command.footprint import Footprint, Storages
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
@@ -171,7 +172,7 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     return rank_costs(
         plans[-1],
         all_to_all_plan(*where),
-        TensorSizes((4, 2), (32, 32), BATCH, 4, *(torch.float32,) * 2),
+        TensorSizes((4, 2), (32, 32), BATCH, *(torch.float32,) * 3),
     )
 
 
@@ -264,7 +265,32 @@ def _check_messages(policy: TransferPolicy) -> None:
             out.backward(torch.empty_like(out))
     (plan,) = [x for x in ring.plans() if x.rank == 1]
     sizes = TensorSizes(
-        *((4, 2), (64, 64), 2, 2, policy.dtype_of_keys(torch.bfloat16), torch.float32)
+        *((4, 2), (64, 64), 2, torch.bfloat16),
+        *(policy.dtype_of_keys(torch.bfloat16), torch.float32),
     )
     forward, backward = rank_costs(plan, None, sizes)
     assert step.messages == replace(forward + backward, held=backward.held)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses:2"])
+def test_messages_of_an_all_to_all(pool: Pool, strategy: str, kv_dtype: str | None) -> None:
+    pool.run(1, _check_all_to_all, strategy, TransferPolicy(kv_dtype=kv_dtype))
+
+
+def _check_all_to_all(strategy: str, policy: TransferPolicy) -> None:
+    """The same where tokens go for heads, in eight bits too; buffers and tensors are not here."""
+    ring, dtype, rank = Ring(ZigZag(), 4, 800, Mask.causal(), strategy=strategy), torch.bfloat16, 1
+    case = Case(ring, dtype, (8, 4), head_dims=(64, 64), policy=policy)
+    before = replace(case, ring=replace(ring, strategy="ring"))
+    with fake_group(4, rank):
+        inputs = [x.detach().to("meta").requires_grad_() for x in before.shards(rank)]
+        with Footprint() as step:
+            out, _ = ulysses_attention(*inputs, case.call(), with_lse=False)
+            out.backward(torch.empty_like(out))
+    heads = as_strategy(strategy, 4).heads
+    exchange = all_to_all_plan(ring.layout, ring.layout, heads, rank, 4, 800)
+    sums = policy.sum_dtype(dtype)
+    sizes = TensorSizes((8, 4), (64, 64), 2, dtype, policy.dtype_of_keys(dtype), sums)
+    forward, backward = rank_costs(ring.plans()[rank], exchange, sizes)
+    assert step.messages == replace(forward + backward, held=step.messages.held)

@@ -21,6 +21,7 @@ from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.simulate.machine import Links, Machine
 from dtensor_ring.simulate.problem import SimulatedProblem
 from dtensor_ring.transport.rotation import LARGE
+from dtensor_ring.transport.transport import QUANTISED
 
 Process = Generator[Any, Any, None]
 
@@ -432,8 +433,10 @@ class RankProcess:
             return
         one, key_heads, token = self.o.exchanges[self.rank], self.sizes.heads[1], 0
         leaving, coming = dict[int, int](), dict[int, int]()
-        for heads, head_dim in tensors:
-            scale = head_dim * self.sizes.batch * self.sizes.itemsize
+        for number, (heads, head_dim) in enumerate(tensors):
+            is_rounded = number and not is_back and self.sizes.kv_dtype in QUANTISED
+            itemsize = self.sizes.kv_itemsize if is_rounded else self.sizes.itemsize
+            scale = head_dim * self.sizes.batch * itemsize
             for into, of in ((leaving, one.sent), (coming, one.received)):
                 for peer, (tokens, count) in of(heads, key_heads).items():
                     into[peer] = into.get(peer, 0) + tokens * count * scale

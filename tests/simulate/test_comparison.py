@@ -14,11 +14,13 @@ from torch import Tensor
 
 from dtensor_ring import Mask, compare_strategies
 from dtensor_ring.all_to_all.plan import all_to_all_plan
+from dtensor_ring.all_to_all.rounded_keys import run_rounded
 from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Launch
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.plan import KeyOwners
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
@@ -27,7 +29,7 @@ from dtensor_ring.simulate import comparison
 from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.transport import quantised_rotation, rotation
-from dtensor_ring.transport.transport import P2P, TransferPolicy, Work
+from dtensor_ring.transport.transport import P2P, TransferPolicy, Work, eight_bits_of, for_rounded
 from tests.played import PlayedTransport, play
 from tests.rings import Case, Ring, Rows, local
 from tests.simulate.machines import round_machine
@@ -95,9 +97,16 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     sharded = as_layout(layout)
     exchange = all_to_all_plan(sharded, sharded, strategy.heads, rank, size, SEQ_LEN)
 
+    owners = KeyOwners(sharded, strategy.heads, size, SEQ_LEN)
+    rounded = eight_bits_of(case.policy) if strategy.heads > 1 else None
+
     def trade(tensors: list[Tensor], num_heads: list[int], is_back: bool = False) -> list[Tensor]:
         if strategy.heads == 1:
             return tensors
+        if len(tensors) == 3 and rounded is not None and not is_back:
+            counts = tuple(num_heads), HEADS[1]
+            label = Label("exchange", 0, rank)
+            return run_rounded(tensors, rounded, exchange, owners, counts, transport, label)
         shapes = tuple(map(TensorShape.of, tensors))
         plan = messages_of(exchange, tuple(num_heads), HEADS[1], shapes, is_back)
         return run_all_to_all(tensors, plan, transport, Label("exchange", 0, rank))
@@ -109,17 +118,19 @@ def attention(case: Case, layout: str, rank: int, transport: PlayedTransport) ->
     costs, kept = [], 0
     transport.count_from_here()
     query, *shard = trade(shards[:3], heads)
-    pair = shard[0], shard[1]
-    out, lse = ring_forward(query, pair, plan, kernel, scores, transport, case.policy)
+    pair, packed = (shard[0], shard[1]), shard[2:]
+    policy = case.policy if packed or rounded is None else for_rounded(case.policy)
+    how = kernel, scores, transport, policy, *packed
+    out, lse = ring_forward(query, pair, plan, *how)
     trade([out], heads[:1], is_back=True)
-    for tensors in (query, *pair, out), (query, *pair, out) * 2:
+    for tensors in (query, *pair, out, *packed), (*(query, *pair, out) * 2, *packed):
         kept = sum(x.nbytes for x in tensors) if strategy.heads > 1 else 0
         costs.append(replace(transport.cost, held=transport.cost.held + kept))
         if len(costs) == 1:
             transport.count_from_here()
             (grad,) = trade(shards[3:4], heads[:1])
             saved = Saved(grad, out, lse)
-            grads = ring_backward(saved, query, pair, plan, kernel, scores, transport, case.policy)
+            grads = ring_backward(saved, query, pair, plan, *how)
             trade(list(grads), heads, is_back=True)
     work = query.shape[1] * sum(tile.area for step in plan.steps for tile in step.tiles)
     return Counted(costs[0], costs[1], kernel.num_launches, work)

@@ -25,6 +25,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {},
     {},
     {"kv_dtype": torch.bfloat16},
+    {"kv_dtype": "int8"},
     {"grad_dtype": torch.bfloat16},
 )
 

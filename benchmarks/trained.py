@@ -1,0 +1,105 @@
+"""Train the model of the demo with keys and values in eight bits, for `eight_bits.py`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring import TransferPolicy
+from examples.small_models import small_model
+from examples.text import read_standard_library
+from parallel_plans.huggingface import context_parallel_plan
+
+MODEL, WORLD_SIZE, NUM_LAST = "llama", 2, 20
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run: that of `examples/train_hf.py`, but for these.
+
+    Attributes:
+        kv_dtype: what keys and values travel as; `None` for float32, the dtype of the model.
+        num_steps: optimizer steps.
+        seq_len: tokens of a sequence.
+        weights: a file for the weights after the last step, `None` to keep none.
+    """
+
+    kv_dtype: str | None
+    num_steps: int
+    seq_len: int
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The losses of a run by step, in nats a byte, and the seconds that it took."""
+
+    training: Training
+    losses: list[float]
+    seconds: float
+
+    @property
+    def last(self) -> float:
+        """The mean loss of the last steps: that of one step depends on its batch."""
+        return mean(self.losses[-NUM_LAST:])
+
+
+def train(asked: Training, mesh: DeviceMesh) -> Trained:
+    """Train on this rank, as all others do; rank 0 keeps the weights."""
+    model: Any = small_model(MODEL, asked.seq_len)
+    policy = TransferPolicy(kv_dtype=asked.kv_dtype)
+    model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag", policy=policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    text, losses, start = read_standard_library(), [], time.perf_counter()
+    for step in range(asked.num_steps):
+        tokens = batch_of(text, step, asked.seq_len)
+        with torch.enable_grad():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= mesh.size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if asked.weights is not None and dist.get_rank() == 0:
+        torch.save(model.state_dict(), asked.weights)
+    return Trained(asked, losses, time.perf_counter() - start)
+
+
+def batch_of(text: Tensor, step: int, seq_len: int, num: int = 2) -> Tensor:
+    """Sequences `(num, S)` of a step, the same on every rank and in every run."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text) - seq_len, (num,), generator=generator)
+    return torch.stack([text[start : start + seq_len] for start in starts]).long()
+
+
+def attended_by(weights: Path, seq_len: int) -> list[Tensor]:
+    """Query, key and value of all layers on one sequence, `(layers, N, S, H)` in float64."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: list[tuple[Tensor, ...]] = []
+
+    def attend(module: Any, *args: Any, **options: Any) -> Any:
+        found.append(args[:3])
+        return sdpa_attention_forward(module, *args, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("attended", attend)
+    model = small_model(MODEL, seq_len)
+    model.load_state_dict(torch.load(weights))
+    model.set_attn_implementation("attended")
+    # A batch of no training step.
+    tokens = batch_of(read_standard_library(), 1_000_000, seq_len, num=1)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    return [torch.cat(x).double() for x in zip(*found, strict=True)]

@@ -122,7 +122,7 @@ def runs_text(layout: Layout | None) -> str:
     if not isinstance(layout, RunTable):
         return "none"
     text = numbers_text(layout.numbers.reshape(-1))
-    return f"{text}, sequences selected ({layout.mark - MARKED:x})" if layout.mark else text
+    return f"{text}, selections and kv_dtype ({layout.mark - MARKED:x})" if layout.mark else text
 
 
 def numbers_text(listed: np.ndarray) -> str:

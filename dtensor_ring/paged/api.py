@@ -187,7 +187,7 @@ class PagedBatch:
         self._cache = cache
         self._versions = [x.version for x in sequences]
         self._plan = PagedPlan(
-            *(cache.pool, cache.rank, self.sequences, self.num_tokens), cache._memory.copies
+            *(cache.pool, cache.rank, self.sequences, self.num_tokens), cache.kv_dtype
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
@@ -364,7 +364,7 @@ class PagedBatch:
                 "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
             )
         scores = self._scores(layer, query, mask, scale, softcap, sinks)
-        batch = DecodeBatch(agree=self._plan.agreed(layer, self._cache.kv_dtype))
+        batch = DecodeBatch(agree=self._plan.agreed(layer))
         call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
         here = partial(self._attend, layer, query, scores, kernel)
         # Ranks compare only heads and head dim of values, which the blocks have.

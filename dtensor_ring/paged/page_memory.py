@@ -37,11 +37,9 @@ class PageMemory(ABC):
 
     Attributes:
         like: empty keys and values `(0, page, N, H)`, with the dtype and device of all.
-        copies: whether `to_attend` returns a copy of the pages that are asked for.
     """
 
     like: Pair
-    copies: bool
 
     @property
     @abstractmethod
@@ -64,7 +62,7 @@ class PageMemory(ABC):
 
     @abstractmethod
     def to_attend(self, layer: int, pages: np.ndarray | None) -> Pair:
-        """Return these pages, or all, if `copies`; otherwise the memory of all pages."""
+        """Return the memory of all pages or, of rounded ones, copies of these, or of all."""
 
     @abstractmethod
     def copy(self, source: int, target: int) -> None:
@@ -73,8 +71,6 @@ class PageMemory(ABC):
 
 class PlainPages(PageMemory):
     """Pages as they are."""
-
-    copies = False
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype | None, device: torch.device) -> None:
         # Zeros, because kernels load slots after the last key: a NaN there times weight 0 is NaN.
@@ -115,8 +111,6 @@ class QuantisedPages(PageMemory):
         format: the format of 8 bits.
         held: returns which pages sequences hold: what is open in others is of no use.
     """
-
-    copies = True
 
     def __init__(
         self,

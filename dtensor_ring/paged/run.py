@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import length
-from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.run_table import MARKED, RunTable
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class PagedPlan:
         rank: the rank of the pool that owns the blocks.
         sequences: the sequences, in the order of the batch rows.
         num_tokens: M, the number of new tokens of each sequence.
-        from_copies: whether attention reads copies of the blocks, see `PagedStep`.
+        kv_dtype: the format of full blocks, if they are rounded: attention then reads copies.
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class PagedPlan:
         rank: int,
         sequences: Sequence[PooledSequence],
         num_tokens: int,
-        from_copies: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
-        self._pool, self._rank, self._from_copies = pool, rank, from_copies
+        self._pool, self._rank, self._kv_dtype = pool, rank, kv_dtype
         self._sequences, self._num_tokens = sequences, num_tokens
         self._steps: dict[Mask, PagedStep] = {}
 
@@ -222,7 +223,7 @@ class PagedPlan:
         if mask not in self._steps:
             block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
             reads = block_reads(decode_step(*self.request(mask)).tiles, block, len(tables))
-            self._steps[mask] = PagedStep(reads, tables, block, self._from_copies)
+            self._steps[mask] = PagedStep(reads, tables, block, self._kv_dtype is not None)
         return self._steps[mask]
 
     def request(self, mask: Mask) -> DecodeRequest:
@@ -231,10 +232,9 @@ class PagedPlan:
         where = self._rank, self._pool.dealing.world_size, runs.end
         return DecodeRequest(runs, mask, *where, starts, self._num_tokens, ends, None)
 
-    def agreed(self, layer: int, kv_dtype: str | None) -> Tensor:
+    def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""
-        here = [layer, *(kv_dtype or "").encode()]  # a name as the numbers of its letters
-        return torch.cat([torch.tensor(here, device="cpu"), self._drifting])
+        return torch.cat([torch.tensor([layer], device="cpu"), self._drifting])
 
     @cached_property
     def _drifting(self) -> Tensor:
@@ -249,7 +249,11 @@ class PagedPlan:
         """Return the runs of all ranks, the extent of each sequence, and its first new position."""
         lengths = [len(x) for x in self._sequences]
         # One table serves all sequences: the owner of a token depends on its position only.
-        runs = RunTable(self._pool.dealing.runs(0, max(lengths, default=0)))
+        numbers = self._pool.dealing.runs(0, max(lengths, default=0))
+        if self._kv_dtype is not None:  # ranks compare the mark of the runs
+            numbers = np.pad(numbers, ((0, 0), (0, 1), (0, 0)))
+            numbers[0, -1, 0] = MARKED | crc32(self._kv_dtype.encode()) & (MARKED - 1)
+        runs = RunTable(numbers)
         # The end of a sequence hides stale content in the rest of its last block.
         ends = Documents([(0, length) for length in lengths])
         return runs, ends, tuple(length - self._num_tokens for length in lengths)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import BlockPool, Mask, merge_attention
 from dtensor_ring.paged.api import PagedBatch, PagedCache
@@ -19,6 +20,7 @@ from dtensor_ring.quantised.kept_tokens import KINDS
 from tests.dense import dense_attention, visible
 from tests.paged.test_paged_cache import paged_cases
 from tests.paged_attention import TOLERANCES, PagedCase
+from tests.pool import Pool
 from tests.quantised.rounded import Rounded
 
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
@@ -51,6 +53,10 @@ def check_rounded(case: PagedCase, kv_dtype: str) -> None:
     """The partials of all ranks, merged, are dense attention to what is kept."""
     caches, sequences = filled(case, kv_dtype)
     parts = [case.attend(PagedBatch(cache, sequences, case.num_tokens)) for cache in caches]
+    check(case, kv_dtype, merge_attention(parts))
+
+
+def check(case: PagedCase, kv_dtype: str, results: tuple[Tensor, Tensor]) -> None:
     expected = []
     for query, key, value in case.inputs():
         keys, values = (
@@ -62,7 +68,7 @@ def check_rounded(case: PagedCase, kv_dtype: str) -> None:
         expected.append(dense_attention(last, keys, values, case.mask, **how))
     tolerance = TOLERANCES[case.dtype]
     dense = torch.cat([x.out for x in expected]), torch.cat([x.lse for x in expected])
-    for found, exact in zip(merge_attention(parts), dense, strict=True):
+    for found, exact in zip(results, dense, strict=True):
         torch.testing.assert_close(found.double(), exact.detach(), atol=tolerance, rtol=tolerance)
 
 
@@ -81,14 +87,26 @@ def test_attention_to_what_is_kept(name: str, kv_dtype: str) -> None:
     check_rounded(CASES[name], kv_dtype)
 
 
+def decoded(case: PagedCase, kv_dtype: str) -> None:
+    mesh = init_device_mesh("cpu", (case.world_size,), mesh_dim_names=("cp",))
+    caches, sequences = filled(case, kv_dtype)
+    batch = PagedBatch(caches[mesh.get_local_rank()], sequences, case.num_tokens)
+    how = {"mask": case.mask, "scale": 0.3, "softcap": case.softcap}
+    check(case, kv_dtype, batch.decode(0, case.query(), mesh=mesh, **how))
+
+
+def test_decode_over_a_mesh(pool: Pool) -> None:
+    pool.run(2, decoded, CASES["unequal lengths"], "int8")
+
+
 def test_random_attention_to_what_is_kept() -> None:
     @settings(max_examples=20, deadline=None, derandomize=True, database=None)
     @given(paged_cases(), st.sampled_from([*FORMATS]), st.sampled_from([4, 64]))
-    def check(case: PagedCase, kv_dtype: str, size: int) -> None:
+    def check_any(case: PagedCase, kv_dtype: str, size: int) -> None:
         with patch.object(kept_tokens, "BLOCK_SIZE", size):
             check_rounded(case, kv_dtype)
 
-    check()
+    check_any()
 
 
 def of(positions: range) -> Tensor:
@@ -226,5 +244,5 @@ def test_ranks_compare_formats() -> None:
         cache = PagedCache(BlockPool(4, block=4), 2, 8, 1, kv_dtype=kv_dtype)
         sequence = cache.pool.add([1, 2, 3])
         batch = PagedBatch(cache, [sequence])
-        seen.append(batch._plan.agreed(0, cache.kv_dtype).tolist())
-    assert len({*map(tuple, seen)}) == 3
+        seen.append(batch._plan.request(Mask.causal()).layout.mark)
+    assert len({*seen}) == 3

@@ -152,7 +152,7 @@ def check_refused() -> None:
     ours = sharded("Llama", cache_dtype=("int8", "fp8")[dist.get_rank()])
     with pytest.raises(ValueError, match=r"cache_dtype of the plan: int8 on .0., fp8 on .1."):
         generate(ours, input_ids=tokens())
-    with torch.no_grad(), pytest.raises(RingError, match=r"selections and kv_dtype \("):
+    with torch.no_grad(), pytest.raises(RingError, match=r"sequences selected or kv_dtype \("):
         ours(tokens(), use_cache=True)
 
 

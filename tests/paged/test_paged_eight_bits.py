@@ -176,6 +176,11 @@ def test_forks_prefixes_and_crops(kv_dtype: str, world_size: int) -> None:
         other = model.pool.add([*range(16), 1, 2])
         assert other.num_cached == 16
         model.write(other, 2)
+        for number, (here, there) in enumerate(
+            zip(model.read(first), model.read(other), strict=True)
+        ):
+            num_shared = model.pool.dealing.num_before(16, number // 4)
+            assert torch.equal(here[:, :, :num_shared], there[:, :, :num_shared])
         # A crop into a full block opens it, with what it was rounded to.
         kept = model.read(twin)
         model.pool.crop(twin, 26)
